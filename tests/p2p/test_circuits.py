@@ -491,6 +491,9 @@ class Punch:
     def is_worth_it(self, peer: PeerID) -> bool:
         return self.after is not None
 
+    def note_unpunched(self, peer: PeerID, circuits: Sequence[Circuit]) -> None:
+        pass
+
     async def as_dialler(
         self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
     ) -> Sequence[asyncio.Future[Stream]]:
@@ -566,6 +569,20 @@ def test_a_relay_carries_nothing_while_the_direct_connection_of_before_is_expect
             await until(lambda: relay.relay.circuit_count == 0)
 
     run(main())
+
+
+@pytest.mark.parametrize(("moved", "is_worth_it"), [(False, False), (True, True)])
+async def test_a_peer_that_was_not_worth_a_punch_is_when_it_has_moved(moved: bool, is_worth_it: bool) -> None:
+    async with Relayed("memory") as peers:
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        (address,) = tell(caller, guest)
+        caller.circuits.punching = puncher = caller.punching
+        puncher.policy.note_hopeless(guest.peer_id, ("memory", "9.9.9.9" if moved else "memory"))
+        [stream] = await caller.circuits.dial(address, guest.peer_id)
+        assert stream.is_relayed
+        assert puncher.is_worth_it(guest.peer_id) is is_worth_it
+        stream.abort()
 
 
 @both_kinds

@@ -41,6 +41,12 @@ def test_two_hard_sides_never_punch_until_one_is_behind_another_router(policy: P
     assert policy.allows(PEER)
 
 
+def test_an_address_of_the_other_version_of_ip_says_nothing_about_a_move(policy: PunchPolicy) -> None:
+    policy.note_failure(PEER, HOSTS)
+    policy.note_hosts(PEER, ("2a00:1450::1", HOSTS[1]))
+    assert not policy.allows(PEER)
+
+
 def test_the_pause_doubles_with_each_failure(policy: PunchPolicy, clock: Clock) -> None:
     pauses = []
     for _ in range(8):

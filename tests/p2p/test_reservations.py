@@ -73,6 +73,46 @@ async def test_another_relay_takes_the_place_of_one_that_shuts_down(
         assert await square(caller, guest) == 9
 
 
+def test_a_relay_that_can_no_longer_be_called_tells_its_guests() -> None:
+    """Else they would rely on it for up to an hour, and be taken for dead."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relays = [await peers.relay(relay=None) for _ in range(3)]
+            guest, caller = await peers.guest(), await peers.caller()
+            lost = next(relay for relay in relays if relay.peer_id in guest.reservations.held)
+            lost.relay.is_public = False
+            await asyncio.sleep(ALIVE_SECONDS + 1.0)
+            assert not lost.relay.guests
+            others = {relay.peer_id for relay in relays if relay is not lost}
+            assert set(guest.reservations.held) == others
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+
+    run(main())
+
+
+@both_kinds
+async def test_a_relay_that_breaks_the_protocol_is_left(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Chatty(Silent):
+        """Says more than a relay has to say."""
+
+        @patient
+        async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
+            await call.receive(Reserve)
+            await call.send(Reserved(code=Code.OK), b"more")
+            await call.send(Notice())
+
+    async with Relayed(kind) as peers:
+        liar, guest = await peers.relay(), await peers.caller()
+        await liar.relay.remove_p2p_handlers(liar)
+        await Chatty([]).add_p2p_handlers(liar)
+        introduce(guest, liar)
+        guest.reservations.want(True)
+        await until(lambda: guest.metrics.connections_dropped["broke the protocol"] > 0)
+        assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 @both_kinds
 async def test_a_newer_reservation_of_the_same_peer_replaces_the_older(kind: str) -> None:
     async with Relayed(kind) as peers:

@@ -60,6 +60,9 @@ class Punching(Protocol):
     def expects_success(self, peer: PeerID) -> bool:
         """Whether the routers on both sides have let a connection through before."""
 
+    def note_unpunched(self, peer: PeerID, circuits: Sequence[Circuit]) -> None:
+        """There is no punch this time; but circuits show whether one of both sides is elsewhere by now."""
+
     async def as_dialler(
         self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:

@@ -126,6 +126,8 @@ class Circuits:
             if wants_punch and self.punching is not None:
                 punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits, began_at)
                 is_expected = self.punching.expects_success(target)
+            elif self.punching is not None and not is_own:
+                self.punching.note_unpunched(target, circuits)
             return await self._authenticate(circuits, target, punches, began_at, direct_is_expected=is_expected)
         finally:
             for circuit in circuits:

@@ -56,7 +56,7 @@ class PunchPolicy:
     def note_hosts(self, peer: PeerID, hosts: Hosts) -> None:
         """Forget the outcome if one of both sides is behind another router now."""
         last = self._outcomes.get(peer)
-        if last is not None and last.hosts != hosts:
+        if last is not None and any(map(_has_moved, last.hosts, hosts)):
             del self._outcomes[peer]
 
     def note_success(self, peer: PeerID, hosts: Hosts) -> None:
@@ -82,3 +82,8 @@ class PunchPolicy:
     def clear(self) -> None:
         """This machine is in another network: nothing of before holds."""
         self._outcomes.clear()
+
+
+def _has_moved(before: str, now: str) -> bool:
+    """Whether a host is another one. A machine is seen at an IPv4 or an IPv6 address, depending on how it has come."""
+    return before != now and (":" in before) == (":" in now)

@@ -106,6 +106,10 @@ class Puncher:
         """Whether the routers on both sides have let a connection through before."""
         return self.policy.expects_success(peer)
 
+    def note_unpunched(self, peer: PeerID, circuits: Sequence[Circuit]) -> None:
+        """There is no punch this time; but circuits show whether one of both sides is elsewhere by now."""
+        self.policy.note_hosts(peer, _hosts_of(circuits))
+
     async def close(self) -> None:
         """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
         self._is_closed = True

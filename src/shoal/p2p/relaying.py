@@ -205,6 +205,8 @@ class Relay(ServicerBase):
             await call.send(Reserved(code=Code.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
             while True:
                 notice = await _next_notice(guest)
+                if not (self.serves or notice.ends):  # whoever wants to reach the guest is told so, too
+                    notice = Notice(ends="this peer is no relay any more: it cannot be called itself")
                 await call.send(notice)
                 if notice.ends:
                     return

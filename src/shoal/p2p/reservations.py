@@ -257,6 +257,7 @@ class Reservations:
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
                     answer = await call.receive(Reserved)
+                    _check_has_no_payload(relay, call)
                     if answer is None or answer.code != Code.OK:
                         why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
                         return
@@ -333,8 +334,7 @@ class Reservations:
                 del self._listening[held]
             if notice is None:
                 return "the relay has ended the call"
-            if call.payload_size:
-                raise ProtocolError(f"relay {relay} sends a payload, where there is none")
+            _check_has_no_payload(relay, call)
             if notice.ends:
                 return repr(notice.ends)
             if notice.incoming is not None:
@@ -376,6 +376,11 @@ class Reservations:
         keeper, holding = self._keeper, [*self._holding.values(), *self._running_out]
         self.want(False)
         await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
+
+
+def _check_has_no_payload(relay: PeerID, call: Call) -> None:
+    if call.payload_size:
+        raise ProtocolError(f"relay {relay} sends a payload, where there is none")
 
 
 def _is_global(address: Multiaddr) -> bool:
