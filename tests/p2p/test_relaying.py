@@ -13,6 +13,7 @@ from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.circuit import MEETING_SECONDS
 from shoal.p2p.frames import receive_frame
 from shoal.p2p.limits import RelayLimits
+from shoal.p2p.membership import TOLERANCE_SECONDS
 from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import Code, Observe, Observed, Observer, Ready
 from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, UNUSED_SECONDS, Relay
@@ -20,7 +21,7 @@ from shoal.p2p.transport import COOKIE_BYTES
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import Relayed, connect, introduce, reserve, square, tell
-from tests.p2p.test_membership import SECRET, invitation, revoke
+from tests.p2p.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -156,6 +157,26 @@ async def test_who_is_expelled_loses_reservation_and_circuits(kind: str) -> None
         await until(lambda: relay.relay.circuit_count == 1)
         assert relay.relay.guests == [guest.peer_id]
         assert await square(caller, guest) == 9
+
+
+def test_circuits_end_with_the_badge_of_either_side() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay(token=SECRET.text)
+            guest = await peers.guest(token=SECRET.text)
+            caller = await peers.caller(token=invitation(TRAIN))
+            tell(caller, guest)
+            assert caller.membership is not None
+            left = 100.0
+            set_clock(relay, Clock(caller.membership.own.expires + TOLERANCE_SECONDS - left))
+            for _ in range(9):
+                assert await square(caller, guest) == 9
+                await asyncio.sleep(left / 10)
+            assert caller.metrics.dials_relayed == relay.relay.circuit_count == 1
+            await asyncio.sleep(left / 5)
+            assert relay.relay.circuit_count == 0
+
+    run(main())
 
 
 # --- circuits ---------------------------------------------------------------------------------------------------------

@@ -159,7 +159,11 @@ class Membership:
         The clock of a newcomer may be years off. It checks again as soon as others have told it the time.
         """
         knows_time = bool(self.clock.samples) if dialled else not self.clock.is_joining
-        return knows_time and badge.expires + TOLERANCE_SECONDS < self.clock.time()
+        return knows_time and self.seconds_left(badge) < 0
+
+    def seconds_left(self, badge: Badge) -> float:
+        """Until a badge has expired; negative afterwards."""
+        return badge.expires + TOLERANCE_SECONDS - self.clock.time()
 
     def is_revoked(self, badge: Badge) -> bool:
         return bool(self._revoked) and not self._revoked.isdisjoint(badge.keys)

@@ -370,7 +370,17 @@ class Relay(ServicerBase):
             logger.debug("no circuit from %s to %s: %r", circuit.dialler, circuit.guest.peer, e)
             return
         self._p2p.metrics.circuits_carried += 1
-        await transport.join(first, second, circuit.share, IDLE_SECONDS)
+        try:
+            async with asyncio.timeout(self._seconds_left(circuit)):
+                await transport.join(first, second, circuit.share, IDLE_SECONDS)
+        except TimeoutError:
+            logger.debug("a badge has expired on a circuit from %s to %s", circuit.dialler, circuit.guest.peer)
+
+    def _seconds_left(self, circuit: _Circuit) -> float | None:
+        """Until the badge of either side is worth nothing any more; ``None`` without badges."""
+        membership, badges = self._p2p.membership, (circuit.badge, circuit.guest.badge)
+        left = [membership.seconds_left(badge) for badge in badges if membership is not None and badge is not None]
+        return min(left, default=None)
 
     def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
         """End the reservations and circuits of those who show an unwanted badge from now on."""
