@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Multiaddr
+from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.presence import GREETINGS_AT_ONCE
 from shoal.p2p.reachability import Reach, Reachability
 from shoal.p2p.transport import Stream
+from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub, until
 
 OUTSIDE = Multiaddr("/ip4/8.8.8.8/tcp/40000")
@@ -115,3 +120,42 @@ async def test_what_witnesses_inside_see_is_no_address_outside() -> None:
         await stub(caller, server).rpc_square(Number(value=3))
         caller.outlook.note_seen(server.peer_id, "/ip4/11.0.0.1/tcp/50000")
         assert not caller.outlook.evidence.offers
+
+
+@in_virtual_time
+async def test_everybody_hears_of_changes_that_follow_each_other_soon() -> None:
+    """As when a peer gets its second reservation just after the first one."""
+    async with Peers("memory") as peers:
+        peers.network = MemoryNetwork(lambda source, target, size: 0.1)
+        others = [await peers.start() for _ in range(3 * GREETINGS_AT_ONCE)]
+        caller = await peers.start()
+        for other in others:
+            await serving(other)
+            await stub(caller, other).rpc_square(Number(value=3))
+        for _ in range(2):
+            caller.outlook.announce_anew()
+            await asyncio.sleep(0.05)
+        moved = Multiaddr("/memory/999")
+        caller.outlook.evidence.announcement = [moved]
+        caller.outlook.announce_anew()
+        await asyncio.sleep(10.0)
+        assert [other.get_addresses(caller.peer_id) for other in others] == [[moved]] * len(others)
+
+
+@in_virtual_time
+async def test_who_has_moved_tells_all_it_had_connections_with() -> None:
+    """Also if idle ones were ended before it was clear where it is now."""
+    async with Peers("memory") as peers:
+        witness, others = await peers.start(), [await peers.start() for _ in range(3)]
+        caller = await peers.start()
+        caller.outlook.note_stream(Elsewhere(witness))
+        for other in others:
+            await serving(other)
+            await stub(caller, other).rpc_square(Number(value=3))
+        assert caller.pool.idle_count == len(others)
+        moved = Multiaddr("/memory/999")
+        caller.outlook.evidence.announcement = [moved]
+        assert caller.transport.on_addresses_changed is not None
+        caller.transport.on_addresses_changed()
+        await asyncio.sleep(1.0)
+        assert [other.get_addresses(caller.peer_id) for other in others] == [[moved]] * len(others)

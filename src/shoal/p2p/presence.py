@@ -82,11 +82,14 @@ class Presence(ServicerBase):
         )
 
 
-async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
+async def greet_anew(p2p: P2P, uninformed: dict[PeerID, None]) -> None:
     """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
 
     Those that a relay has arranged are older than the change, so the call tells them, too. By the same call this peer
     learns whether the others are relays now.
+
+    Args:
+        uninformed: those to call; whoever has heard it, or cannot be called, is taken out.
     """
     at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
     handle = Presence.handle_name("rpc_who_am_i", None)
@@ -103,8 +106,9 @@ async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
                 p2p.reservations.note_greeting(peer, reply.relay)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
+        uninformed.pop(peer, None)
 
-    await asyncio.gather(*map(greet, peers))
+    await asyncio.gather(*map(greet, list(uninformed)))
 
 
 async def check_identity_is_free(

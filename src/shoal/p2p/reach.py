@@ -62,6 +62,7 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 # Others who claim to see this machine at another address are listened to so often.
 SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
+MAX_UNINFORMED = 1024
 
 
 class Outlook:
@@ -100,6 +101,8 @@ class Outlook:
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
+        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
+        self._uninformed: dict[PeerID, None] = {}
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -309,7 +312,7 @@ class Outlook:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._p2p.pool.renew()  # what is open may be dead already
+        self._end_idle()  # what is open may be dead already
         self.check_soon()
         for callback in list(self.on_upheaval) if has_moved else ():
             callback()
@@ -318,13 +321,22 @@ class Outlook:
         """Tell the peers that have connections to this one where it is now."""
         if not self._p2p.is_alive:
             return
-        self._greet(self._p2p.pool.renew())
+        self._end_idle()
+        self._greet(())
+
+    def _end_idle(self) -> None:
+        """End idle connections, but remember with whom they were."""
+        self._uninformed.update(dict.fromkeys(self._p2p.pool.renew()))
+        while len(self._uninformed) > MAX_UNINFORMED:
+            del self._uninformed[next(iter(self._uninformed))]
 
     def _greet(self, peers: Sequence[PeerID]) -> None:
+        """Greet these peers, and all who have not heard of earlier changes."""
         if self._announcing is not None:
             self._announcing.cancel()
         self._p2p.pool.renew()
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
+        self._uninformed.update(dict.fromkeys(peers))
+        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, self._uninformed))
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
