@@ -10,10 +10,12 @@ from shoal.dht import DHTNode
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.presence import GREETINGS_AT_ONCE
+from shoal.p2p.reach import TICK_SECONDS
 from shoal.p2p.reachability import Reach, Reachability
 from shoal.p2p.transport import Stream
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub, until
+from tests.p2p.relays import Relayed, square, tell
 
 OUTSIDE = Multiaddr("/ip4/8.8.8.8/tcp/40000")
 
@@ -159,3 +161,19 @@ async def test_who_has_moved_tells_all_it_had_connections_with() -> None:
         caller.transport.on_addresses_changed()
         await asyncio.sleep(1.0)
         assert [other.get_addresses(caller.peer_id) for other in others] == [[moved]] * len(others)
+
+
+@in_virtual_time
+async def test_who_meets_a_relay_first_tells_those_behind_relays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relays are dialled directly. That must not hold for whatever such a dial brings about."""
+    async with Relayed("memory") as peers:
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.start()
+        monkeypatch.setattr(caller.transport, "is_inside", lambda address: False)
+        caller.circuits.public_addresses = list  # so that it is not called in reverse
+        tell(caller, guest)
+        assert await square(caller, guest) == 9
+        moved = Multiaddr("/memory/999")
+        caller.outlook.evidence.announcement = [moved]
+        await asyncio.sleep(5 * TICK_SECONDS)
+        assert moved in guest.get_addresses(caller.peer_id)

@@ -18,6 +18,7 @@ from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Connection
+from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
@@ -91,6 +92,7 @@ async def greet_anew(p2p: P2P, uninformed: dict[PeerID, None]) -> None:
     Args:
         uninformed: those to call; whoever has heard it, or cannot be called, is taken out.
     """
+    DIRECT_ONLY.set(False)  # what has changed may have come about with a call to a relay
     at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
     handle = Presence.handle_name("rpc_who_am_i", None)
 

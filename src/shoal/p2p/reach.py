@@ -25,6 +25,7 @@ from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import Seldom
 from shoal.p2p.addresses import Notes
 from shoal.p2p.contacts import Contacts
+from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
@@ -397,6 +398,7 @@ class Outlook:
 
     async def _live(self) -> None:
         """Look at the signs every few seconds, and check when it is due."""
+        DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
         while True:
             until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
             pause = min(TICK_SECONDS, until_check)
