@@ -18,7 +18,7 @@ from shoal.p2p.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.relay_messages import Incoming, Reach
+from shoal.p2p.relay_messages import Code, Connected, Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -155,6 +155,19 @@ async def test_only_relays_are_known_and_none_answers(kind: str) -> None:
         with pytest.raises(NoRelayError, match=expected) as found:
             await square(caller, guest)
         assert all(str(relay.peer_id) in str(found.value) for relay in relays)
+
+
+async def test_a_relay_that_answers_nonsense_is_left_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Relayed("memory") as peers:
+        liar, honest = await peers.relay(), await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        addresses = {address.get("p2p"): address for address in tell(caller, guest)}
+        nonsense = Connected(code=Code.OK, cookies=[b"none"])
+        monkeypatch.setattr(liar.relay, "connect", lambda request, dialler: nonsense)
+        with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid Connected"):
+            await caller.circuits.dial(addresses[str(liar.peer_id)], guest.peer_id)
+        assert await square(caller, guest) == 9
+        assert honest.metrics.circuits_carried == 1
 
 
 @both_kinds

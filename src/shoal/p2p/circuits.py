@@ -23,6 +23,7 @@ from shoal.errors import (
     NotAMemberError,
     P2PDaemonError,
     P2PHandlerError,
+    ProtocolError,
 )
 from shoal.logs import quoted
 from shoal.p2p.badges import ANY_ROLE
@@ -171,7 +172,7 @@ class Circuits:
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
         except NotAMemberError:
             raise
-        except (P2PDaemonError, P2PHandlerError) as e:
+        except (P2PDaemonError, P2PHandlerError, ProtocolError) as e:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
             # Not by a token: a loop that ends may close this in another context.
