@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from shoal.p2p import P2P, PeerID, observing
+from shoal.errors import StreamClosedError
+from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase, observing
+from shoal.p2p.frames import send_frame
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard
+from shoal.p2p.relay_messages import Observe, Observed, Observer
+from shoal.p2p.relaying import Relay
+from shoal.p2p.transport import Session
 from tests.p2p.peers import Peers
 
 
@@ -39,3 +46,43 @@ async def test_observers_without_a_public_address_are_of_no_use() -> None:
         asker = await peers.start()
         asker.address_book.replace(first.peer_id, ["/ip4/127.0.0.1/tcp/1"])
         assert await is_mapping_hard(asker, [first.peer_id, second.peer_id]) is None
+
+
+class Liar(ServicerBase):
+    """Says to see everybody elsewhere."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self.p2p = p2p
+        self.lies: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def handle_name(cls, method: str, namespace: str | None) -> str:
+        return Relay.handle_name(method, namespace)
+
+    async def rpc_observe(self, request: Observe, context: P2PContext) -> Observer:
+        cookie = self.p2p.transport.new_cookie()
+        self.lies.append(asyncio.ensure_future(self.lie(self.p2p.transport.expect_session(cookie))))
+        return Observer(cookie=cookie)
+
+    async def lie(self, expected: asyncio.Future[Session]) -> None:
+        session = await expected
+        await send_frame(session, Observed(seen_at="/ip4/8.8.8.8/tcp/4000"))
+        with pytest.raises(StreamClosedError):
+            await session.read_exactly(1)
+
+
+@pytest.mark.parametrize(("honest", "expected"), [(1, True), (2, False)])
+async def test_one_liar_does_not_make_a_router_hard(
+    honest: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observing, "places_of", near_places)
+    async with Peers("tcp") as peers:
+        observers = [await peers.start() for _ in range(1 + honest)]
+        await observers[0].relay.remove_p2p_handlers(observers[0])
+        liar = Liar(observers[0])
+        await liar.add_p2p_handlers(observers[0])
+        asker = await peers.start()
+        for _ in range(2):
+            assert await is_mapping_hard(asker, [each.peer_id for each in observers]) is expected
+            observers.append(observers.pop(0))  # he may be the first or the last one
+        await asyncio.gather(*liar.lies)

@@ -7,6 +7,7 @@ each connection gets its own, and two peers behind such routers need not even tr
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OBSERVERS = 2
+MOST_OBSERVERS = 4
+"""If two differ, others are asked until two agree: one may lie. A router that gives each its own port has none agree."""
 OBSERVE_SECONDS = 5.0
 
 
@@ -41,7 +44,7 @@ async def is_mapping_hard(p2p: P2P, observers: Sequence[PeerID]) -> bool | None:
 
 
 async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
-    """One local address as this machine sees it, and as at most two others do.
+    """One local address as this machine sees it, and as at most two others do; if possible, two who agree.
 
     Args:
         observers: peers on different hosts that may be asked, the best first.
@@ -56,9 +59,12 @@ async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr
                     seen.append((sessions[-1].local_address, there))
             except (ShoalError, ConnectionError, TimeoutError, ValueError) as e:
                 logger.debug("%s does not observe: %s", observer, e)
-            if len(seen) == OBSERVERS:
+            agreeing = next((list(pair) for pair in itertools.combinations(seen, 2) if pair[0][1] == pair[1][1]), None)
+            if agreeing is not None:
+                return agreeing
+            if len(seen) == MOST_OBSERVERS:
                 break
-        return seen
+        return seen[:OBSERVERS]
     finally:
         for session in sessions:
             session.abort()
