@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OBSERVERS = 2
 MOST_OBSERVERS = 4
-"""If two differ, others are asked until two agree: one may lie. A router that gives each its own port has none agree."""
+"""One may lie, so if two differ, others are asked until two agree. Where each gets a port of its own, none do."""
 OBSERVE_SECONDS = 5.0
 
 
