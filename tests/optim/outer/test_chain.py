@@ -116,3 +116,21 @@ def test_the_bits_of_most_members_of_the_same_version_are_right():
     assert judged(told(one, other)) == [False, True]
     assert judged(told(one, b"", None, one)) == [False] * 4
     assert judged([*told(other), Statement(ahead, digest=one), Statement(ahead, digest=one)]) == [False] * 3
+
+
+def test_what_only_clients_have_does_not_go_on():
+    """Nobody could download it from them, and those that lack it would wait for ever."""
+    here, there = chain(b"a").links, chain(b"b").links
+    statements = [Statement(here), Statement(there), Statement(there)]
+    assert settle(statements).behind == {1: 0, 2: 0}
+    assert settle(statements, clients=(1, 2)).behind == {0: 0}
+    assert settle(statements, clients=(1,)).behind == {1: 0, 2: 0}
+    assert settle(statements, clients=(0, 1, 2)).behind == {1: 0, 2: 0}
+    ahead = chain(b"a", b"x").links
+    statements = [Statement(here), Statement(ahead), Statement(ahead)]
+    assert settle(statements).behind == {0: 1, 1: 0, 2: 0}
+    assert settle(statements, clients=(1, 2)).behind == {0: 0}
+    assert settle(statements, clients=(1,)).behind == {0: 1, 1: 0, 2: 0}
+    digests = [Statement(here, digest=digest) for digest in (b"\xff" * 16, bytes(16), bytes(16))]
+    assert [has_other_bits(digests, own, clients=(1, 2)) for own in range(3)] == [False, True, True]
+    assert [has_other_bits(digests, own, clients=(1,)) for own in range(3)] == [True, False, False]

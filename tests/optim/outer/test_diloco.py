@@ -16,6 +16,8 @@ from shoal.compression import (
     NoCompression,
     TopKCompression,
 )
+from shoal.compression.base import bytes_of
+from shoal.optim.outer.chain import hash_of
 from shoal.optim.outer.diloco import DiLoCo
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A, B, near
@@ -88,6 +90,28 @@ def test_two_peers_make_the_known_updates(make_pair):
         assert torch.equal(peers[0].model, peers[1].model)
     assert peers[0].opt.local_epoch == 3
     assert peers[0].opt.inner_steps == 6
+
+
+def test_a_peer_and_a_client_begin_with_different_parameters(make_dhts, closing):
+    """Nobody can download those of the client, so the client adopts those of the other peer, whatever the tie says."""
+    starts = [torch.tensor([0.5, 0.6]), torch.tensor([0.1, 0.2])]
+    server, client = (
+        Peer(dht, target, sync_every=2) for dht, target in zip(make_dhts(2, clients=1), (A, B), strict=True)
+    )
+    if hash_of(bytes_of(starts[0])) < hash_of(bytes_of(starts[1])):
+        starts.reverse()  # among equals the client would win
+    for peer, start in zip((server, client), starts, strict=True):
+        closing(peer.opt)
+        torch.nn.utils.vector_to_parameters(start, peer.parameters)
+    introduce(server.opt, client.opt)
+
+    def train(peer):
+        while peer.opt.local_epoch < 4:
+            peer.step()
+
+    in_parallel(*(functools.partial(train, peer) for peer in (server, client)))
+    assert torch.equal(server.outer, client.outer)
+    assert server.opt.last_round.weights == (1.0, 1.0)
 
 
 @pytest.mark.leaves_something  # torch's compiler starts a thread that stays

@@ -13,15 +13,18 @@ from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.message_means import mean_of_messages
 from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
+from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.compressor import Compressor
 from shoal.optim.outer.flight import Standing
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
+from shoal.optim.outer.kept import answer, parse_answer
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.outer_optimizer import default_outer_optimizer
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, usual_staleness
 from shoal.p2p.identity import Identity
+from shoal.serializer import MSGPackSerializer
 from tests.optim.outer.quadratic import A, B, near, train
 
 
@@ -295,6 +298,52 @@ def test_who_is_ahead_of_most_because_of_an_update_alone_gives_it_up():
     a.updates.take_over(*b.updates.dump(), is_new=False)
     assert a.updates.chain.newest == b.updates.chain.newest
     assert torch.equal(a.outer, b.outer)
+
+
+def test_what_an_earlier_group_of_the_same_round_has_told_is_not_forgotten():
+    """It has failed, and the next group lacks an update: another one in its place would be a second one."""
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    alone(0, a)
+    for peer in (b, c):
+        peer.updates.begin(1, peer.vector, 0, "batch")
+    of_a, of_b, of_c = (peer.updates.statement(2) for peer in (a, b, c))
+    assert b.updates.judge([of_a, of_b], 1, b"first") == (False, 1.0)
+    assert b.updates.judge([of_b, of_c], 0, b"second") == (False, 1.0)
+    b.updates.make_up(a.updates.kept.since(0))  # it trains on meanwhile
+    assert b.updates.judge([of_b, of_c], 0, b"third") == (False, 1.0), "its statement is older than that"
+    b.updates.give_up()
+    assert b.updates.chain.links == a.updates.chain.links
+
+
+def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update():
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    a.train(1)
+    b.train(1, samples=MOST)
+    make_round(0, a, b)
+    metadata, tensors, *_ = answer({0: a.updates.kept.since(0)})
+    found = parse_answer(MSGPackSerializer.loads(MSGPackSerializer.dumps(metadata)), tensors, [2])
+    assert c.updates.make_up(found[0]) == 1
+    assert c.updates.chain.links == a.updates.chain.links
+
+
+def test_the_same_slot_alone_once_more_is_another_update():
+    """As after an older checkpoint: others may have what was made of it the first time."""
+    a, b = Peer(A), Peer(A)
+    metadata, tensors = a.updates.dump()
+    tensors = [tensor.clone() for tensor in tensors]
+    a.train()
+    alone(0, a)
+    first = a.updates.chain.newest, a.outer
+    a.updates.restore(metadata, tensors, Effort(), 0, is_fresh=False)
+    with torch.no_grad():
+        a.parameter.copy_(b.parameter)
+    a.target = B
+    a.train()
+    alone(0, a)
+    assert not torch.equal(a.outer, first[1])
+    assert a.updates.chain.newest.hash != first[0].hash
 
 
 def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():

@@ -8,15 +8,15 @@ import io
 import pytest
 import torch
 
-from shoal.averaging import StepControl
+from shoal.averaging import RoundResult, StepControl
 from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, NoCompression
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.schedule import Schedule
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
-from tests.optim.outer.quadratic import A
+from tests.optim.outer.quadratic import A, B
 from tests.optim.outer.test_diloco import Trainer, check_same, introduce, train_until_all_agree
-from tests.optim.outer.test_fragment_updates import Peer
+from tests.optim.outer.test_fragment_updates import Peer, begin
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 11
@@ -150,6 +150,34 @@ def test_a_result_that_the_model_does_not_have_yet_is_kept():
     assert torch.equal(peer.model, other.model)
     assert torch.equal(peer.outer, other.outer)
     assert peer.updates.chain.links == other.updates.chain.links
+
+
+def test_the_result_of_a_round_with_others_is_kept_and_the_peer_may_have_another_id_by_now():
+    """Unless its identity is kept in a file, a peer that starts again has a new one."""
+    peer, other = Peer(A, delay=2), Peer(B, delay=2)
+    peer.train()
+    other.train()
+    weights, mean = begin(0, [peer, other])
+    peer.updates.flight.control = control = StepControl(0.0)
+    ids = (peer.id, other.id)
+    control.round = RoundResult(peer.group_id, ids, (), tuple(weights), 1.0, (), False, 0.1)
+    control.set_result({})
+    peer.vector.copy_(mean)
+    args, again = ("pseudo_gradients", Schedule(sync_every=3)), peer
+    for _ in range(2):
+        saved = OuterCheckpoint.dump(Position(1, 0, 0, 2), *args, [again.updates], [again.vector])
+        again = Peer(A, delay=2)
+        OuterCheckpoint.parse(saved, *args, [again.updates]).fragments[0].put_in_place(again.updates, again.vector)
+    with torch.no_grad():
+        again.parameter.copy_(peer.parameter)
+    for each in (peer, again):
+        told = each.updates.land(each.vector, each.updates.flight.result, each.id)
+        assert told.contributed
+    assert peer.id != again.id
+    assert torch.equal(peer.model, again.model)
+    assert torch.equal(peer.outer, again.outer)
+    assert peer.updates.chain.links == again.updates.chain.links
+    assert peer.updates.effort == again.updates.effort
 
 
 @pytest.mark.parametrize(

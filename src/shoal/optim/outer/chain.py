@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from shoal.compression.base import bytes_of
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.
 MOST_LINKS = 64
-_MOST = 2**62
+MOST = 2**62
+"""No version and no number of samples is larger, whatever members claim."""
 
 
 class Link(NamedTuple):
@@ -74,7 +75,7 @@ class Chain:
             samples: how many samples the update is made of.
         """
         last = self.newest
-        self._links.append(Link(last.version + 1, hash_of(last.hash, round_id), min(_MOST, last.samples + samples)))
+        self._links.append(Link(last.version + 1, hash_of(last.hash, round_id), min(MOST, last.samples + samples)))
 
     def dump(self) -> list[list[Any]]:
         """Plain values."""
@@ -97,9 +98,9 @@ def parse_links(value: object) -> tuple[Link, ...]:
             case _:
                 raise ValueError(f"no link: {str(each)[:100]}")
     versions = [link.version for link in links]
-    if versions != list(range(versions[0], versions[0] + len(links))) or versions[0] < 0 or versions[-1] > _MOST:
+    if versions != list(range(versions[0], versions[0] + len(links))) or versions[0] < 0 or versions[-1] > MOST:
         raise ValueError(f"links must follow each other: {versions}")
-    if not all(0 <= link.samples <= _MOST for link in links):
+    if not all(0 <= link.samples <= MOST for link in links):
         raise ValueError("a link has an impossible number of samples")
     return tuple(links)
 
@@ -141,7 +142,7 @@ class Statement:
         if not isinstance(value, Mapping):
             return None
         numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
-        if not all(isinstance(each, int) and 0 <= each <= _MOST for each in numbers):
+        if not all(isinstance(each, int) and 0 <= each <= MOST for each in numbers):
             return None
         digest = value.get("digest", b"")
         if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
@@ -164,18 +165,19 @@ class Verdict:
     """How many updates members lack of it, by their positions. Those that are not here have lost, and begin anew."""
 
 
-def settle(statements: Sequence[Statement | None]) -> Verdict:
+def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()) -> Verdict:
     """Decide which lineage goes on.
 
     It is the one with most members; of several, the one that is made of most samples; then the one with the smaller
     hash. So the first peers of a run, which may have begun with different parameters, agree by the same rule as the two
-    sides of a run that was split.
+    sides of a run that was split. But nobody could take over a lineage or a version that only clients have.
 
     It goes on from its newest version that at least half of its members have had. What fewer have is hard to get: if a
     peer has made an update alone, or claims so, the others ask each other for it in vain.
 
     Args:
         statements: of all members, in order; ``None``: this one counts for no lineage.
+        clients: positions of members from which nobody can download anything.
     """
     told = {member: statement.links for member, statement in enumerate(statements) if statement is not None}
     lineages: list[set[int]] = []
@@ -185,33 +187,38 @@ def settle(statements: Sequence[Statement | None]) -> Verdict:
     if not lineages:
         return Verdict(None, {})
 
-    def rank(lineage: set[int]) -> tuple[int, int, bytes]:
+    def rank(lineage: set[int]) -> tuple[bool, int, int, bytes]:
         newest = max((told[member][-1] for member in lineage), key=lambda link: (link.version, link.hash))
         smaller_is_better = bytes(255 - byte for byte in newest.hash)
-        return len(lineage), max(told[member][-1].samples for member in lineage), smaller_is_better
+        samples = max(told[member][-1].samples for member in lineage)
+        return bool(lineage.difference(clients)), len(lineage), samples, smaller_is_better
 
     winners = max(lineages, key=rank)
     held = Counter(link for member in winners for link in told[member])
-    base = max([link for link, count in held.items() if 2 * count >= len(winners)] or held)
+    common = [link for link, count in held.items() if 2 * count >= len(winners)]
+    to_be_had = {link for member in winners.difference(clients) for link in told[member]}
+    base = max([link for link in common if link in to_be_had] or common or held)
     known = {link for member in winners if base in told[member] for link in told[member] if link <= base}
     return Verdict(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
 
 
-def has_other_bits(statements: Sequence[Statement | None], own: int) -> bool:
+def has_other_bits(statements: Sequence[Statement | None], own: int, clients: Collection[int] = ()) -> bool:
     """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
 
-    As many members with either: those with the smaller digest are right.
+    As many members with either: those with the smaller digest are right. Bits that only clients have are never right.
 
     Args:
         statements: of all members, in order.
         own: position of the member.
+        clients: positions of members from which nobody can download anything.
     """
     mine = statements[own]
     if mine is None or not mine.digest:
         return False
     newest = mine.links[-1]
-    counts = Counter(each.digest for each in statements if each and each.digest and each.links[-1] == newest)
-    return mine.digest != min(counts, key=lambda digest: (-counts[digest], digest))
+    told = [(n, each.digest) for n, each in enumerate(statements) if each and each.digest and each.links[-1] == newest]
+    counts, to_be_had = Counter(digest for _, digest in told), {digest for n, digest in told if n not in clients}
+    return mine.digest != min(counts, key=lambda digest: (digest not in to_be_had, -counts[digest], digest))
 
 
 def _are_related(one: Sequence[Link], other: Sequence[Link]) -> bool:

@@ -142,7 +142,7 @@ def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any
         "age": each.age,
         "is_fresh": each.is_fresh,
         "error": None if each.compressor is None else each.compressor.error,
-        "flight": _dump_flight(each.flight, vector),
+        "flight": _dump_flight(each, vector),
     }
 
 
@@ -153,7 +153,8 @@ def _layout_of(each: FragmentUpdates) -> list[Any]:
     return [[offset, list(parameter.shape)] for offset, parameter in places]
 
 
-def _dump_flight(flight: Flight | None, vector: torch.Tensor) -> dict[str, Any] | None:
+def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] | None:
+    flight = each.flight
     if flight is None or not flight.has_arrived or flight.standing is not Standing.GOOD:
         return None
     result = flight.result
@@ -163,6 +164,7 @@ def _dump_flight(flight: Flight | None, vector: torch.Tensor) -> dict[str, Any] 
     return {
         **{name: getattr(flight, name) for name in names},
         "effort": list(astuple(flight.effort)),
+        "own": each.own if flight.own is None else flight.own.to_bytes(),
         "left_out": None if flight.outgoing is None else flight.outgoing.left,
         "vector": vector,
         "round": None if result is None else _dump_result(result),
@@ -210,6 +212,7 @@ def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Fligh
         steps_since=state["steps_since"],
         samples=state["samples"],
         saved_result=None if state["round"] is None else _parse_result(state["round"]),
+        own=PeerID(state["own"]),
     )
     return flight, vector
 

@@ -67,8 +67,12 @@ class Flight:
     """By which the message was made smaller; ``None``: it is not decided yet."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
+    known: int = 0
+    """The newest version that members of this or an earlier group had and this peer lacked; 0: it lacked none."""
     saved_result: RoundResult | None = None
     """The result, from a checkpoint."""
+    own: PeerID | None = None
+    """With a result from a checkpoint: this peer's id in the round, for it may have another one by now."""
 
     def has_most(self, weights: Sequence[float]) -> bool:
         """Whether the messages of most members have counted; of two halves, the one with the first member.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ from shoal.averaging.finite import all_finite
 from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
 from shoal.logs import Seldom
-from shoal.optim.outer.chain import Chain, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
+from shoal.optim.outer.chain import (
+    MOST,
+    Chain,
+    Statement,
+    has_other_bits,
+    hash_of,
+    parse_links,
+    settle,
+    steps_between,
+)
 from shoal.optim.outer.compressor import Compressor, Outgoing
 from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, Standing
 from shoal.optim.outer.fragments import Fragment
@@ -63,7 +73,9 @@ class FragmentUpdates:
     ) -> None:
         self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
-        self._lock, self._check_every, self._own = lock, check_every, own
+        self._lock, self._check_every = lock, check_every
+        self.own = own
+        """Id of this peer."""
         self.compressor = compressor
         """Keeps what messages have left out; ``None``: nobody does."""
         self.chain = Chain.begin(state.values, max_staleness + 1)
@@ -140,13 +152,16 @@ class FragmentUpdates:
         effort = self.effort if self.flight is None or self.flight.weight else Effort()
         return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done)
 
-    def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"") -> tuple[bool, float]:
+    def judge(
+        self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"", clients: Collection[int] = ()
+    ) -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
 
         Args:
             statements: of all members.
             own: position of this peer.
             group_id: of the group.
+            clients: positions of members from which nobody can download anything.
 
         Returns:
             Whether it counts, and the factor by which it is to be made smaller now.
@@ -158,14 +173,14 @@ class FragmentUpdates:
         if flight is None or mine is None:
             raise AllreduceException("this peer has given up the round")
         told = [statement for statement in statements if statement is not None]
-        flight.samples = sum(statement.samples for statement in told)
+        flight.samples = min(MOST, sum(statement.samples for statement in told))
         flight.done = tuple(0 if statement is None else statement.done for statement in statements)
         if self._average == PARAMETERS:
             return True, 1.0
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
         if 2 * len(told) <= expected:
             raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
-        verdict = settle(statements)
+        verdict = settle(statements, clients)
         behind, base = verdict.behind.get(own), verdict.base
         assert base is not None, "this peer has said what it has"
         flight.base = base
@@ -173,7 +188,7 @@ class FragmentUpdates:
             n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == base
         )
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
-        if behind == 0 and has_other_bits(statements, own):
+        if behind == 0 and has_other_bits(statements, own, clients):
             self._warn_seldom(
                 "the outer parameters of fragment %d are not those of most others, although they have had the same "
                 "updates: this peer takes theirs. Machines round differently; torch.optim.SGD as the outer optimizer "
@@ -182,9 +197,13 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
-        if flight.standing is Standing.GOOD and self.standing is Standing.BEHIND and base.version < self._known:
-            # All members lack what others have, and soon tell: an update of what they have would be a second one.
+        known = max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
+        if flight.standing is Standing.GOOD and base.version < known:
+            # All members lack what others have, and soon tell: an update of what they have would be a second one. Or
+            # this peer has it by now, and another member lacks it: its statement is older than that.
             flight.standing, flight.base = Standing.BEHIND, None
+        elif flight.standing is Standing.BEHIND:
+            flight.known = max(flight.known, base.version)
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         flight.attempts.add(group_id)
@@ -226,6 +245,7 @@ class FragmentUpdates:
         """
         flight = self.flight
         assert flight is not None, "there is no round whose result could be applied"
+        own = flight.own or own
         weights = () if result is None else result.weights
         has_most = result is None or flight.has_most(weights)
         is_whole = result is None or (result.share_averaged == 1 and any(weights) and has_most)
@@ -243,14 +263,16 @@ class FragmentUpdates:
                 self.make_up()  # it may have what it lacked by now
             return None
         if result is None:
-            round_id, samples, names = own.to_bytes() + flight.slot.to_bytes(8), flight.effort.samples, b""
-            contributed = flight.weight > 0
+            samples, names, contributed = flight.effort.samples, b"", flight.weight > 0
         else:
             weight = dict(zip(result.peers, weights, strict=True))[own]
             round_id, samples, names = result.group_id, flight.samples, who_counted(result)
             contributed = weight > 0 and not result.late
         mean = self.state.values - vector if self._average == PARAMETERS else vector
         norm = float(torch.linalg.vector_norm(mean))
+        if result is None:
+            # With the norm: a peer that goes on from an older checkpoint comes to this slot again, with another update.
+            round_id = own.to_bytes() + flight.slot.to_bytes(8) + struct.pack("d", norm)
         with self._lock:
             if contributed and self.compressor is not None and flight.outgoing is not None:
                 self._note_sent(self.compressor, flight.outgoing, is_alone=result is None)
@@ -421,7 +443,7 @@ class FragmentUpdates:
         """Make an update of others."""
         unsure, outer = self._unsure, self.fragment.rounded(self.state.values)
         self._step(mean, update.round_id, update.samples, update.names)
-        if unsure is not None and update.round_id in unsure.attempts and update.counts(self._own):
+        if unsure is not None and update.round_id in unsure.attempts and update.counts(self.own):
             if self.compressor is not None and unsure.outgoing is not None:
                 self.compressor.counted(unsure.outgoing)
             if unsure.sent is None:

@@ -16,14 +16,13 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
-from shoal.optim.outer.chain import HASH_BYTES, hash_of
+from shoal.optim.outer.chain import HASH_BYTES, MOST, hash_of
 from shoal.serializer import MSGPackSerializer
 
 # Members of a round are named by so many bytes of a hash, and there are at most so many bytes of names.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 # A round is named by so many bytes at most.
 _MOST_BYTES_OF_ROUND = 128
-_MOST = 2**62
 # Bytes that are kept for each byte of the outer parameters: the outer parameters and their momentum have two.
 USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
 
@@ -156,7 +155,7 @@ def parse_request(part: bytes, fragments: int) -> dict[int, int]:
     versions: dict[int, int] = {}
     for each in wanted if isinstance(wanted, (list, tuple)) else ():
         match each:
-            case [int(fragment), int(version)] if 0 <= fragment < fragments and 0 <= version <= _MOST:
+            case [int(fragment), int(version)] if 0 <= fragment < fragments and 0 <= version <= MOST:
                 versions[fragment] = version
     return versions
 
@@ -188,8 +187,8 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], lengths: Sequen
         match each:
             case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
                 0 <= fragment < len(lengths)
-                and 0 < version <= _MOST
-                and 0 <= samples <= _MOST
+                and 0 < version <= MOST
+                and 0 <= samples <= MOST
                 and len(of) <= _MOST_BYTES_OF_ROUND
                 and len(after) == HASH_BYTES
                 and len(names) <= _MOST_BYTES_OF_NAMES

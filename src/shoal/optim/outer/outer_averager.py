@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,11 +26,14 @@ from shoal.tasks import run_in_worker
 class Contributor(Protocol):
     """What a fragment contributes to a round, as the averager sees it."""
 
-    def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes) -> tuple[bool, float]:
+    def judge(
+        self, statements: Sequence[Statement | None], own: int, group_id: bytes, clients: Collection[int]
+    ) -> tuple[bool, float]:
         """Look at what all members of a group have said. Called in the event loop.
 
         Args:
             own: this peer's position.
+            clients: positions of members from which nobody can download anything.
 
         Returns:
             Whether its message counts, and by which factor it is made smaller now.
@@ -100,7 +103,8 @@ class OuterAverager(DecentralizedAverager):
         number = next(number for number, each in enumerate(self.vectors) if each is vector)
         statements = [_read(packed) for packed in session.group.gathered]
         own = self._contributors[number]
-        counts, factor = own.judge(statements, session.own_index, session.group.group_id)
+        clients = [n for n, mode in enumerate(session.group.modes) if mode == AveragingMode.CLIENT]
+        counts, factor = own.judge(statements, session.own_index, session.group.group_id, clients)
         if not counts:
             session.weight = 0.0
         elif factor != 1:
