@@ -44,7 +44,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "open": {"fragments": 2, "fragment_sync_delay": None},
     "4 bits": {"compression": shoal.Blockwise4BitQuantization()},
     "samples": {"sync_every": None, "target_batch_size": SIZE * SYNC_EVERY},
+    "clients": {},
 }
+# In runs with clients, one of so many peers is one.
+PEERS_PER_CLIENT = 3
 
 
 class Peer:
@@ -68,8 +71,14 @@ class Peer:
     def live(self) -> None:
         """The program of this peer."""
         loop, host = self.churn.loop, self.host
+        is_client = self.churn.kind == "clients" and self.number % PEERS_PER_CLIENT == PEERS_PER_CLIENT - 1
         self.dht = shoal.DHT(
-            self.churn.some_addresses(), start=True, transport=host.transport(), rng=host.rng, shutdown_timeout=3
+            self.churn.some_addresses(),
+            start=True,
+            transport=host.transport(),
+            rng=host.rng,
+            shutdown_timeout=3,
+            client_mode=is_client,
         )
         generator = torch.Generator().manual_seed(self.number)
         target = 1 + torch.randn(VALUES, generator=generator)
@@ -85,7 +94,8 @@ class Peer:
             load_state_timeout=60.0,
             **options,
         )
-        self.churn.addresses[self] = self.dht.get_visible_maddrs()
+        if not is_client:
+            self.churn.addresses[self] = self.dht.get_visible_maddrs()
         self.updated_at = loop.time()
         while not self.leaves:
             pause(self.seconds_per_step * host.rng.uniform(0.9, 1.1))

@@ -44,6 +44,23 @@ def test_all_step_and_all_schedules_move():
     assert a.grad is None
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_what_was_frozen_in_the_beginning_is_not_trained_silently(named):
+    """No fragment has it, so that each peer would have values of its own."""
+    a, b = parameters()
+    b.requires_grad_(False)
+    inner = InnerOptimizers(SGD, [("a", a), ("b", b)] if named else [a, b], None)
+    a.grad = torch.ones(2)
+    assert inner.step(Mock(), None)
+    a.requires_grad_(False)  # it is exchanged all the same
+    assert inner.step(Mock(), None)
+    b.requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=f"parameter {'b' if named else 'number 1'} was frozen .* freeze it afterwards"
+    ):
+        inner.step(Mock(), None)
+
+
 def test_an_overflow_in_one_of_them_skips_all():
     a, b = parameters()
     inner = InnerOptimizers([SGD([a]), SGD([b])], None, None)

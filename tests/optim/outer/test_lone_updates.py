@@ -72,9 +72,9 @@ class Tracker:
         self.own = epoch
 
 
-def rounds_with(slots, own, dead=(), **options):
+def rounds_with(slots, own, dead=(), client_mode=False, **options):
     peer = Peer(A)
-    averager = SimpleNamespace(vectors=[peer.vector], client_mode=True, group_size=None)
+    averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
     settings = OuterSettings.resolve({**OPTIONS, **options})
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
@@ -99,6 +99,8 @@ def rounds_with(slots, own, dead=(), **options):
         ([2], 5, {"fragment_sync_delay": None}, True),
         ([5], 5, {"dead": [5]}, True),
         ([6], 5, {"average": "parameters"}, True),
+        ([4], 5, {"client_mode": True}, False),
+        ([], 5, {"client_mode": True}, True),
     ],
     ids=[
         "nobody",
@@ -109,6 +111,8 @@ def rounds_with(slots, own, dead=(), **options):
         "standing still",
         "dead",
         "parameters of its own",
+        "behind a client, from which they could not download it",
+        "a client and nobody else",
     ],
 )
 def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch, slots, own, options, makes_one):
@@ -127,6 +131,20 @@ def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch,
     if not makes_one:
         assert torch.equal(peer.model, before)
         assert peer.updates.effort.steps == 2  # they count in the next round
+
+
+@pytest.mark.parametrize("options", [{}, {"fragment_sync_delay": None}], ids=["at once", "later"])
+def test_a_client_goes_back_to_those_that_it_could_meet(options):
+    """They do not follow a client that was alone for a while, and each would go on for itself."""
+    rounds, peer = rounds_with([7, 40, 50], 90, dead=[50], client_mode=True, **options)
+    before = peer.model
+    rounds.end_slot()
+    assert rounds.counter.slot == rounds.tracker.own == 40
+    assert peer.updates.flight is None
+    assert torch.equal(peer.model, before)
+    rounds, _ = rounds_with([7, 40, 50], 90, dead=[50], **options)
+    rounds.end_slot()
+    assert rounds.counter.slot == 91, "others can follow this one"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class InnerOptimizers:
         """Of the parameters, for archives; empty if they came without names."""
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise ValueError("a parameter is trained by two optimizers: give each of them its own")
+        # Their positions: no fragment has them.
+        self._frozen = [n for n, parameter in enumerate(self.parameters) if not parameter.requires_grad]
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Note the names of the parameters in the model, unless they came with names."""
@@ -94,7 +96,16 @@ class InnerOptimizers:
 
         Returns:
             Whether the step was made. It is not if any gradient has overflowed.
+
+        Raises:
+            ValueError: a parameter is trained that was frozen in the beginning.
         """
+        if trained := [n for n in self._frozen if self.parameters[n].requires_grad]:
+            which = self.names[trained[0]] if self.names else f"number {trained[0]}"
+            raise ValueError(
+                f"parameter {which} was frozen when this optimizer was made, so it is not exchanged, and peers would "
+                "train it apart: make the optimizer while it requires gradients, and freeze it afterwards"
+            )
         if scaler is not None:
             if not scaler.unscale_batch(trainer, ends=True):
                 return False

@@ -69,7 +69,7 @@ class Rounds:
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one; or leave that to a later step."""
         slot, overlaps = self.counter.slot, self.settings.overlaps
-        if overlaps and self._lets_others_catch_up(slot):
+        if self._goes_back_to_others(slot) or (overlaps and self._lets_others_catch_up(slot)):
             return
         each = self.fragments[self.counter.schedule.fragment_of(slot)]
         self._land(each)  # the round before, if it is still under way
@@ -104,12 +104,26 @@ class Rounds:
         """Other peers that will come to the round at the end of this slot."""
         return self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
 
+    def _goes_back_to_others(self, slot: int) -> bool:
+        """Whether this peer is a client too far ahead of those that it could meet, and has gone to their slot.
+
+        They do not follow a client. Its outer parameters stay as they are: the next round tells whose go on.
+        """
+        if not self.averager.client_mode or not (slots := self._slots_near(0)) or max(slots) >= slot - 1:
+            return False
+        logger.info(
+            "this client is at slot %d, and all that it could meet at most at %d: it goes there", slot, max(slots)
+        )
+        with self.tracker.pause_updates():
+            self.go_to(max(slots))
+        return True
+
     def _lets_others_catch_up(self, slot: int) -> bool:
         """Whether others are a little behind, and get some time to come to the round that ends this slot.
 
         Where rounds overlap with training, a peer to whose rounds nobody comes would be the fastest, and leave the run.
         """
-        near = self._slots_near(slot)
+        near = self._slots_near(slot - EPOCHS_AHEAD)
         if not near or max(near) >= slot or self.whom_to_expect():
             return False
         if self._held[0] != slot:
@@ -145,11 +159,12 @@ class Rounds:
                 "back, or have been silent for a minute. Is this machine's connection down?"
             )
             return True
-        return bool(self._slots_near(slot))
+        if self.averager.client_mode:
+            return bool(self._slots_near(0))  # nobody could download what a client has updated alone
+        return bool(self._slots_near(slot - EPOCHS_AHEAD if self.settings.overlaps else slot))
 
-    def _slots_near(self, slot: int) -> list[int]:
-        """The slots of others at this slot, beyond it, or where rounds overlap with training, a little behind."""
-        earliest = slot - EPOCHS_AHEAD if self.settings.overlaps else slot
+    def _slots_near(self, earliest: int) -> list[int]:
+        """The slots of others that can be called and are at this slot or beyond it."""
         near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
         return [near[peer] for peer in self.tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
 
