@@ -346,6 +346,20 @@ def test_the_same_slot_alone_once_more_is_another_update():
     assert a.updates.chain.newest.hash != first[0].hash
 
 
+def test_who_lacks_an_update_lacks_it_until_it_has_it():
+    """Also if the round that has told it fails, and the first answer is that nobody has it."""
+    a, b = Peer(A), Peer(B)
+    for peer in (a, b):
+        peer.train()
+    alone(0, a)
+    begin(1, (a, b))
+    b.updates.give_up()
+    assert b.updates.make_up() == 0
+    assert b.updates.lacks_updates
+    assert b.updates.make_up(a.updates.kept.since(0)) == 1
+    assert not b.updates.lacks_updates
+
+
 def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
     a, b = Peer(A), Peer(B)
     a.train()

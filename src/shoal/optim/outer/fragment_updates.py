@@ -227,6 +227,7 @@ class FragmentUpdates:
         flight, self.flight = self.flight, None
         self.may_lack_updates = self._average != PARAMETERS
         if flight is not None and flight.standing is not Standing.GOOD:
+            self._known = max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
             self.standing = flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
@@ -256,10 +257,9 @@ class FragmentUpdates:
             )
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
             is_behind = flight.standing is Standing.BEHIND and flight.base is not None
-            if is_behind:
-                self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
             self.give_up()
             if is_behind:
+                self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
                 self.make_up()  # it may have what it lacked by now
             return None
         if result is None:
