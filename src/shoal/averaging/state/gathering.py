@@ -134,6 +134,7 @@ class Gathering:
                 self._dials[peer] = asyncio.ensure_future(self._dial(peer))
 
     async def _dial(self, peer: PeerID) -> None:
+        # Not ``p2p.prepare``: it does not wait for a dial that is under way already, nor tell how that one ends.
         self.p2p.pool.release(await self.p2p.pool.acquire(peer), reusable=True)
 
     async def reach(self, peer: PeerID) -> None:

@@ -197,8 +197,7 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
-        known = max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
-        if flight.standing is Standing.GOOD and base.version < known:
+        if flight.standing is Standing.GOOD and base.version < self._known_in(flight):
             # All members lack what others have, and soon tell: an update of what they have would be a second one. Or
             # this peer has it by now, and another member lacks it: its statement is older than that.
             flight.standing, flight.base = Standing.BEHIND, None
@@ -211,6 +210,10 @@ class FragmentUpdates:
             return True, 1.0
         flight.factor = discount(self._staleness, self.age)
         return True, flight.factor
+
+    def _known_in(self, flight: Flight) -> int:
+        """The newest version that this peer lacks, by what the groups of this flight and earlier ones have told."""
+        return max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
 
     def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
         """Make this peer's message smaller, because it is old. Called in a worker thread while a round begins."""
@@ -227,7 +230,7 @@ class FragmentUpdates:
         flight, self.flight = self.flight, None
         self.may_lack_updates = self._average != PARAMETERS
         if flight is not None and flight.standing is not Standing.GOOD:
-            self._known = max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
+            self._known = self._known_in(flight)
             self.standing = flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
