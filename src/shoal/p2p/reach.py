@@ -313,7 +313,7 @@ class Outlook:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._end_idle()  # what is open may be dead already
+        self._remember(self._p2p.pool.renew())  # what is open may be dead already
         self.check_soon()
         for callback in list(self.on_upheaval) if has_moved else ():
             callback()
@@ -322,12 +322,11 @@ class Outlook:
         """Tell the peers that have connections to this one where it is now."""
         if not self._p2p.is_alive:
             return
-        self._end_idle()
-        self._greet(())
+        self._greet(self._p2p.pool.renew())
 
-    def _end_idle(self) -> None:
-        """End idle connections, but remember with whom they were."""
-        self._uninformed.update(dict.fromkeys(self._p2p.pool.renew()))
+    def _remember(self, peers: Sequence[PeerID]) -> None:
+        """Note peers that have yet to hear where this one is."""
+        self._uninformed.update(dict.fromkeys(peers))
         while len(self._uninformed) > MAX_UNINFORMED:
             del self._uninformed[next(iter(self._uninformed))]
 
@@ -336,7 +335,7 @@ class Outlook:
         if self._announcing is not None:
             self._announcing.cancel()
         self._p2p.pool.renew()
-        self._uninformed.update(dict.fromkeys(peers))
+        self._remember(peers)
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, self._uninformed))
 
     async def settle(self) -> Reachability:
