@@ -262,6 +262,8 @@ def test_one_of_the_known_that_fails_costs_newcomers_nothing():
     evidence, now = veteran(FRIEND), NOW + 40
     evidence.note_failures([FRIEND], 12.0, now)
     assert evidence.has_time_for(LIAR, now)
+    evidence.note_failures([FRIEND, LIAR], 12.0, now)
+    assert evidence.has_time_for(PEERS[1], now), "perhaps the known one alone has cost the time"
 
 
 def test_a_leader_must_know_what_was_brought_to_its_last_round():

@@ -69,11 +69,11 @@ class Donor(DecentralizedAverager):
             {name: value for name, value in metadata.items() if name != "inner"}, tensors[: self._outer_tensors]
         )
 
-    def _get_part(self, part: bytes) -> OwnedState:
+    def _get_part(self, part: bytes) -> OwnedState | None:
         metadata, tensors = self._archive.state
         if part == STATISTICS:
             return OwnedState(metadata.get("inner"), tensors[self._outer_tensors :])
-        return OwnedState({"updates": []}, [])  # single updates of the past are not kept
+        return None  # single updates of the past are not kept
 
 
 class Revival(Facade):

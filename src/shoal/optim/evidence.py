@@ -204,6 +204,7 @@ class Evidence:
         strangers = [peer for peer in failed if not self.is_proven(peer)]
         if not strangers:
             self._durations.append(seconds)
+        if len(strangers) < len(failed):  # perhaps only one that is proven has cost time
             return
         usual = statistics.median(self._durations) if self._durations else 0.0
         self.note_waste(strangers, max(0.0, seconds - usual), now)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shoal.averaging.state.download import State
 from shoal.compression import Blockwise4BitQuantization, NoCompression
-from shoal.optim.outer.chain import HASH_BYTES
+from shoal.optim.outer.catching_up import CatchingUp, Giving
+from shoal.optim.outer.chain import HASH_BYTES, Link
 from shoal.optim.outer.diloco import DiLoCo
+from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import Standing
 from shoal.optim.outer.kept import (
     Kept,
     KeptResults,
+    Wanted,
     answer,
     packed,
     parse_answer,
@@ -21,6 +29,7 @@ from shoal.optim.outer.kept import (
     request_for,
     unpacked,
 )
+from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import in_parallel, make_model, wait_until
 from tests.optim.outer.quadratic import A, B
@@ -123,17 +132,24 @@ def test_updates_travel_as_plain_values():
     kept = {0: [Kept(3, LINK, b"a", 1, packed(MEANS["sparse"])), Kept(4, LINK, b"b", 2, packed(MEANS["half"]))], 2: []}
     state = answer(kept)
     metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
-    found = parse_answer(metadata, state.tensors, [100, 5, 5])
-    assert list(found) == [0]
+    found, whole = parse_answer(metadata, state.tensors, 3)
+    assert (list(found), whole) == ([0], {})
     assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
-    assert parse_request(request_for({1: 7, 0: 2}), 2) == {0: 2, 1: 7}
+    wanted = {1: Wanted(7), 0: Wanted(2, Link(4, LINK, 9))}
+    assert parse_request(request_for(wanted), 2) == wanted
 
 
 @pytest.mark.parametrize(
     "part",
-    [b"", b"\xc1", MSGPackSerializer.dumps([[2, 0]]), MSGPackSerializer.dumps([[0, -1], "a", [0, "b"]])],
-    ids=["empty", "no message", "no such fragment", "other values"],
+    [
+        b"",
+        b"\xc1",
+        MSGPackSerializer.dumps([[2, 0, None]]),
+        MSGPackSerializer.dumps([[0, -1, None], "a", [0, "b", None], [0, 1]]),
+        MSGPackSerializer.dumps([[0, 0, [1, b"short", 1]], [1, 0, 5]]),
+    ],
+    ids=["empty", "no message", "no such fragment", "other values", "no link"],
 )
 def test_nothing_is_given_for_a_request_that_makes_no_sense(part):
     assert parse_request(part, 2) == {}
@@ -143,20 +159,85 @@ def test_nothing_is_given_for_a_request_that_makes_no_sense(part):
     "metadata",
     [
         None,
-        {"updates": 3},
-        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]]},
-        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]]},
-        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]]},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]]},
-        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]]},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]]},
-        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)]},
+        {"updates": 3, "states": []},
+        {"updates": [], "states": 3},
+        {"updates": [], "states": [[1, {}, 1]]},
+        {"updates": [], "states": [[0, {}, 3]]},
+        {"updates": [], "states": [[0, {}, 0]]},
+        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]], "states": []},
+        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]], "states": []},
+        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]], "states": []},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]], "states": []},
+        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]], "states": []},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]], "states": []},
+        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)], "states": []},
     ],
-    ids=["none", "no list", "fragment", "hash", "round", "three tensors", "names", "a gap", "too few tensors"],
+    ids=[
+        "none",
+        "no list",
+        "none whole",
+        "whole fragment",
+        "too few whole",
+        "nothing whole",
+        "fragment",
+        "hash",
+        "round",
+        "three tensors",
+        "names",
+        "a gap",
+        "too few tensors",
+    ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(metadata):
-    with pytest.raises(ValueError, match="update"):
-        parse_answer(metadata, [torch.zeros(2), torch.zeros(2)], [2])
+    with pytest.raises(ValueError, match=r"no (update|outer)|updates must"):
+        parse_answer(metadata, [torch.zeros(2), torch.zeros(2)], 1)
+
+
+def giving(*peers):
+    fragments = [peer.updates for peer in peers]
+    inner = SimpleNamespace(parameters=[], names=[])
+    return Giving(SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(()))
+
+
+def test_who_has_nothing_of_what_groups_have_told_refuses():
+    """Else most, who have nothing, would outvote the few who have it."""
+    a, b = Peer(A), Peer(B)
+    a.train()
+    alone(0, a)
+    wanted = {0: Wanted(0, a.updates.chain.newest)}
+    assert giving(b).part(request_for(wanted)) is None
+    found, whole = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
+    assert [each.version for each in found[0]] == [1]
+    assert not whole
+    state = giving(b).part(request_for({0: Wanted(0)}))
+    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {}), "nobody knows whether there is anything"
+
+
+def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
+    a, b = Peer(A), Peer(B)
+    for slot in range(4):
+        a.train()
+        alone(slot, a)
+    assert a.updates.kept.since(0) == []
+    state = giving(a).part(request_for({0: Wanted(0, a.updates.chain.links[-2])}))
+    found, whole = parse_answer(state.metadata, state.tensors, 1)
+    assert b.updates.make_up(found.get(0, ()), whole[0]) == 4
+    assert torch.equal(a.outer, b.outer)
+    a.train()
+    alone(4, a)
+    assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
+
+
+def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
+    peer = Peer(A)
+    link = peer.updates.chain.newest.hash
+    kept = Kept(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
+    fetching = concurrent.futures.Future()
+    fetching.set_result(State(*answer({0: [kept]})[:2]))
+    rounds = SimpleNamespace(fragments=[peer.updates])
+    assert CatchingUp(rounds, 1.0, False, ExtraTensors(()))._make(fetching) == 0
+    assert "make no sense: a mean has values that are not finite" in caplog.text
+    assert peer.updates.chain.newest.version == 0
 
 
 def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
@@ -211,7 +292,8 @@ def test_a_message_that_has_counted_does_not_count_again_although_its_round_has_
     before = b.model
     kept = a.updates.kept.since(0)
     described = answer({0: kept})
-    assert b.updates.make_up(parse_answer(described.metadata, described.tensors, [2])[0]) == 1
+    found, _ = parse_answer(described.metadata, described.tensors, 1)
+    assert b.updates.make_up(found[0]) == 1
     assert torch.equal(a.outer, b.outer)
     assert b.updates.effort.steps == 1
     assert b.updates.age == 0

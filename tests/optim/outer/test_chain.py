@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,13 +40,28 @@ def test_who_lacks_updates_is_of_the_same_lineage():
     assert found.behind == {0: 2, 1: 0, 2: 3, 3: 0}
 
 
-def test_what_fewer_than_half_of_the_members_have_is_given_up():
-    """The others would ask each other for it in vain, and it may be an invention."""
-    alone, others, fork = chain(b"a", b"b", b"c"), chain(b"a"), chain(b"a", b"x")
-    assert verdict(alone, others, others).base == others.newest
-    assert verdict(alone, others, others).behind == {1: 0, 2: 0}
-    assert verdict(alone, others).behind == {0: 0, 1: 2}
-    assert verdict(alone, others, fork).behind == {1: 0}
+def test_a_lineage_goes_on_from_its_newest_version():
+    """Else a second update would be made of what others have updated before."""
+    ahead, others = chain(b"a", b"b", b"c"), chain(b"a")
+    assert verdict(ahead, others, others, others).base == ahead.newest
+    assert verdict(ahead, others, others, others).behind == {0: 0, 1: 2, 2: 2, 3: 2}
+
+
+def test_a_fifth_of_the_members_leads_nobody_to_a_version_that_only_they_have():
+    """It may be an invention, and the others would ask each other for it in vain."""
+    liar, others = chain(b"a", b"b", b"c"), chain(b"a")
+    assert verdict(liar, *[others] * 4).base == others.newest
+    assert verdict(liar, liar, *[others] * 4).base == liar.newest
+
+
+def test_who_has_heard_of_a_version_speaks_for_it_as_who_has_it():
+    """It was in that round, or lacked something in it."""
+    ahead, others = chain(b"a", b"b", b"c"), chain(b"a")
+    statements = [Statement(each.links) for each in (ahead, *[others] * 4)]
+    statements[3] = replace(statements[3], known=ahead.newest)
+    assert settle(statements).base == ahead.newest
+    statements[3] = replace(statements[3], known=chain(b"a", b"x", b"y").newest)
+    assert settle(statements).base == others.newest, "no member has that one"
 
 
 def test_too_far_behind_is_another_lineage():
@@ -68,11 +85,12 @@ def test_members_that_join_two_others_make_them_one_lineage():
     rounds = [bytes([i]) for i in range(6)]
     first, middle, last = chain(*rounds[:2]), chain(*rounds[:5]), chain(*rounds, length=3)
     assert steps_between(first.links, last.links) is None
-    assert verdict(first, last, middle).behind == {0: 3, 2: 0}
+    assert verdict(first, last, middle).behind == {1: 0, 2: 1}
+    assert verdict(first, *[middle] * 4, last).behind == {0: 3, 1: 0, 2: 0, 3: 0, 4: 0}
 
 
 def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
-    said = Statement(chain(b"a").links, 5, 40, 3, bytes(16))
+    said = Statement(chain(b"a").links, 5, 40, 3, bytes(16), known=chain(b"a", b"b").newest)
     assert Statement.parse(said.dump()) == said
     good = said.dump()
     bad = [

@@ -284,20 +284,59 @@ def test_members_that_all_lack_updates_do_not_make_others():
         assert torch.equal(peer.outer, a.outer)
 
 
-def test_who_is_ahead_of_most_because_of_an_update_alone_gives_it_up():
-    """Otherwise it would be the only one whose messages count: the others get its update from nobody."""
+def test_who_is_ahead_of_most_is_followed_by_the_others():
     a, b, c = Peer(A), Peer(B), Peer(B)
     for peer in (a, b, c):
         peer.train()
     make_round(0, a)
     a.train()
     weights, mean = begin(1, (a, b, c))
-    assert weights == [0.0, 1.0, 1.0]
-    assert [each and each.version for each in land((a, b, c), weights, mean)] == [None, 1, 1]
-    assert a.updates.standing is Standing.LOST
-    a.updates.take_over(*b.updates.dump(), is_new=False)
-    assert a.updates.chain.newest == b.updates.chain.newest
-    assert torch.equal(a.outer, b.outer)
+    assert weights == [1.0, 0.0, 0.0]
+    assert [each and each.version for each in land((a, b, c), weights, mean)] == [2, None, None]
+    for peer in (b, c):
+        assert peer.updates.heard_of == a.updates.chain.newest, "it was in the round"
+        assert peer.updates.make_up(a.updates.kept.since(0)[:1]) == 2, "it has kept the result of the round"
+        assert peer.updates.heard_of is None
+        assert torch.equal(peer.outer, a.outer)
+
+
+def test_who_lacks_more_than_others_have_kept_takes_over_their_outer_parameters():
+    """What it has done meanwhile counts next time, as if it had made the updates one by one."""
+    a, b = Peer(A), Peer(B)
+    for slot in range(4):
+        a.train()
+        alone(slot, a)
+    b.train()
+    before, outer = b.model, b.outer
+    assert b.updates.make_up(whole=a.updates.dump()) == 4
+    assert a.updates.chain.links == b.updates.chain.links
+    assert all(map(torch.equal, a.updates.state.dump()[1], b.updates.state.dump()[1]))
+    assert (b.updates.effort.steps, b.updates.age) == (2, 4)
+    torch.testing.assert_close(b.model, before + b.outer - outer)
+    assert b.updates.make_up(whole=a.updates.dump()) == 0, "it has that"
+    c = Peer(B)
+    c.train()
+    alone(0, c)
+    assert c.updates.make_up(whole=a.updates.dump()) == 0, "that is another lineage"
+
+
+def test_what_is_heard_of_later_does_not_hide_what_is_newer():
+    """Two groups of one round may be told of different versions."""
+    a, b, c = Peer(A), Peer(A), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a, b)
+    earlier = b.updates.dump()
+    a.train()
+    alone(1, a)
+    c.updates.begin(2, c.vector, 0, "batch")
+    of_a, of_b, of_c = (peer.updates.statement(2) for peer in (a, b, c))
+    assert c.updates.judge([of_a, of_c], 1, b"first") == (False, 1.0)
+    assert c.updates.judge([of_b, of_c], 1, b"second") == (False, 1.0)
+    assert list(land([c], [0.0], c.vector)) == [None]
+    assert c.updates.heard_of == a.updates.chain.newest
+    assert c.updates.make_up(whole=earlier) == 1
+    assert c.updates.lacks_updates
 
 
 def test_what_an_earlier_group_of_the_same_round_has_told_is_not_forgotten():
@@ -323,7 +362,7 @@ def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update(
     b.train(1, samples=MOST)
     make_round(0, a, b)
     metadata, tensors, *_ = answer({0: a.updates.kept.since(0)})
-    found = parse_answer(MSGPackSerializer.loads(MSGPackSerializer.dumps(metadata)), tensors, [2])
+    found, _ = parse_answer(MSGPackSerializer.loads(MSGPackSerializer.dumps(metadata)), tensors, 1)
     assert c.updates.make_up(found[0]) == 1
     assert c.updates.chain.links == a.updates.chain.links
 

@@ -18,6 +18,7 @@ from shoal.optim.outer.flight import ANY_SLOT
 from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
+from shoal.p2p import PeerID
 from tests.optim.outer.quadratic import A
 from tests.optim.outer.test_fragment_updates import Peer
 
@@ -55,6 +56,11 @@ class Tracker:
         self.board.note_outer_round = self.board.note_failed_round = lambda *round: None
         self.board.set_steps = lambda steps: None
         self.board.is_cut_off = lambda now: False
+        self.board.slots_of_companions = lambda now: self.slots
+        self.not_worth_it = set()
+
+    def whom_to_wait_for(self, peers):
+        return peers - self.not_worth_it
 
     def expected_members(self, until_epoch):
         return {slot for slot in self.slots if self.own <= slot <= until_epoch}
@@ -142,9 +148,34 @@ def test_a_client_goes_back_to_those_that_it_could_meet(options):
     assert rounds.counter.slot == rounds.tracker.own == 40
     assert peer.updates.flight is None
     assert torch.equal(peer.model, before)
-    rounds, _ = rounds_with([7, 40, 50], 90, dead=[50], **options)
+    rounds, _ = rounds_with([40, 50], 90, dead=[50], **options)
     rounds.end_slot()
-    assert rounds.counter.slot == 91, "others can follow this one"
+    assert rounds.counter.slot == 91, "the other one can follow this one"
+
+
+def test_where_rounds_overlap_a_peer_goes_back_to_several_that_do_not_follow_it():
+    """Else it would leave them, and make updates alone."""
+    rounds, peer = rounds_with([38, 40], 43, fragment_sync_delay=None)
+    rounds.end_slot()
+    assert rounds.counter.slot == 40
+    assert peer.updates.flight is None
+    rounds.tracker.slots = [38, 39]
+    rounds.go_to(43)
+    rounds.end_slot()
+    assert rounds.counter.slot == 44, "they do not train"
+    rounds.tracker.slots = [39, 42]
+    rounds.end_slot()
+    assert rounds.counter.slot == 45, "one of them is not far behind"
+
+
+def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
+    rounds, _ = rounds_with([4, 5, 6], 5, fragment_sync_delay=None)
+    rounds.fragments = [*rounds.fragments, None]
+    rounds.tracker.board.companions_to_call = lambda now: [SimpleNamespace(epoch=4, peer_id=bytes([4]))]
+    behind = PeerID(bytes([4]))
+    assert rounds.whom_to_expect() == {5, 6, behind}
+    rounds.tracker.not_worth_it = {behind}
+    assert rounds.whom_to_expect() == {5, 6}
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,15 @@ def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
     assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}
 
 
+def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board):
+    board.report(9, 10, NOW)
+    for peer, slot in {"met": 3, "silent": 4, "newcomer": 0}.items():
+        board.hear(record(peer, slot, 3), NOW + 60, NOW)
+    board.note_outer_round(dict.fromkeys([b"me", b"met", b"silent"], 1.0), NOW, Expectation(8, (), NOW, 0.0))
+    board.mark_unreachable(b"silent", NOW + 1, is_refused=False)
+    assert board.slots_of_companions(NOW + 1) == [3]
+
+
 def test_newcomers_who_may_not_join_do_not_count(board):
     """Else the others could have no round without them, nor with them."""
     board.report(5, 10, NOW)

@@ -110,8 +110,9 @@ class StateSharing:
         self._is_declared = False
         self.places = Places(lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)))
         """The newcomers that download from this peer."""
-        self.get_part: Callable[[bytes], OwnedState] | None = None
-        """Returns a part of the state by its name; called in a worker thread. ``None``: there are no parts."""
+        self.get_part: Callable[[bytes], OwnedState | None] | None = None
+        """Returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread. ``None``: there
+        are no parts."""
         # By name of a part that is being downloaded: who does so.
         self._places_of_parts: dict[bytes, Places] = {}
         self._memory = DonorMemory()
@@ -232,6 +233,9 @@ class StateSharing:
 
     async def _send_to(self, call: Call, place: Place) -> None:
         snapshot = await asyncio.shield(place.sharing.snapshot)
+        if snapshot is None:
+            await call.send(StateHeader(allowed=False), end=True)
+            return
         place.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
         try:
             await self.send_chunks(call, snapshot, place)

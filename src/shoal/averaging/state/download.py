@@ -144,14 +144,19 @@ class Snapshot:
     """The hashes of all chunks in a row, ``HASH_BYTES`` each."""
 
     @classmethod
-    async def take(cls, get_state: GetState, codec: CompressionBase) -> Snapshot:
+    async def take(cls, get_state: Callable[[], Any], codec: CompressionBase) -> Snapshot | None:
         """Encode and hash a state, in worker threads.
 
         Args:
-            get_state: returns the state.
+            get_state: returns the state, as :data:`GetState` does, or ``None``.
             codec: compresses the tensors.
+
+        Returns:
+            ``None`` if there is no state.
         """
-        metadata, encoded = await run_in_worker(_encode, get_state, codec)
+        if (found := await run_in_worker(_encode, get_state, codec)) is None:
+            return None
+        metadata, encoded = found
         buffers = [memoryview(tensor.buffer) for tensor in encoded]
         chunks = Chunks(buffers)
         share = max(1, -(-chunks.count // HASHING_THREADS))
@@ -165,9 +170,10 @@ class Snapshot:
         return [b"".join(pieces)] if len(pieces) > _MAX_PIECES else list(pieces)
 
 
-def _encode(get_state: GetState, codec: CompressionBase) -> tuple[bytes, list[SerializedTensor]]:
+def _encode(get_state: Callable[[], Any], codec: CompressionBase) -> tuple[bytes, list[SerializedTensor]] | None:
     """Encode a state's metadata, and its tensors into memory that nobody else changes."""
-    state = get_state()
+    if (state := get_state()) is None:
+        return None
     metadata, tensors, infos = (*state, None)[:3]
     infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
     may_keep, waiting, encoded = isinstance(state, OwnedState), deque(zip(tensors, infos, strict=True)), []

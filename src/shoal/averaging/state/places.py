@@ -38,7 +38,7 @@ _SOONEST, _LATEST = 1.0, 30.0
 class Sharing:
     """A snapshot that some newcomers are downloading."""
 
-    def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot]) -> None:
+    def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot | None]) -> None:
         self.taken_at, self.snapshot = taken_at, snapshot
         self.places: list[Place] = []
 
@@ -132,7 +132,7 @@ class Places:
         take: begins to make a snapshot.
     """
 
-    def __init__(self, take: Callable[[], asyncio.Future[Snapshot]]) -> None:
+    def __init__(self, take: Callable[[], asyncio.Future[Snapshot | None]]) -> None:
         self._take = take
         self.sharings: list[Sharing] = []
         # Newcomers that have got a whole snapshot, and when.

@@ -26,7 +26,7 @@ from shoal.optim.outer.flight import PARAMETERS, Standing
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
-from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
+from shoal.optim.outer.kept import Kept, OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter
 
 if TYPE_CHECKING:
@@ -71,8 +71,11 @@ class Giving:
             names = list(self.inner.names)
             return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors)
 
-    def part(self, part: bytes) -> OwnedState:
-        """The statistics of the inner optimizers; or updates that another peer asks for, as far as they are here."""
+    def part(self, part: bytes) -> OwnedState | None:
+        """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
+
+        ``None``: the other one knows that there is something, and nothing of that is here.
+        """
         if part == STATISTICS:
             if not self.shares_inner_state:
                 return OwnedState(None, [])
@@ -81,9 +84,19 @@ class Giving:
                 return OwnedState(described, copies_of(tensors))
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
+        found, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
-            return answer({number: self.fragments[number].kept.since(version) for number, version in wanted.items()})
+            for number, (version, known) in wanted.items():
+                each = self.fragments[number]
+                if updates := each.kept.since(version):
+                    found[number] = updates
+                elif known is not None and known in each.chain.links:
+                    metadata, tensors = each.dump()
+                    whole[number] = metadata, copies_of(tensors)
+        if not found and not whole and any(known is not None for _, known in wanted.values()):
+            return None
+        return answer(found, whole)
 
 
 @dataclass
@@ -131,53 +144,57 @@ class CatchingUp:
         if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
-            lacking = self._lacking()
-            if not lacking:
+            behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
+            missed = self._missed()
+            if missed is None or not behind | missed:
                 return self.download()
             with rounds.tracker.pause_updates():
-                self._make(self._begin_to_fetch(lacking))
+                for numbers in behind, missed - behind:
+                    if numbers:
+                        self._make(self._begin_to_fetch(numbers))
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
 
-    def _lacking(self) -> set[int]:
-        """The fragments of which this peer may lack updates; empty if it may lack too many."""
+    def _missed(self) -> set[int] | None:
+        """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
         rounds, schedule = self.rounds, self.rounds.counter.schedule
         slots = range(rounds.counter.slot, rounds.tracker.global_epoch)
         if len(slots) > rounds.settings.max_staleness * schedule.fragments:
-            return set()
-        behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
-        return behind | {schedule.fragment_of(slot) for slot in slots}
+            return None
+        return {schedule.fragment_of(slot) for slot in slots}
 
     def keep_up(self) -> None:
         """Get single updates that this peer lacks, while it goes on training. Called in each step."""
         fragments = self.rounds.fragments
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
-            lacking += [each.number for each in fragments if each.may_lack_updates and not each.is_being_updated]
-            if lacking:
-                self._fetching = self._begin_to_fetch(lacking)
+            missed = [each.number for each in fragments if each.may_lack_updates and not each.is_being_updated]
+            if lacking or missed:
+                self._fetching = self._begin_to_fetch(lacking or missed)
         elif self._fetching.done():
             fetching, self._fetching = self._fetching, None
             made = self._make(fetching)
             self._in_vain = 0 if made or not any(each.lacks_updates for each in fragments) else self._in_vain + 1
 
     def _begin_to_fetch(self, numbers: Collection[int]) -> concurrent.futures.Future[State | None]:
-        for number in numbers:
-            self.rounds.fragments[number].may_lack_updates = False
-        part = request_for({number: self.rounds.fragments[number].state.version for number in numbers})
+        fragments = [self.rounds.fragments[number] for number in numbers]
+        for each in fragments:
+            each.may_lack_updates = False
+        part = request_for({each.number: Wanted(each.state.version, each.heard_of) for each in fragments})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
 
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int:
         """Make the updates that come; returns how many there were."""
-        fragments = self.rounds.fragments
-        found, updates = self._tried(fetching.result), dict[int, list[Kept]]()
-        if found is not None:
-            try:
-                updates = parse_answer(found[0], found[1], [each.fragment.length for each in fragments])
-            except ValueError as e:
-                logger.warning("the updates of another peer make no sense: %s", e)
-        made = sum(each.make_up(updates.get(each.number, ())) for each in fragments)
+        fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
+        updates, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
+        try:
+            if found is not None:
+                updates, whole = parse_answer(found[0], found[1], len(fragments))
+            for each in fragments:
+                made += each.make_up(updates.get(each.number, ()), whole.get(each.number))
+        except ValueError as e:
+            logger.warning("the updates of another peer make no sense: %s", e)
         if made:
             logger.info("this peer has made up for %d updates", made)
         return made

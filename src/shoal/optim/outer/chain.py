@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.compression.base import bytes_of
+from shoal.optim.majorities import PEERS_PER_LIAR
 
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.
@@ -39,6 +40,11 @@ def hash_of(*data: bytes | memoryview) -> bytes:
     for each in data:
         digest.update(each)
     return digest.digest()
+
+
+def next_link(last: Link, round_id: bytes, samples: int) -> Link:
+    """The link that continues another one, see :meth:`Chain.extend`."""
+    return Link(last.version + 1, hash_of(last.hash, round_id), min(MOST, last.samples + samples))
 
 
 class Chain:
@@ -74,8 +80,7 @@ class Chain:
                 round that was split are of different lineages, because their results differ.
             samples: how many samples the update is made of.
         """
-        last = self.newest
-        self._links.append(Link(last.version + 1, hash_of(last.hash, round_id), min(MOST, last.samples + samples)))
+        self._links.append(next_link(self.newest, round_id, samples))
 
     def dump(self) -> list[list[Any]]:
         """Plain values."""
@@ -124,6 +129,8 @@ class Statement:
     """A hash of the bits of its outer parameters at its newest link; empty: it tells none this time."""
     done: int = 0
     """What it has done in the slot: inner steps, or samples if slots are counted in these."""
+    known: Link | None = None
+    """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
 
     def dump(self) -> dict[str, Any]:
         """Plain values."""
@@ -134,6 +141,7 @@ class Statement:
             "expected": self.expected,
             "digest": self.digest,
             "done": self.done,
+            "known": None if self.known is None else list(self.known),
         }
 
     @classmethod
@@ -149,8 +157,9 @@ class Statement:
             return None
         try:
             steps, samples, expected, done = numbers
-            links = parse_links(value.get("links"))
-            return cls(links, steps, samples, expected, digest, done)  # type: ignore[arg-type]
+            links, heard = parse_links(value.get("links")), value.get("known")
+            known = None if heard is None else parse_links([heard])[0]
+            return cls(links, steps, samples, expected, digest, done, known)  # type: ignore[arg-type]
         except ValueError:
             return None
 
@@ -172,8 +181,9 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     hash. So the first peers of a run, which may have begun with different parameters, agree by the same rule as the two
     sides of a run that was split. But nobody could take over a lineage or a version that only clients have.
 
-    It goes on from its newest version that at least half of its members have had. What fewer have is hard to get: if a
-    peer has made an update alone, or claims so, the others ask each other for it in vain.
+    It goes on from its newest version, so that nobody makes a second update of what others have updated before. Where
+    there are at least five members, more than a fifth of them must have that version, or have heard of it in a round:
+    so a few liars cannot lead the others to a version that does not exist.
 
     Args:
         statements: of all members, in order; ``None``: this one counts for no lineage.
@@ -194,10 +204,20 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
         return bool(lineage.difference(clients)), len(lineage), samples, smaller_is_better
 
     winners = max(lineages, key=rank)
-    held = Counter(link for member in winners for link in told[member])
-    common = [link for link, count in held.items() if 2 * count >= len(winners)]
+    holders = {link: member for member in winners for link in told[member]}
+
+    def heard_of(member: int) -> set[Link]:
+        statement = statements[member]
+        assert statement is not None
+        known, links = statement.known, told[member]
+        if known not in holders:
+            return {*links}
+        return {*links, *(link for link in told[holders[known]] if link <= known)}
+
+    votes = Counter(link for member in winners for link in heard_of(member))
+    common = [link for link, count in votes.items() if count > len(winners) // PEERS_PER_LIAR]
     to_be_had = {link for member in winners.difference(clients) for link in told[member]}
-    base = max([link for link in common if link in to_be_had] or common or held)
+    base = max([link for link in common if link in to_be_had] or common or holders)
     known = {link for member in winners if base in told[member] for link in told[member] if link <= base}
     return Verdict(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
 

@@ -67,8 +67,8 @@ class Flight:
     """By which the message was made smaller; ``None``: it is not decided yet."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
-    known: int = 0
-    """The newest version that members of this or an earlier group had and this peer lacked; 0: it lacked none."""
+    known: Link | None = None
+    """The newest version that members of its groups had and this peer lacked; ``None``: it lacked none."""
     saved_result: RoundResult | None = None
     """The result, from a checkpoint."""
     own: PeerID | None = None

@@ -19,17 +19,19 @@ from shoal.logs import Seldom
 from shoal.optim.outer.chain import (
     MOST,
     Chain,
+    Link,
     Statement,
     has_other_bits,
     hash_of,
+    next_link,
     parse_links,
     settle,
     steps_between,
 )
-from shoal.optim.outer.compressor import Compressor, Outgoing
+from shoal.optim.outer.compressor import Compressor
 from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, Standing
 from shoal.optim.outer.fragments import Fragment
-from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked, who_counted
+from shoal.optim.outer.kept import Kept, KeptResults, OuterParameters, packed, unpacked, who_counted
 from shoal.optim.outer.mixing import Mixing, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
@@ -74,10 +76,7 @@ class FragmentUpdates:
         self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
         self._lock, self._check_every = lock, check_every
-        self.own = own
-        """Id of this peer."""
-        self.compressor = compressor
-        """Keeps what messages have left out; ``None``: nobody does."""
+        self.own, self.compressor = own, compressor
         self.chain = Chain.begin(state.values, max_staleness + 1)
         self.effort = Effort()
         """Since the last contribution that counted."""
@@ -95,8 +94,8 @@ class FragmentUpdates:
         """For peers that have missed them."""
         # By version: results of rounds to which this peer has come without what they update.
         self._later: dict[int, Kept] = {}
-        # Others have this version.
-        self._known = 0
+        # The newest version that this peer lacked, by what its groups have told. Counts while it is behind.
+        self._known: Link | None = None
         # A round that has failed here. Its message may have counted all the same: the others' update tells that.
         self._unsure: Flight | None = None
 
@@ -150,7 +149,7 @@ class FragmentUpdates:
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
         # No samples: this message will not count, and is not missed when it is asked whether most have counted.
         effort = self.effort if self.flight is None or self.flight.weight else Effort()
-        return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done)
+        return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done, self.heard_of)
 
     def judge(
         self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"", clients: Collection[int] = ()
@@ -197,12 +196,13 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
-        if flight.standing is Standing.GOOD and base.version < self._known_in(flight):
+        heard_of = self.heard_of
+        if flight.standing is Standing.GOOD and heard_of is not None and base.version < heard_of.version:
             # All members lack what others have, and soon tell: an update of what they have would be a second one. Or
             # this peer has it by now, and another member lacks it: its statement is older than that.
             flight.standing, flight.base = Standing.BEHIND, None
         elif flight.standing is Standing.BEHIND:
-            flight.known = max(flight.known, base.version)
+            flight.known = max(base, flight.known or base)
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         flight.attempts.add(group_id)
@@ -211,9 +211,12 @@ class FragmentUpdates:
         flight.factor = discount(self._staleness, self.age)
         return True, flight.factor
 
-    def _known_in(self, flight: Flight) -> int:
-        """The newest version that this peer lacks, by what the groups of this flight and earlier ones have told."""
-        return max(flight.known, self._known if self.standing is Standing.BEHIND else 0)
+    @property
+    def heard_of(self) -> Link | None:
+        """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
+        earlier = self._known if self.standing is Standing.BEHIND else None
+        now = None if self.flight is None else self.flight.known
+        return max(filter(None, [earlier, now]), default=None)
 
     def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
         """Make this peer's message smaller, because it is old. Called in a worker thread while a round begins."""
@@ -227,11 +230,10 @@ class FragmentUpdates:
 
     def give_up(self) -> None:
         """The round has failed: all is as it was, and what this peer has done counts next time."""
-        flight, self.flight = self.flight, None
+        flight, heard_of, self.flight = self.flight, self.heard_of, None
         self.may_lack_updates = self._average != PARAMETERS
         if flight is not None and flight.standing is not Standing.GOOD:
-            self._known = self._known_in(flight)
-            self.standing = flight.standing
+            self._known, self.standing = heard_of, flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
             flight.sent = flight.sent if flight.steps_since else self.fragment.read()
@@ -278,7 +280,8 @@ class FragmentUpdates:
             round_id = own.to_bytes() + flight.slot.to_bytes(8) + struct.pack("d", norm)
         with self._lock:
             if contributed and self.compressor is not None and flight.outgoing is not None:
-                self._note_sent(self.compressor, flight.outgoing, is_alone=result is None)
+                note_sent = self.compressor.alone if result is None else self.compressor.counted
+                note_sent(flight.outgoing)
             before = None if contributed else self.fragment.rounded(self.state.values)
             self._step(mean, round_id, samples, names)
             told_age = self.age
@@ -315,13 +318,6 @@ class FragmentUpdates:
         with torch.enable_grad():
             self.state.step(mean)
         self.chain.extend(round_id + names, samples)
-
-    @staticmethod
-    def _note_sent(compressor: Compressor, outgoing: Outgoing, *, is_alone: bool) -> None:
-        if is_alone:
-            compressor.alone(outgoing)
-        else:
-            compressor.counted(outgoing)
 
     def _mix(self, flight: Flight) -> None:
         self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
@@ -412,33 +408,47 @@ class FragmentUpdates:
         return flight.control is None or flight.control.began_allreduce
 
     @torch.no_grad()
-    def make_up(self, updates: Iterable[Kept] = ()) -> int:
+    def make_up(self, updates: Iterable[Kept] = (), whole: OuterParameters | None = None) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
             updates: from others. Those that do not continue this peer's own ones are left out.
+            whole: the outer parameters of another peer, see :meth:`dump`. They are taken over if they continue this
+                peer's own ones.
 
         Returns:
             How many were made.
+
+        Raises:
+            ValueError: something does not fit. Updates before it have been made.
         """
+        if whole is not None:
+            self.check(*whole)
+        earlier = () if whole is None else parse_links(whole[0]["chain"])[:-1]
         before, updates = self.state.version, list(updates)
         if self.is_being_updated:
             self.may_lack_updates = True
             return 0
         flight, newest = self.flight, self.chain.newest
         if flight is not None and flight.control is not None and flight.standing is Standing.GOOD:
-            if not any(each.version == newest.version + 1 and each.after == newest.hash for each in updates):
+            if newest not in earlier and not any(
+                each.version == newest.version + 1 and each.after == newest.hash for each in updates
+            ):
                 return 0
             flight.control.cancel()  # it looks for a group to update what the others no longer have
             self.give_up()
             self.may_lack_updates = False
+        if whole is not None and newest in earlier:
+            standing = self.standing
+            self.take_over(*whole, is_new=False)
+            self.standing = standing  # there may be newer updates
         self._later.update((each.version, each) for each in updates)
         while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
             mean = unpacked(each.tensors, self.fragment.length)
             with self._lock:
                 self._follow(each, mean)
         self._later = {version: each for version, each in self._later.items() if version > self.state.version}
-        if self.standing is Standing.BEHIND and self.state.version >= self._known:
+        if self.standing is Standing.BEHIND and (self._known is None or self.state.version >= self._known.version):
             self.standing = Standing.GOOD
         return self.state.version - before
 
@@ -463,15 +473,15 @@ class FragmentUpdates:
     def _keep_for_later(self, flight: Flight, mean: torch.Tensor | None, result: RoundResult | None) -> None:
         """This peer has come to a round without what the round updates: keep the result until it has that."""
         assert flight.base is not None
-        self._known = flight.base.version
+        known = flight.base
         if mean is not None and result is not None:
-            self._known += 1
-            kept = Kept(
-                self._known, flight.base.hash, result.group_id, flight.samples, packed(mean), who_counted(result)
-            )
+            names = who_counted(result)
+            known = next_link(flight.base, result.group_id + names, flight.samples)
+            kept = Kept(known.version, flight.base.hash, result.group_id, flight.samples, packed(mean), names)
             self._later[kept.version] = kept
             for version in sorted(self._later)[: -self._max_staleness - 1]:
                 del self._later[version]
+        self._known = max(known, self._known or known)
 
     def restore(
         self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], effort: Effort, age: int, *, is_fresh: bool
@@ -486,5 +496,5 @@ class FragmentUpdates:
             self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
             self.kept.clear()
         self.effort, self.age, self.is_fresh = effort, age, is_fresh
-        self.flight, self.standing, self._known, self._unsure = None, Standing.GOOD, 0, None
+        self.flight, self.standing, self._known, self._unsure = None, Standing.GOOD, None, None
         self._later.clear()

@@ -16,7 +16,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
-from shoal.optim.outer.chain import HASH_BYTES, MOST, hash_of
+from shoal.optim.outer.chain import HASH_BYTES, MOST, Link, hash_of, parse_links
 from shoal.serializer import MSGPackSerializer
 
 # Members of a round are named by so many bytes of a hash, and there are at most so many bytes of names.
@@ -141,52 +141,72 @@ class KeptResults:
 # --- what peers ask each other ----------------------------------------------------------------------------------------
 
 
-def request_for(versions: Mapping[int, int]) -> bytes:
-    """The name of a part of the state: for some fragments, all updates after a version."""
-    return MSGPackSerializer.dumps([[fragment, version] for fragment, version in sorted(versions.items())])
+class Wanted(NamedTuple):
+    """What a peer asks others for, of one fragment."""
+
+    version: int
+    """All updates that come after this one."""
+    known: Link | None = None
+    """The newest one of which groups have told. Who has nothing after ``version`` then refuses, so that it has no vote.
+    Who does not keep the updates any more gives its outer parameters, if they are of this version or came after it.
+    """
 
 
-def parse_request(part: bytes, fragments: int) -> dict[int, int]:
+OuterParameters = tuple[Any, list[torch.Tensor]]
+"""Outer parameters with all that belongs to them, see :meth:`FragmentUpdates.dump`."""
+
+
+def request_for(wanted: Mapping[int, Wanted]) -> bytes:
+    """The name of a part of the state: what is wanted, by fragment."""
+    return MSGPackSerializer.dumps([[fragment, *each] for fragment, each in sorted(wanted.items())])
+
+
+def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
     """Read what :func:`request_for` has made. Nothing is asked for by what makes no sense."""
     try:
-        wanted = MSGPackSerializer.loads(part)
+        listed = MSGPackSerializer.loads(part)
     except ValueError:
         return {}
-    versions: dict[int, int] = {}
-    for each in wanted if isinstance(wanted, (list, tuple)) else ():
+    wanted: dict[int, Wanted] = {}
+    for each in listed if isinstance(listed, (list, tuple)) else ():
         match each:
-            case [int(fragment), int(version)] if 0 <= fragment < fragments and 0 <= version <= MOST:
-                versions[fragment] = version
-    return versions
+            case [int(fragment), int(version), heard] if 0 <= fragment < fragments and 0 <= version <= MOST:
+                try:
+                    wanted[fragment] = Wanted(version, None if heard is None else parse_links([heard])[0])
+                except ValueError:
+                    continue
+    return wanted
 
 
-def answer(found: Mapping[int, Iterable[Kept]]) -> OwnedState:
-    """Updates of some fragments, as a part of the state."""
+def answer(found: Mapping[int, Iterable[Kept]], whole: Mapping[int, OuterParameters] | None = None) -> OwnedState:
+    """Updates of some fragments, and the outer parameters of others, as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
-    described = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
-    return OwnedState({"updates": described}, [tensor for _, each in listed for tensor in each.tensors])
+    updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
+    states = [[n, metadata, len(tensors)] for n, (metadata, tensors) in sorted((whole or {}).items())]
+    tensors = [tensor for _, each in listed for tensor in each.tensors]
+    tensors += [tensor for _, (_, own) in sorted((whole or {}).items()) for tensor in own]
+    return OwnedState({"updates": updates, "states": states}, tensors)
 
 
-def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> dict[int, list[Kept]]:
+def parse_answer(
+    metadata: Any, tensors: Sequence[torch.Tensor], fragments: int
+) -> tuple[dict[int, list[Kept]], dict[int, OuterParameters]]:
     """Read what :func:`answer` has made.
 
-    Args:
-        lengths: of all fragments.
-
     Returns:
-        For some fragments, updates that follow each other.
+        For some fragments, updates that follow each other; for others, outer parameters that are still to be checked.
 
     Raises:
         ValueError: it makes no sense.
     """
-    described = metadata.get("updates") if isinstance(metadata, Mapping) else None
-    if not isinstance(described, (list, tuple)):
+    updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
+    if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
         raise ValueError(f"no updates: {str(metadata)[:100]}")
-    left, found = list(tensors), dict[int, list[Kept]]()
-    for each in described:
+    left, found, whole = list(tensors), dict[int, list[Kept]](), dict[int, OuterParameters]()
+    for each in updates:
         match each:
             case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
-                0 <= fragment < len(lengths)
+                0 <= fragment < fragments
                 and 0 < version <= MOST
                 and 0 <= samples <= MOST
                 and len(of) <= _MOST_BYTES_OF_ROUND
@@ -199,7 +219,14 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], lengths: Sequen
                 found.setdefault(fragment, []).append(kept)
             case _:
                 raise ValueError(f"no update: {str(each)[:100]}")
-    for updates in found.values():
-        if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(updates)):
+    for each in states:
+        match each:
+            case [int(fragment), own, int(count)] if 0 <= fragment < fragments and 0 < count <= len(left):
+                whole[fragment] = own, left[:count]
+                del left[:count]
+            case _:
+                raise ValueError(f"no outer parameters: {str(each)[:100]}")
+    for kept_of_one in found.values():
+        if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
             raise ValueError("updates must follow each other")
-    return found
+    return found, whole

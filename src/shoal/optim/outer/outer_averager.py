@@ -62,7 +62,7 @@ class OuterAverager(DecentralizedAverager):
         agreement: what all peers must have in common, in words. Others do not form groups with this one.
         contributors: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
-        get_part: a part of the state by its name, likewise.
+        get_part: a part of the state by its name, or ``None`` to refuse it, likewise.
         options: of :class:`~shoal.averaging.DecentralizedAverager`.
     """
 
@@ -73,7 +73,7 @@ class OuterAverager(DecentralizedAverager):
         agreement: str,
         contributors: Sequence[Contributor],
         get_state: Callable[[], OwnedState],
-        get_part: Callable[[bytes], OwnedState],
+        get_part: Callable[[bytes], OwnedState | None],
         *args: Any,
         **options: Any,
     ) -> None:

@@ -59,6 +59,8 @@ class Rounds:
     """This peer has made inner steps, or has taken over a state."""
     # The slot that this peer could have ended, and since when.
     _held: tuple[int, float] = (-1, 0.0)
+    # The slot of others to which this peer went back the last time.
+    _went_back_to: int = -1
     # Of each fragment, who was expected in its latest round.
     _expected: dict[int, Expectation] = field(default_factory=dict)
 
@@ -102,20 +104,29 @@ class Rounds:
 
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
-        return self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
+        coming = self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
+        return self.tracker.whom_to_wait_for(coming)
 
     def _goes_back_to_others(self, slot: int) -> bool:
-        """Whether this peer is a client too far ahead of those that it could meet, and has gone to their slot.
+        """Whether this peer is too far ahead of others that do not follow it, and has gone to their slot.
 
-        They do not follow a client. Its outer parameters stay as they are: the next round tells whose go on.
+        Nobody follows a client. Nor do peers that are two or more a single one, where rounds overlap with training. Its
+        outer parameters stay as they are: the next round tells whose go on.
         """
-        if not self.averager.client_mode or not (slots := self._slots_near(0)) or max(slots) >= slot - 1:
+        if self.averager.client_mode:
+            slots, furthest = self._slots_near(0), slot - 1
+        elif self.settings.overlaps:
+            slots, furthest = self.tracker.board.slots_of_companions(get_dht_time()), slot - EPOCHS_AHEAD
+            # If they have not moved since this peer waited for them there, they do not train.
+            furthest = furthest if len(slots) > 1 and max(slots) > self._went_back_to else 0
+        else:
             return False
-        logger.info(
-            "this client is at slot %d, and all that it could meet at most at %d: it goes there", slot, max(slots)
-        )
+        if not slots or max(slots) >= furthest:
+            return False
+        self._went_back_to = max(slots)
+        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, self._went_back_to)
         with self.tracker.pause_updates():
-            self.go_to(max(slots))
+            self.go_to(self._went_back_to)
         return True
 
     def _lets_others_catch_up(self, slot: int) -> bool:

@@ -90,6 +90,17 @@ class OuterBoard(ProgressBoard):
             }
             return (present | met) - self._absent
 
+    def slots_of_companions(self, now: float) -> list[int]:
+        """The slots of others that can be called and were in a round with this peer."""
+        with self._lock:
+            present = {peer: c.record for peer, c in self._companions.items() if c.is_reachable(now)}
+            return [r.epoch for peer, r in present.items() if not r.is_donor and self.evidence.has_met(peer)]
+
+    def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
+        """See :meth:`Evidence.whom_to_wait_for <shoal.optim.evidence.Evidence.whom_to_wait_for>`."""
+        with self._lock:
+            return self.evidence.whom_to_wait_for(peers, now)
+
     def believe_as_a_newcomer(self) -> None:
         """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
         with self._lock:
@@ -121,6 +132,10 @@ class OuterTracker(ProgressTracker):
     def electorate(self, earliest: int) -> set[PeerID]:
         """See :meth:`OuterBoard.electorate`."""
         return {PeerID(peer) for peer in self.board.electorate(get_dht_time(), earliest)}
+
+    def whom_to_wait_for(self, peers: set[PeerID]) -> set[PeerID]:
+        """Of several peers that may come, those that are worth it to wait for."""
+        return {PeerID(peer) for peer in self.board.whom_to_wait_for({p.to_bytes() for p in peers}, get_dht_time())}
 
 
 class SlotBoard(OuterBoard):
