@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.p2p import P2P, Multiaddr
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.joining import Checkup
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.presence import GREETINGS_AT_ONCE
 from shoal.p2p.reach import TICK_SECONDS
@@ -113,6 +114,28 @@ async def test_a_liar_does_not_talk_a_peer_out_of_an_address_that_works() -> Non
         assert outlook.announced()[0] == works
         assert p2p.reachability is Reachability.PUBLIC
         assert len(outlook.evidence.offers) == 2
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["honest", "liar"])
+async def test_a_witness_that_says_that_it_has_come_must_have_come(monkeypatch, comes: bool) -> None:
+    """Else one liar would make a private peer believe that it is public, and give up its relays."""
+    async with Peers("tcp") as peers:
+        witness, p2p = await peers.two()
+        await serving(witness)
+        await stub(p2p, witness).rpc_square(Number(value=3))
+        other = await peers.start()  # comes instead of the witness, which would be seen to be on this machine
+        (here, *_) = p2p.transport.addresses()
+
+        async def can_dial(checkup: Checkup, peer: PeerID, address: Multiaddr) -> bool:
+            if comes:
+                (await other.dial_without_greeting(peer, here)).abort()
+            return True
+
+        monkeypatch.setattr(Checkup, "_can_dial", can_dial)
+        p2p.outlook.note_stream(Elsewhere(witness, OUTSIDE))
+        p2p.outlook.note_seen(witness.peer_id, "/ip4/11.0.0.1/tcp/50000")
+        await p2p.outlook.check()
+        assert bool(p2p.outlook.confirmed()) is comes
 
 
 async def test_what_witnesses_inside_see_is_no_address_outside() -> None:

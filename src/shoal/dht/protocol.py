@@ -350,13 +350,15 @@ class DHTProtocol(ServicerBase):
         asked_at = now()
         request = PingRequest(node_id=self._announced_id, validate=validate)
         limit = self.wait_timeout if timeout is None else timeout
-        announced = self.p2p.get_addresses(self.p2p.peer_id)
+        announced, arrivals = self.p2p.get_addresses(self.p2p.peer_id), self.p2p.transport.arrivals
         response = await self._call(peer, "rpc_ping", request, PingResponse, limit, is_trial=is_trial)
         self.note_alive(response.node_id, peer, is_news=validate)
         self.p2p.outlook.note_seen(peer, response.seen_at)
         if validate:
             if request.node_id is not None:
-                self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
+                # Who says that it has called back, although nobody has come, is no witness.
+                if not response.available or self.p2p.transport.arrivals > arrivals:
+                    self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
                 if not response.available:
                     told = list(map(str, announced))
                     raise NotCallableError(": ".join(explain_unreachable(peer, told, response.seen_at)))

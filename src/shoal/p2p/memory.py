@@ -92,6 +92,7 @@ class MemoryNetwork:
         round_trip = self.delay(local, expected_peer, 0) + self.delay(expected_peer, local, 0)
         await asyncio.sleep(round_trip)
         listener, on_stream = self.find_listener(address, expected_peer)
+        listener.arrivals += 1
         near = MemoryStream(self, local, expected_peer, address, expected_peer)
         far = MemoryStream(self, expected_peer, local, None, local)
         source.show_badges(near, far, listener)

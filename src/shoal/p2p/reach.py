@@ -469,12 +469,15 @@ class Outlook:
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
-        request = CallMe(addresses=[str(address) for address in addresses])
+        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._p2p.transport
+        before = transport.arrivals
         try:
-            return await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            answer = await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("%s bears no witness: %s", witness, e)
             return None
+        is_false = any(answer.reached.values()) and transport.arrivals == before  # nobody has come
+        return None if is_false else answer
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
         network, is_outside = self.contacts.place_of(witness)

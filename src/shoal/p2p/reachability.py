@@ -6,7 +6,8 @@ confirmed or refuted. The evidence, in the order of its weight:
 - a connection that was accepted from outside on the listening port. Nobody ever dials from that port, so no hole in a
   router can fake it;
 - verdicts of others that have dialled back. Two witnesses on different hosts refute an address together, or one if only
-  one is known; a success outweighs refutations for a while. Witnesses inside say nothing of the outside.
+  one is known; a success outweighs refutations for a while, and only counts if somebody has come since the witness was
+  asked. Witnesses inside say nothing of the outside.
 
 From that follows what this peer is:
 

@@ -89,6 +89,7 @@ class TcpTransport(Transport):
         await self.strangers.tls()
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
+            self.arrivals += 1
             self.strangers.arrive(accepted, host_of(remote_host), on_stream)
 
         try:

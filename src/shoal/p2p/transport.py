@@ -208,6 +208,8 @@ class Transport(ABC):
     """The private run that this peer takes part in; ``None`` for an open one."""
     is_behind_routers = False
     """It is one of real networks, whose routers may be asked to forward a port."""
+    arrivals = 0
+    """How many connections others have made to this peer, whether or not they have proven who they are."""
     on_addresses_changed: Callable[[], object] | None = None
     """Called when the addresses of this peer have changed, so that others know outdated ones."""
 

@@ -225,6 +225,7 @@ class Network(MemoryNetwork):
         there = route.host
         await self._reach(here, route, address, HANDSHAKE_ROUND_TRIPS)
         listener, on_stream = self.find_listener(route.inside, expected_peer)
+        listener.arrivals += 1
         near, far = self.link_hosts(here, there, route.routers)
         near.remote, near.remote_address, near.local_address = expected_peer, address, route.local
         far.remote, far.remote_address, far.local_address = source.identity.peer_id, route.seen, route.inside
