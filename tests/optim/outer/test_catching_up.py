@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import math
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,44 @@ def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
     a.train()
     alone(4, a)
     assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
+
+
+def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own_lineage(caplog):
+    """What most others have may be of its own lineage, such as that of newcomers to which it has given it."""
+    winner, loser, newcomer = Peer(A), Peer(B), Peer(A)
+    for peer in (winner, loser):
+        peer.train()
+        alone(0, peer)
+    newcomer.updates.take_over(*loser.updates.dump(), is_new=True)
+    winner.train()
+    alone(1, winner)
+    loser.train()
+    asked = []
+
+    def ask(part, timeout):
+        asked.append(part)
+        states = [giving(peer).part(part) for peer in (newcomer, winner)]
+        assert states[0] is None, "it has nothing of what goes on"
+        fetching = concurrent.futures.Future()
+        fetching.set_result(State(*states[1][:2]))
+        return fetching
+
+    of_loser, of_winner, of_newcomer = (peer.updates.statement(2) for peer in (loser, winner, newcomer))
+    loser.updates.begin(2, loser.vector, 0, "batch")
+    assert loser.updates.judge([of_loser, of_winner], 0, b"first") == (False, 1.0)
+    assert list(land([loser], [0.0], loser.vector)) == [None]
+    assert loser.updates.standing is Standing.LOST
+    assert loser.updates.heard_of == winner.updates.chain.newest
+    loser.updates.begin(3, loser.vector, 0, "batch")
+    assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") == (False, 1.0), "it knows of a newer one"
+    loser.updates.give_up()
+    tracker = SimpleNamespace(pause_updates=nullcontext)
+    averager = SimpleNamespace(load_part_from_peers=ask)
+    rounds = SimpleNamespace(fragments=[loser.updates], tracker=tracker, averager=averager)
+    assert CatchingUp(rounds, 1.0, False, ExtraTensors(()))._go_over([loser.updates])
+    assert loser.updates.chain.links == winner.updates.chain.links
+    assert torch.equal(loser.model, winner.outer), "it begins anew"
+    assert "up to 1 updates of this peer are lost" in caplog.text
 
 
 def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):

@@ -21,6 +21,7 @@ from shoal.averaging.state.download import OwnedState, State
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
+from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import PARAMETERS, Standing
 from shoal.optim.outer.fragment_updates import FragmentUpdates
@@ -138,15 +139,15 @@ class CatchingUp:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
-        is_lost = any(each.standing is Standing.LOST for each in rounds.fragments)
-        if is_lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
+        lost = [each for each in rounds.fragments if each.standing is Standing.LOST]
+        if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
             rounds.tracker.board.believe_as_a_newcomer()
-        if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
+        if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
             behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
             missed = self._missed()
-            if missed is None or not behind | missed:
+            if missed is None or not (lost or behind or missed):
                 return self.download()
             with rounds.tracker.pause_updates():
                 for numbers in behind, missed - behind:
@@ -155,6 +156,21 @@ class CatchingUp:
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
+
+    def _go_over(self, lost: Sequence[FragmentUpdates]) -> bool:
+        """Take over the outer parameters with which the swarm goes on; returns whether others have given them all."""
+        versions = max(each.state.version for each in lost)
+        with self.rounds.tracker.pause_updates():
+            self._make(self._begin_to_fetch([each.number for each in lost]))
+        if any(each.standing is Standing.LOST for each in lost):
+            return False
+        self._tell_what_is_lost(versions)
+        return True
+
+    @staticmethod
+    def _tell_what_is_lost(versions: int) -> None:
+        if versions:
+            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", versions)
 
     def _missed(self) -> set[int] | None:
         """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
@@ -181,7 +197,10 @@ class CatchingUp:
         fragments = [self.rounds.fragments[number] for number in numbers]
         for each in fragments:
             each.may_lack_updates = False
-        part = request_for({each.number: Wanted(each.state.version, each.heard_of) for each in fragments})
+        # Who has lost does not continue what it has: no updates would do.
+        versions = [MOST if each.standing is Standing.LOST else each.state.version for each in fragments]
+        pairs = zip(fragments, versions, strict=True)
+        part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
 
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int:
@@ -324,8 +343,7 @@ class CatchingUp:
             each.check(own, parts[-1][2])
         with rounds.lock:
             lost = [each.take_over(own, theirs, is_new=is_new) for each, own, theirs in parts]
-        if any(lost):
-            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
+        self._tell_what_is_lost(max(lost))
         rounds.go_to(max(slot, rounds.counter.slot))
         rounds.has_trained = True
         return len(tensors) - len(left)

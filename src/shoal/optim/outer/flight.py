@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.averaging import RoundResult, StepControl
-from shoal.optim.outer.chain import Link
+from shoal.optim.outer.chain import MOST, Link, Statement
 from shoal.optim.outer.compressor import Outgoing
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID
@@ -73,6 +73,17 @@ class Flight:
     """The result, from a checkpoint."""
     own: PeerID | None = None
     """With a result from a checkpoint: this peer's id in the round, for it may have another one by now."""
+
+    def hear(self, statements: Sequence[Statement | None]) -> None:
+        """Note what the members of its group have done, as they say."""
+        self.samples = min(MOST, sum(each.samples for each in statements if each is not None))
+        self.done = tuple(0 if each is None else each.done for each in statements)
+
+    def begin_from(self, base: Link, statements: Sequence[Statement | None]) -> None:
+        """Note what the round updates, and which messages can count."""
+        self.base = base
+        can_count = [each is not None and each.samples > 0 and each.links[-1] == base for each in statements]
+        self.counting = tuple(n for n, can in enumerate(can_count) if can)
 
     def has_most(self, weights: Sequence[float]) -> bool:
         """Whether the messages of most members have counted; of two halves, the one with the first member.

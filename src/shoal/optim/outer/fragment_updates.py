@@ -17,7 +17,6 @@ from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
 from shoal.logs import Seldom
 from shoal.optim.outer.chain import (
-    MOST,
     Chain,
     Link,
     Statement,
@@ -172,8 +171,7 @@ class FragmentUpdates:
         if flight is None or mine is None:
             raise AllreduceException("this peer has given up the round")
         told = [statement for statement in statements if statement is not None]
-        flight.samples = min(MOST, sum(statement.samples for statement in told))
-        flight.done = tuple(0 if statement is None else statement.done for statement in statements)
+        flight.hear(statements)
         if self._average == PARAMETERS:
             return True, 1.0
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
@@ -182,10 +180,7 @@ class FragmentUpdates:
         verdict = settle(statements, clients)
         behind, base = verdict.behind.get(own), verdict.base
         assert base is not None, "this peer has said what it has"
-        flight.base = base
-        flight.counting = tuple(
-            n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == base
-        )
+        flight.begin_from(base, statements)
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
         if behind == 0 and has_other_bits(statements, own, clients):
             self._warn_seldom(
@@ -196,13 +191,15 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
-        heard_of = self.heard_of
-        if flight.standing is Standing.GOOD and heard_of is not None and base.version < heard_of.version:
-            # All members lack what others have, and soon tell: an update of what they have would be a second one. Or
-            # this peer has it by now, and another member lacks it: its statement is older than that.
-            flight.standing, flight.base = Standing.BEHIND, None
+        if flight.standing is Standing.GOOD and (heard_of := self.heard_of) and base.version < heard_of.version:
+            # All members lack what others have: an update of what they have would be a second one. Or this peer has it
+            # by now, and its statement is older than that.
+            flight.base = None
+            flight.standing = Standing.BEHIND if self.standing is Standing.GOOD else self.standing
         elif flight.standing is Standing.BEHIND:
             flight.known = max(base, flight.known or base)
+        elif flight.standing is Standing.LOST:  # what it has heard of before is not what goes on
+            flight.known, self._known = base, None
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         flight.attempts.add(group_id)
@@ -214,7 +211,7 @@ class FragmentUpdates:
     @property
     def heard_of(self) -> Link | None:
         """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
-        earlier = self._known if self.standing is Standing.BEHIND else None
+        earlier = None if self.standing is Standing.GOOD else self._known
         now = None if self.flight is None else self.flight.known
         return max(filter(None, [earlier, now]), default=None)
 
@@ -414,7 +411,7 @@ class FragmentUpdates:
         Args:
             updates: from others. Those that do not continue this peer's own ones are left out.
             whole: the outer parameters of another peer, see :meth:`dump`. They are taken over if they continue this
-                peer's own ones.
+                peer's own ones, or if this peer has lost and they are those that go on.
 
         Returns:
             How many were made.
@@ -424,21 +421,24 @@ class FragmentUpdates:
         """
         if whole is not None:
             self.check(*whole)
-        earlier = () if whole is None else parse_links(whole[0]["chain"])[:-1]
+        links = () if whole is None else parse_links(whole[0]["chain"])
+        if whole is not None and self.standing is Standing.LOST and self.heard_of in links:
+            self.take_over(*whole, is_new=False)
+            return 1
         before, updates = self.state.version, list(updates)
         if self.is_being_updated:
             self.may_lack_updates = True
             return 0
         flight, newest = self.flight, self.chain.newest
         if flight is not None and flight.control is not None and flight.standing is Standing.GOOD:
-            if newest not in earlier and not any(
+            if newest not in links[:-1] and not any(
                 each.version == newest.version + 1 and each.after == newest.hash for each in updates
             ):
                 return 0
             flight.control.cancel()  # it looks for a group to update what the others no longer have
             self.give_up()
             self.may_lack_updates = False
-        if whole is not None and newest in earlier:
+        if whole is not None and newest in links[:-1]:
             standing = self.standing
             self.take_over(*whole, is_new=False)
             self.standing = standing  # there may be newer updates
