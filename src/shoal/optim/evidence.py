@@ -201,13 +201,11 @@ class Evidence:
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
         """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
-        strangers = [peer for peer in failed if not self.is_proven(peer)]
-        if not strangers:
+        if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            self.note_waste(failed, max(0.0, seconds - usual), now)
+        if all(map(self.is_proven, failed)):
             self._durations.append(seconds)
-        if len(strangers) < len(failed):  # perhaps only one that is proven has cost time
-            return
-        usual = statistics.median(self._durations) if self._durations else 0.0
-        self.note_waste(strangers, max(0.0, seconds - usual), now)
 
     def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
         """This peer has lost so many seconds to members of its group; only unproven ones among them count."""

@@ -200,6 +200,22 @@ def giving(*peers):
     return Giving(SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(()))
 
 
+def rounds_of(peer, ask):
+    """What catching up needs of rounds."""
+    board = SimpleNamespace(believe_as_a_newcomer=lambda: None)
+    return SimpleNamespace(
+        fragments=[peer.updates],
+        has_trained=True,
+        end_flights=lambda: None,
+        tracker=SimpleNamespace(pause_updates=nullcontext, board=board, global_epoch=3),
+        counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
+        settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4),
+        averager=SimpleNamespace(load_part_from_peers=ask),
+        go_to=lambda slot: None,
+        inner=SimpleNamespace(move_schedules=lambda position: None),
+    )
+
+
 def test_who_has_nothing_of_what_groups_have_told_refuses():
     """Else most, who have nothing, would outvote the few who have it."""
     a, b = Peer(A), Peer(B)
@@ -258,10 +274,8 @@ def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own
     loser.updates.begin(3, loser.vector, 0, "batch")
     assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") == (False, 1.0), "it knows of a newer one"
     loser.updates.give_up()
-    tracker = SimpleNamespace(pause_updates=nullcontext)
-    averager = SimpleNamespace(load_part_from_peers=ask)
-    rounds = SimpleNamespace(fragments=[loser.updates], tracker=tracker, averager=averager)
-    assert CatchingUp(rounds, 1.0, False, ExtraTensors(()))._go_over([loser.updates])
+    assert CatchingUp(rounds_of(loser, ask), 1.0, False, ExtraTensors(())).run()
+    assert len(asked) == 1
     assert loser.updates.chain.links == winner.updates.chain.links
     assert torch.equal(loser.model, winner.outer), "it begins anew"
     assert "up to 1 updates of this peer are lost" in caplog.text
@@ -273,8 +287,10 @@ def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
     kept = Kept(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
     fetching = concurrent.futures.Future()
     fetching.set_result(State(*answer({0: [kept]})[:2]))
-    rounds = SimpleNamespace(fragments=[peer.updates])
-    assert CatchingUp(rounds, 1.0, False, ExtraTensors(()))._make(fetching) == 0
+    catching_up = CatchingUp(rounds_of(peer, lambda part, timeout: fetching), 1.0, False, ExtraTensors(()))
+    peer.updates.may_lack_updates = True
+    catching_up.keep_up()  # asks
+    catching_up.keep_up()  # has the answer
     assert "make no sense: a mean has values that are not finite" in caplog.text
     assert peer.updates.chain.newest.version == 0
 

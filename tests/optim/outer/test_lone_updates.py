@@ -168,6 +168,29 @@ def test_where_rounds_overlap_a_peer_goes_back_to_several_that_do_not_follow_it(
     assert rounds.counter.slot == 45, "one of them is not far behind"
 
 
+@pytest.mark.parametrize(
+    ("slots", "delay", "is_passed_over"),
+    [([6, 7, 7], 1, True), ([6, 6, 7], 1, False), ([6, 7, 7], None, False), ([6, 8, 8], None, True)],
+    ids=["half are beyond", "one is beyond", "may be in rounds of both fragments", "beyond both"],
+)
+def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(caplog, slots, delay, is_passed_over):
+    """The one that is behind gives up, and meets the others in the next slot."""
+    caplog.set_level(logging.DEBUG, "shoal")
+    rounds, peer = rounds_with(slots, 5, fragment_sync_delay=delay)
+    rounds.matchmaking_time, rounds.fragments = 0.01, [peer.updates, Peer(A).updates]
+    others = dict(enumerate(slots))
+    rounds.tracker.electorate = lambda earliest: set(others)
+    rounds.tracker.still_expected = lambda last: {peer for peer in last if others[peer] <= last[peer]}
+    flight = peer.updates.begin(5, peer.vector, delay, "batch")
+    flight.control = StepControl(0.0)
+    if not is_passed_over:  # then it has waited longer
+        threading.Timer(0.1, flight.control.set_exception, [AllreduceException("nobody came")]).start()
+    rounds.end_flights()
+    assert peer.updates.flight is None
+    assert ("most others have gone on without it" in caplog.text) is is_passed_over
+    assert flight.control.cancelled() is is_passed_over
+
+
 def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
     rounds, _ = rounds_with([4, 5, 6], 5, fragment_sync_delay=None)
     rounds.fragments = [*rounds.fragments, None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from shoal.optim.outer.flight import Expectation, Standing
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
+from tests.optim.outer.quadratic import A
+from tests.optim.outer.test_fragment_updates import Peer
 
 NOW = 1000.0
 
@@ -151,14 +155,16 @@ def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_d
     for peer, slot in {"d": 46, "e": 47, "a": 62, "b": 62, "c": 62}.items():
         board.hear(record(peer, slot, 3), NOW + 60, NOW)
     assert max(board.believed_epochs(NOW).values()) == 47
-    believed = []
-    monkeypatch.setattr(CatchingUp, "_go_over", lambda self, lost: False)
+    believed, nothing, peer = [], Future(), Peer(A)
+    nothing.set_result(None)
+    peer.updates.standing = Standing.LOST
     monkeypatch.setattr(CatchingUp, "download", lambda self: believed.append(board.believed_epochs(NOW)) or True)
     rounds = SimpleNamespace(
-        fragments=[SimpleNamespace(standing=Standing.LOST)],
+        fragments=[peer.updates],
         has_trained=True,
         end_flights=lambda: None,
-        tracker=SimpleNamespace(board=board),
+        tracker=SimpleNamespace(board=board, pause_updates=nullcontext),
+        averager=SimpleNamespace(load_part_from_peers=lambda part, timeout: nothing),
     )
     assert CatchingUp(rounds, 60.0, False, None).run()
     assert max(believed[0].values()) == 62

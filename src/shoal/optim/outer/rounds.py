@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import logging
 import math
@@ -11,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from shoal.averaging import StepControl
 from shoal.clock import get_dht_time
+from shoal.errors import AllreduceException
 from shoal.logs import Seldom
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.deeds import Deeds
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import ANY_SLOT, PARAMETERS, Expectation, OuterRound
+from shoal.optim.outer.flight import ANY_SLOT, PARAMETERS, Expectation, Flight, OuterRound
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
@@ -314,6 +317,8 @@ class Rounds:
         began_at = time.monotonic()
         if flight.control is not None:
             try:
+                if self._is_passed_over(flight, flight.control):
+                    raise AllreduceException("most others have gone on without it")
                 flight.control.result(self.settings.averaging_timeout)
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
@@ -340,6 +345,20 @@ class Rounds:
                 self.extra.write(self.averager.extra)
             self.last = done
             self._tell(done)
+
+    def _is_passed_over(self, flight: Flight, control: StepControl) -> bool:
+        """Whether most others are beyond a round that still looks for a group, after waiting for that a while.
+
+        Else two halves of a run could wait for each other in the rounds of two fragments.
+        """
+        if not self.settings.overlaps or self.settings.average == PARAMETERS:
+            return False
+        concurrent.futures.wait([control], self.matchmaking_time)
+        if control.done() or control.began_allreduce:
+            return False
+        last = flight.slot + (len(self.fragments) if self.settings.fragment_sync_delay is None else 1)
+        others = self.tracker.electorate(flight.slot - self._reach)
+        return 2 * (1 + len(self.tracker.still_expected(dict.fromkeys(others, last)))) <= 1 + len(others)
 
     def _tell(self, done: OuterRound) -> None:
         logger.log(
