@@ -106,6 +106,8 @@ def equivalence() -> None:
         own = values(model)
         assert not torch.equal(own, outer)
         with opt.use_outer_parameters():
+            with opt.use_outer_parameters():
+                assert torch.equal(values(model), outer)
             assert torch.equal(values(model), outer)
         assert torch.equal(values(model), own)
         if rank in PARTNERS:

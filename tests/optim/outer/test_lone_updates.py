@@ -168,6 +168,21 @@ def test_where_rounds_overlap_a_peer_goes_back_to_several_that_do_not_follow_it(
     assert rounds.counter.slot == 45, "one of them is not far behind"
 
 
+def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
+    rounds, peer = rounds_with([5], 5)
+
+    def step(**options):
+        raise KeyboardInterrupt
+
+    rounds.averager.step, rounds.averager.extra = step, None
+    rounds.tracker.electorate = lambda earliest: set()
+    with pytest.raises(KeyboardInterrupt):
+        rounds.end_slot()
+    assert peer.updates.flight is None
+    assert peer.updates.chain.newest.version == 0
+    assert peer.updates.effort.steps == 2
+
+
 @pytest.mark.parametrize(
     ("slots", "delay", "is_passed_over"),
     [([6, 7, 7], 1, True), ([6, 6, 7], 1, False), ([6, 7, 7], None, False), ([6, 8, 8], None, True)],

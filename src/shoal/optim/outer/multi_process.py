@@ -52,6 +52,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     # In all processes together.
     _samples_of_step = 0
+    # The model holds the outer parameters until the outermost context ends.
+    _is_in_context = False
 
     @staticmethod
     def _main_parameters(optimizer: Any, params: Any) -> Sequence[torch.Tensor]:
@@ -131,10 +133,15 @@ class MultiProcessDiLoCo(SeveralProcesses):
     @contextlib.contextmanager
     def use_outer_parameters(self) -> Iterator[None]:
         """Inside this context the model holds the outer parameters, in all processes."""
+        if self._is_in_context:
+            yield
+            return
         self.show_outer_parameters()
+        self._is_in_context = True
         try:
             yield
         finally:
+            self._is_in_context = False
             self.show_own_parameters()
 
     def show_outer_parameters(self) -> None:

@@ -85,7 +85,11 @@ class Rounds:
             coming = expected if group is None else group
             # If there are others, but none that comes, an update would be one that nobody else has.
             if coming or self.settings.average == PARAMETERS or not self._others_are_there(slot):
-                self._take_off(each, slot, coming, last, is_drawn=group is not None)
+                try:
+                    self._take_off(each, slot, coming, last, is_drawn=group is not None)
+                except BaseException:  # such as Ctrl-C: what has begun without a control would be an update alone
+                    each.give_up()
+                    raise
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
