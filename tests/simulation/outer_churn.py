@@ -65,8 +65,6 @@ class Peer:
         self.updated_at = 0.0
         """Loop time of its last new version."""
         self.longest_pause = 0.0
-        self.log: list[tuple[float, int, int]] = []
-        """When it had which version of which fragment first."""
 
     def live(self) -> None:
         """The program of this peer."""
@@ -120,8 +118,8 @@ class Peer:
             assert link.version >= before, f"{now:.1f} s: {self} goes back from version {before} to {link.version}"
             if link.version > before:
                 self.versions[fragment] = link.version
-                self.log.append((now, fragment, link.version))
-                self.churn.links.setdefault((fragment, link.version), {}).setdefault(link.hash, []).append(self.number)
+                who = self.churn.links.setdefault((fragment, link.version), {}).setdefault(link.hash, [])
+                who.append((now, self.number))
                 if self.churn.verbose:
                     what = f"version {link.version} of fragment {fragment} is {link.hash.hex()[:4]}"
                     print(f"{now:.2f} s, {self.host.index}: {what}, {self.opt.last_round}", flush=True)
@@ -158,8 +156,8 @@ class Churn:
         self.addresses: dict[Peer, Any] = {}
         self.bits: dict[tuple[int, int, bytes], bytes] = {}
         """Hashes of all outer parameters that anybody had, by fragment, version and link."""
-        self.links: dict[tuple[int, int], dict[bytes, list[int]]] = {}
-        """By fragment and version: the links that anybody had, and who."""
+        self.links: dict[tuple[int, int], dict[bytes, list[tuple[float, int]]]] = {}
+        """By fragment and version: the links that anybody had, since when, and who."""
         self.peace_at = 0.0
         self.events: Counter[str] = Counter()
         self.tasks: dict[Peer, asyncio.Task[None]] = {}
@@ -225,13 +223,10 @@ class Churn:
             pause = max(peer.longest_pause, now - peer.updated_at)
             assert pause < LONGEST_PAUSE_SECONDS, f"{peer} had no update for {pause:.1f} s although nothing happened"
         quiet = self.peace_at + self.peace / 2
-        for peer in self.living:
-            for moment, fragment, version in peer.log:
-                if moment > quiet:
-                    lineages = self.links[fragment, version]
-                    assert len(lineages) == 1, (
-                        f"there are several versions {version} of fragment {fragment}: {lineages}"
-                    )
+        for (fragment, version), lineages in self.links.items():
+            if len(lineages) > 1:
+                made_at = max(who[0][0] for who in lineages.values())
+                assert made_at < quiet, f"there are several versions {version} of fragment {fragment}: {lineages}"
         for fragment in self.living[0].versions:
             versions = [peer.versions[fragment] for peer in self.living]
             assert max(versions) - min(versions) <= MOST_UPDATES_BEHIND, (
