@@ -100,6 +100,26 @@ def test_with_batches_drawn_ahead_a_chunk_is_done_when_the_loop_has_had_it(dhts:
             assert shared.leases().done.bit_count() == max(0, drawn - 5)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_with_batches_drawn_ahead_each_iteration_is_a_pass(dhts: list[DHT], workers: int) -> None:
+    """The loader never draws again after its last batches; they are done when the next iteration begins."""
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 2} if workers else {}
+    with SharedPass(range(40), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
+        loader: DataLoader[Any] = DataLoader(range(40), batch_sampler=shared, **options)  # type: ignore[arg-type]
+        for number in range(3):
+            assert sorted(in_all(loader)) == list(range(40))
+            assert shared.number == number
+
+
+def test_a_loader_that_draws_ahead_and_was_left_early_goes_on_with_the_rest(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
+        loader: DataLoader[Any] = DataLoader(range(60), batch_sampler=shared)  # type: ignore[arg-type]
+        seen = [next(batches).tolist() for batches in [iter(loader)] for _ in range(6)]
+        rest = in_all(loader)
+        assert len(rest) == 60 - 5 * 3
+        assert {*chain(*seen), *rest} == set(range(60))
+
+
 def test_what_a_loop_has_begun_and_left_comes_once_more(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=20) as shared:
         seen = []
