@@ -245,3 +245,31 @@ def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(
     monkeypatch.setattr(DHTNode, "get", get_if_it_works)
     run(main(), seed=9)
     assert "no more data are leased for now: the cable is out" in caplog.text
+
+
+def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> None:
+    """A peer that was woken just before must not sleep until they have expired."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
+        leases = Leases(node, "run", number=0, samples=3, chunk=1, in_order=False, rng=random.Random(0))
+        await leases.next(wait=True)
+        key, ends, gaps = "run_data.0.3.1..0", set[float](), list[float]()
+        for _ in range(600):
+            await asyncio.sleep(0.25)
+            found = await watcher.get(key, latest=True)
+            assert found is not None
+            (record,) = [entry.value for entry in found.value.values()]
+            if record[2] not in ends:
+                ends.add(record[2])
+                leases.add_done(0)  # wakes it, as a batch does
+            gaps.append(record[2] - get_dht_time())
+            if 14.4 < LEASE_SECONDS - gaps[-1] < 14.9:
+                leases.add_done(0)
+        assert min(gaps) > LEASE_SECONDS / 2 - 2, min(gaps)
+        await leases.close()
+        for each in (node, watcher):
+            await crowd.swarm.kill(each)
+
+    run(main(), seed=11)

@@ -227,7 +227,7 @@ class Leases:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_look:
             await self._look_at_pass()
-        held = {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}
+        held = self._blocks_held()
         for number, block in list(self._blocks.items()):
             age = loop.time() - self._written.get(number, -math.inf)
             if (
@@ -246,7 +246,8 @@ class Leases:
         if self.is_over:
             await self._look_at_pass()
             return 0.0
-        waits = [LEASE_SECONDS / 2, max(0.0, self._next_look - loop.time())]
+        ends = (self._written[number] + LEASE_SECONDS / 2 for number in self._blocks_held() & self._written.keys())
+        waits = [min([self._next_look, *ends]) - loop.time()]
         if self._to_publish:
             waits.append(PUBLISH_SECONDS)
         if not took:
@@ -294,6 +295,9 @@ class Leases:
 
     def _held(self) -> set[int]:
         return {*self._claimed, *self._ready, *self._begun}
+
+    def _blocks_held(self) -> set[int]:
+        return {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}
 
     def _is_lost(self, chunk: int) -> bool:
         number, index = divmod(chunk, CHUNKS_PER_BLOCK)
