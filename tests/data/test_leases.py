@@ -273,3 +273,21 @@ def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> Non
             await crowd.swarm.kill(each)
 
     run(main(), seed=11)
+
+
+def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_batch() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        node = await crowd.swarm.node()
+        leases = Leases(node, "run", number=0, samples=4000, chunk=1, in_order=False, rng=random.Random(0))
+        for _ in range(12):
+            batch = [chunk for _ in range(4) if (chunk := await leases.next(wait=True)) is not None]
+            await asyncio.sleep(10)
+            leases.finish(*batch)
+        await asyncio.sleep(5)
+        assert leases._pace == pytest.approx(0.4, rel=0.2)
+        assert len(leases._held()) <= 4
+        await leases.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=12)

@@ -133,19 +133,21 @@ class Leases:
             self._news.clear()
             await self._news.wait()
 
-    def finish(self, chunk: int) -> None:
-        """A chunk is done."""
-        if chunk >= self._chunks():
-            return  # a stream has ended before it
+    def finish(self, *chunks: int) -> None:
+        """These chunks are done; those that end with one batch are told at once."""
+        done = [chunk for chunk in chunks if chunk < self._chunks()]  # a stream may have ended before
+        if not done:
+            return
         now = asyncio.get_running_loop().time()
         if not math.isnan(self._last_done):
-            momentary = 1 / max(now - self._last_done, 1e-3)
+            momentary = len(done) / max(now - self._last_done, 1e-3)
             self._pace = momentary if not self._pace else 0.8 * self._pace + 0.2 * momentary
         self._last_done = now
-        self._begun.discard(chunk)
-        number, index = divmod(chunk, CHUNKS_PER_BLOCK)
-        self._block(number).done |= 1 << index
-        self._to_publish.add(number)
+        for chunk in done:
+            self._begun.discard(chunk)
+            number, index = divmod(chunk, CHUNKS_PER_BLOCK)
+            self._block(number).done |= 1 << index
+            self._to_publish.add(number)
         self._wake.set()
 
     def begin_again(self) -> None:

@@ -190,8 +190,8 @@ class SharedPass(Facade, Sampler[list[int]]):
 
     def mark(self, chunks: Iterable[int]) -> None:
         """These chunks are done."""
-        for chunk in chunks:
-            self._in_loop(self.leases().finish, chunk)
+        if done := list(chunks):
+            self._in_loop(self.leases().finish, *done)
 
     def end_at(self, samples: int) -> None:
         """The stream has ended after so many samples."""
