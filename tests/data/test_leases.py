@@ -291,3 +291,40 @@ def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_b
         await crowd.swarm.kill(node)
 
     run(main(), seed=12)
+
+
+def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise others pass over it once more, because this peer holds nothing any more that makes it write."""
+    store = DHTNode.store
+
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        nodes = [await crowd.swarm.node() for _ in range(2)]
+        first, other = (
+            Leases(node, "run", number=0, samples=2, chunk=1, in_order=False, rng=random.Random(i))
+            for i, node in enumerate(nodes)
+        )
+        mine, theirs = await first.next(wait=True), await other.next(wait=True)
+        assert {mine, theirs} == {0, 1}
+        fails = iter([True])
+
+        async def store_if_it_works(node: DHTNode, *arguments: Any, **options: Any) -> Any:
+            if node is nodes[0] and next(fails, False):
+                raise DHTError("the cable is out")
+            return await store(node, *arguments, **options)
+
+        monkeypatch.setattr(DHTNode, "store", store_if_it_works)
+        assert mine is not None
+        await asyncio.sleep(1)
+        first.finish(mine)
+        await asyncio.sleep(5)
+        reader = await crowd.swarm.node()
+        found = await reader.get("run_data.0.2.1..0", latest=True)
+        assert found is not None
+        assert bytes([1 << mine]) in [entry.value[0] for entry in found.value.values()]
+        for leases in (first, other):
+            await leases.close()
+        for node in (*nodes, reader):
+            await crowd.swarm.kill(node)
+
+    run(main(), seed=13)

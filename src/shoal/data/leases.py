@@ -368,9 +368,13 @@ class Leases:
         record = BlockRecord(pack_bits(block.done), held, now + LEASE_SECONDS)
         self._to_publish.discard(number)
         self._written[number] = loop.time()
-        is_stored = await self._store(self._key_of(number), record)
+        is_stored = False
+        try:
+            is_stored = await self._store(self._key_of(number), record)
+        finally:
+            if not is_stored:  # also if the table has failed
+                self._to_publish.add(number)
         if not is_stored:
-            self._to_publish.add(number)
             self._warn_seldom("the table did not take the record of this peer's share of the data; it tries again")
         return is_stored
 
