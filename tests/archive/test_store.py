@@ -70,7 +70,10 @@ def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pyt
     assert is_state_of(Store.open(tmp_path).state, 4)
 
 
-@pytest.mark.parametrize("damage", ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest", "no text in the manifest"],
+)
 def test_of_a_damaged_archive_the_one_before_it_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -82,6 +85,8 @@ def test_of_a_damaged_archive_the_one_before_it_stands(
     data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
+    elif damage.startswith("no text"):
+        path.write_bytes(data.replace(b"Optimizer", b"Optimize\xff"))
     else:
         if damage.startswith("a byte"):
             data[data.index(b"6", len(data) // 8) if "manifest" in damage else -1] ^= 1
@@ -168,6 +173,41 @@ def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ArchiveError, match="has format 2"):
         Store.open(tmp_path / "000001-epoch-1")
+
+
+def test_archives_of_a_newer_format_are_not_taken_for_rubbish(tmp_path: Path) -> None:
+    """Somebody has gone back to an older version for a while."""
+    store = Store(tmp_path)
+    for epoch in (1, 2):
+        store.write(RUN, "Optimizer", small_state(epoch))
+    path = tmp_path / "000001-epoch-1" / MANIFEST
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2, "more": [1]').replace('"kind"', '"what"'))
+    with pytest.raises(ArchiveError, match="has format 2"):
+        store.manifest("000001-epoch-1")
+    store.prune(1)
+    assert store.folders() == ["000002-epoch-2", "000001-epoch-1"]
+
+
+def test_an_archive_that_cannot_be_read_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses fail now and then; what they have is not damaged by that."""
+    store = Store(tmp_path)
+    for epoch in (1, 2, 3):
+        store.write(RUN, "Optimizer", small_state(epoch))
+    real = type(store._fs).cat_file
+
+    def cat_file(self: object, path: str, **options: object) -> bytes:
+        if "epoch-2" in path:
+            raise OSError(errno.EIO, "slow down")
+        return bytes(real(self, path, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._fs), "cat_file", cat_file)
+        store.prune(3)
+        assert len(store.folders()) == 3
+        store.prune(1)
+    assert store.folders() == ["000003-epoch-3", "000002-epoch-2"]
+    store.prune(1)
+    assert store.folders() == ["000003-epoch-3"]
 
 
 def test_what_another_archiver_writes_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

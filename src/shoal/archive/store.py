@@ -54,6 +54,16 @@ class File(msgspec.Struct, frozen=True):
     blake3: str
 
 
+class _Format(msgspec.Struct, frozen=True):
+    """What manifests of all formats have."""
+
+    format: int
+
+
+class _NotWholeError(ArchiveError):
+    """An archive was never finished, or its manifest is damaged: nobody can read it any more."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What an archive is."""
 
@@ -154,23 +164,27 @@ class Store:
         try:
             size = self._fs.size(self._path(folder, MANIFEST))
             if size is not None and size > _MANIFEST_BYTES:  # some web servers do not tell
-                raise ArchiveError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
-            manifest = msgspec.json.decode(self._fs.cat_file(self._path(folder, MANIFEST)), type=Manifest)
+                raise _NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
+            data = self._fs.cat_file(self._path(folder, MANIFEST))
         except FileNotFoundError:
-            raise ArchiveError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
-        except ArchiveError:
+            raise _NotWholeError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
+        except _NotWholeError:
             raise
         except Exception as e:
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {MANIFEST}: {_words(e)}") from e
+        try:
+            found = msgspec.json.decode(data, type=_Format).format
+            manifest = msgspec.json.decode(data, type=Manifest) if found == FORMAT else None
+        except ValueError as e:  # of msgspec, or a text that is none
+            raise _NotWholeError(f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {e}") from e
+        if manifest is None or manifest.kind not in EPOCHS:
+            what = "" if manifest is None else f" of a {manifest.kind}"
             raise ArchiveError(
-                f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {_words(e)}"
-            ) from e
-        if manifest.format != FORMAT or manifest.kind not in EPOCHS:
-            raise ArchiveError(
-                f"{self._named(folder)} has format {manifest.format} of a {manifest.kind}, and this version of shoal "
-                f"reads format {FORMAT}: take the version that has written it, or a newer one"
+                f"{self._named(folder)} has format {found}{what}, and this version of shoal reads format {FORMAT}: "
+                "take the version that has written it, or a newer one"
             )
         if manifest.check != manifest.hash:
-            raise ArchiveError(f"{self._named(folder)} is damaged: {MANIFEST} has another hash than it says")
+            raise _NotWholeError(f"{self._named(folder)} is damaged: {MANIFEST} has another hash than it says")
         return manifest
 
     def whole(self) -> Iterator[tuple[str, Manifest]]:
@@ -284,11 +298,19 @@ class Store:
         Args:
             keep: how many whole ones stay.
         """
-        kept = [folder for folder, _ in self.whole()][:keep]
-        # What is newer than all of them may be under way.
+        whole = list[str]()
         for folder in self.folders():
-            if kept and folder not in kept and _number_of(folder) < _number_of(kept[0]):
-                self._remove(folder)
+            try:
+                self.manifest(folder)
+            except _NotWholeError:
+                if whole:  # what is newer than all of them may be under way
+                    self._remove(folder)
+            except ArchiveError as e:  # another version has written it, or the address fails at the moment
+                logger.debug("left alone: %s", e)
+            else:
+                whole.append(folder)
+        for folder in whole[keep:]:
+            self._remove(folder)
 
     def _remove(self, folder: str) -> None:
         """Remove an archive, its manifest first, so that it never seems whole when it is not."""
