@@ -141,6 +141,28 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     assert store.folders() == ["000001-epoch-1"]
 
 
+def test_what_a_killed_archiver_has_left_does_not_keep_the_disk_full(tmp_path: Path) -> None:
+    """It is newer than the last good one, and only an archive that was written would be newer still."""
+    store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(1))
+    left = tmp_path / "000002-epoch-2"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half of it")
+    real = Store._put
+
+    def put(self: Store, folder: str, name: str, data: bytes) -> object:
+        if left.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, folder, name, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_put", put)
+        with pytest.raises(ArchiveError, match=r"No space left on device.*last good archive is 000001-epoch-1"):
+            store.write(RUN, "Optimizer", small_state(3))
+        store.write(RUN, "Optimizer", small_state(3))
+    assert store.folders() == ["000002-epoch-3", "000001-epoch-1"]
+
+
 def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
     store, good = Store(tmp_path), small_state(3)
     with pytest.raises(ValueError, match=r"values of 'layer\.weight' are NaN"):

@@ -235,6 +235,7 @@ class Store:
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
             self._remove(folder)
+            self._remove_unfinished()
             raise self._not_written(epoch, e) from e
         return manifest
 
@@ -298,19 +299,32 @@ class Store:
         Args:
             keep: how many whole ones stay.
         """
-        whole = list[str]()
+        whole, unfinished = self._sort()
+        for folder in whole[keep:]:
+            self._remove(folder)
+        for folder in unfinished:
+            # What is newer than all of them may be under way.
+            if whole and _number_of(folder) < _number_of(whole[0]):
+                self._remove(folder)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what killed archivers have left, if there is a good archive: it may be why there is no room."""
+        whole, unfinished = self._sort()
+        for folder in unfinished if whole else ():
+            self._remove(folder)
+
+    def _sort(self) -> tuple[list[str], list[str]]:
+        """The folders that are whole, and those that were never finished, the newest first."""
+        whole, unfinished = list[str](), list[str]()
         for folder in self.folders():
             try:
                 self.manifest(folder)
+                whole.append(folder)
             except _NotWholeError:
-                if whole:  # what is newer than all of them may be under way
-                    self._remove(folder)
+                unfinished.append(folder)
             except ArchiveError as e:  # another version has written it, or the address fails at the moment
                 logger.debug("left alone: %s", e)
-            else:
-                whole.append(folder)
-        for folder in whole[keep:]:
-            self._remove(folder)
+        return whole, unfinished
 
     def _remove(self, folder: str) -> None:
         """Remove an archive, its manifest first, so that it never seems whole when it is not."""
