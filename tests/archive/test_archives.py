@@ -230,6 +230,7 @@ def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing
     [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
     opt = closing(make_optimizer(dht, model))
     store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(700))
     archiver = Archiver(make_dhts(1, clients=1)[0], RUN, store, every=0.05, keep=2, say=lines.append)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(archiver.run, stop)
@@ -244,8 +245,10 @@ def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing
             archiver.close()
     epochs = [line.split(":")[0] for line in lines if line.startswith("archive")]
     assert len(set(epochs)) == len(epochs), "an epoch was kept twice"
-    assert len(store.folders()) == 2
+    assert len(store.folders()) == 3, "and the furthest one"
     assert Store.open(tmp_path).epoch == 4
+    (line,) = [line for line in lines if "is behind" in line]
+    assert f"shoal revive {store.url}/000001-epoch-700`" in line
 
 
 def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(

@@ -53,14 +53,18 @@ def test_other_programs_can_read_the_model(tmp_path: Path) -> None:
     assert torch.equal(found["layer.weight"], torch.full((3, 2), 4.0))
 
 
-def test_an_earlier_epoch_that_was_written_later_is_newer(tmp_path: Path) -> None:
-    """The run was revived from an old archive on purpose."""
+def test_an_earlier_epoch_that_was_written_later_is_newer_and_the_furthest_one_stays(tmp_path: Path) -> None:
+    """The run was revived from an old archive on purpose; or all peers were lost, and it has begun anew unnoticed."""
     store = Store(tmp_path)
-    for epoch in (700, 30, 31):
+    for epoch, further in ((700, None), *((epoch, "000001-epoch-700") for epoch in (30, 31, 32))):
         store.write(RUN, "Optimizer", small_state(epoch))
-        store.prune(2)
-    assert Store.open(tmp_path).epoch == 31
-    assert len(store.folders()) == 2
+        assert store.prune(2) == further
+    assert Store.open(tmp_path).epoch == 32
+    assert store.folders() == ["000004-epoch-32", "000003-epoch-31", "000001-epoch-700"]
+    for epoch in (700, 701):
+        store.write(RUN, "Optimizer", small_state(epoch))
+        assert store.prune(2) is None
+    assert store.folders() == ["000006-epoch-701", "000005-epoch-700"]
 
 
 def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

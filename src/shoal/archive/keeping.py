@@ -58,7 +58,7 @@ class Archiver:
         run_id: name of the run.
         store: where archives go.
         every: the least number of seconds from the beginning of one archive to that of the next.
-        keep: how many archives stay.
+        keep: how many archives stay, the newest ones; that of the highest epoch stays besides.
         rate: the most bytes to download in a second.
         say: is told in words what happens.
 
@@ -92,6 +92,7 @@ class Archiver:
         self._sources = {kind: sharing_of(dht, run_id, kind, trains=False, rate=rate) for kind in PREFIXES}
         for source in self._sources.values():
             source.rank_donors = self._tracker.rank_donors
+        self._further: str | None = None
         self.latest: Manifest | None = None
         """Of the latest archive that was written."""
 
@@ -146,11 +147,19 @@ class Archiver:
                     logger.warning("the state of %s is not kept: %s", donor, e)
                     self._dht.run_coroutine(partial(_leave_out, source, donor))
                     break
-                self._store.prune(self._keep)
+                self._tell_further(self._store.prune(self._keep))
                 return self.latest
             else:
                 raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{MOST_BAD} donors have given a state that is no good; {self._store.last_good()}")
+
+    def _tell_further(self, archive: str | None) -> None:
+        if archive is not None and archive != self._further:
+            self._say(
+                f"the run is behind {archive}, which stays. If it has begun anew by mistake: stop its peers, and bring "
+                f"it back with `shoal revive {self._store.url}/{archive}`"
+            )
+        self._further = archive
 
 
 def check_role(dht: DHT) -> None:

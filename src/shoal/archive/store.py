@@ -293,19 +293,28 @@ class Store:
             finally:
                 os.close(opened)
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int) -> str | None:
         """Remove all but the newest archives, and what older attempts have left.
+
+        The one of the highest epoch stays, too: if all peers were lost and have begun anew, new archives must not take
+        the place of what they had reached.
 
         Args:
             keep: how many whole ones stay.
+
+        Returns:
+            The one of the highest epoch, if the newest one is of an earlier epoch.
         """
         whole, unfinished = self._sort()
+        furthest = max(whole, key=_epoch_of, default=None)  # the newest of several
         for folder in whole[keep:]:
-            self._remove(folder)
+            if folder != furthest:
+                self._remove(folder)
         for folder in unfinished:
             # What is newer than all of them may be under way.
             if whole and _number_of(folder) < _number_of(whole[0]):
                 self._remove(folder)
+        return furthest if furthest and _epoch_of(furthest) > _epoch_of(whole[0]) else None
 
     def _remove_unfinished(self) -> None:
         """Remove what killed archivers have left, if there is a good archive: it may be why there is no room."""
@@ -433,6 +442,10 @@ def _with_slashes(path: str | os.PathLike[str]) -> str:
 
 def _number_of(folder: str) -> int:
     return int(folder.partition("-")[0])
+
+
+def _epoch_of(folder: str) -> int:
+    return int(folder.rpartition("-")[2])
 
 
 def _hash_of(data: bytes) -> str:

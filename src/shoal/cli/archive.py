@@ -39,7 +39,9 @@ def add_parsers(subparsers: Any) -> None:
     archive.add_argument(
         "--every", type=_seconds, default=600.0, metavar="TIME", help="least time between two, such as 10m (default)"
     )
-    archive.add_argument("--keep", type=_count, default=5, metavar="N", help="how many archives stay (default: 5)")
+    archive.add_argument(
+        "--keep", type=_count, default=5, metavar="N", help="how many archives stay, and the furthest one (default: 5)"
+    )
     archive.add_argument(
         "--rate",
         type=rate_of,
