@@ -168,7 +168,7 @@ def feeding(run: MadeUpRun) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.leaves_something
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-def test_a_browser_shows_the_run(made_up, tmp_path):
+def test_a_browser_shows_the_run(made_up, tmp_path, monkeypatch):
     playwright = pytest.importorskip("playwright.sync_api")
     hostile = MadeUpPeer(made_up.peers[0].rng, 1)
     made_up.peers.append(hostile)
@@ -214,4 +214,10 @@ def test_a_browser_shows_the_run(made_up, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, "only the table scrolls sideways"
         page.screenshot(path=shots / "narrow.png")
         assert complaints == []
+        # A browser does not come back by itself after an answer that is no stream, such as that of a full server.
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.monitor.page.MAX_STREAMS", 0)
+            page.reload()
+            page.locator("#link.lost").wait_for()
+        page.locator("#link.live").wait_for()
         browser.close()
