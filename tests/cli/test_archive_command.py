@@ -28,7 +28,9 @@ def test_where_options_may_stand() -> None:
     assert parse(["archive", "--run", "r", "--rate", "5M", ADDRESS, "x"]).rate == 5e6
 
 
-@pytest.mark.parametrize("option", [["--every", "soon"], ["--every", "0s"], ["--keep", "0"], ["--rate", "fast"]])
+@pytest.mark.parametrize(
+    "option", [["--run", "a.b"], ["--every", "soon"], ["--every", "0s"], ["--keep", "0"], ["--rate", "fast"]]
+)
 def test_what_makes_no_sense(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["archive", "--run", "r", *option, ADDRESS, "x"])

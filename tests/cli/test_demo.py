@@ -114,3 +114,8 @@ def test_peers_go_when_their_runner_is_gone(start: Start) -> None:
 def test_a_swarm_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--peers", "1"]) == 2
     assert "at least 2 peers, got 1" in capsys.readouterr().err
+    assert main(["demo", "--seconds", "nan"]) == 2
+    assert "at least 10 seconds, got nan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--web", "99999"])
+    assert "from 0 to 65535, got 99999" in capsys.readouterr().err

@@ -248,9 +248,10 @@ def test_what_cannot_work_is_said_in_one_message(
 
 
 def test_refresh_period_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["dht", "--refresh-period", "0"])
-    assert "positive number of seconds, got 0" in capsys.readouterr().err
+    for period in ("0", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["dht", "--refresh-period", period])
+        assert f"positive number of seconds, got {period}" in capsys.readouterr().err
 
 
 def test_the_address_that_reaches_furthest_comes_first() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import add_option, end_on_signals, tell_error
+from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
 from shoal.errors import ShoalError
@@ -35,7 +35,9 @@ def add_parsers(subparsers: Any) -> None:
     # Both stand behind the options: what follows several addresses and an option is not taken for the folder.
     archive.add_argument("addresses", nargs="+", metavar="ADDRESS", help="of peers of the run")
     archive.add_argument("folder", metavar="DIR", help="where archives go: a folder, or an address such as s3://…")
-    archive.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="the run_id of its optimizers")
+    archive.add_argument(
+        "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
+    )
     archive.add_argument(
         "--every", type=_seconds, default=600.0, metavar="TIME", help="least time between two, such as 10m (default)"
     )

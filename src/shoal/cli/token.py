@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.cli import add_option
+from shoal.cli import add_option, number
 from shoal.clock import get_dht_time
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import counted, quoted
@@ -91,8 +90,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _days(text: str) -> float:
-    days = float(text)
-    if not 0 < days <= MAX_DAYS or math.isnan(days):
+    days = number(text)
+    if not 0 < days <= MAX_DAYS:
         raise argparse.ArgumentTypeError(f"must be a number of days up to {MAX_DAYS:g}, got {text}")
     return days
 
