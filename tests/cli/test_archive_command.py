@@ -44,3 +44,14 @@ def test_what_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tm
     assert "failed to connect to bootstrap peers" in capsys.readouterr().err
     assert main(["archive", "--run", "r", "--token", "nonsense", ADDRESS, str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("shoal archive: ")
+
+
+@pytest.mark.parametrize(("options", "status"), [([], 0), (["--once"], 130)])
+def test_an_archive_that_was_interrupted_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], status: int
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shoal.cli.archive._archive", interrupted)
+    assert main(["archive", "--run", "r", *options, ADDRESS, str(tmp_path)]) == status
