@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,11 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or file may lack a sign: no reason to end
+        sys.stdout.reconfigure(errors="replace")
     try:
         status: int = parsed.run(parsed)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output, such as head, is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its end, when it writes the rest
+        return 1
     return status
 
 
