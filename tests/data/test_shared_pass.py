@@ -238,6 +238,8 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
             SharedPass(range(10), dhts[0], "run")
         with pytest.raises(TypeError, match="SharedPass itself decides about batch_size, shuffle"):
             shared.loader(shuffle=True, batch_size=3)
+        with pytest.raises(ValueError, match="in_order=False: which batch the loop has had would not be known"):
+            shared.loader(num_workers=2, in_order=False)
         with pytest.raises(TypeError, match="no len"):
             len(shared)  # type: ignore[arg-type]
     with pytest.raises(ReactorError, match="this SharedPass is shut down"):

@@ -128,6 +128,7 @@ class SharedPass(Facade, Sampler[list[int]]):
 
         Raises:
             TypeError: an option that decides what is in a batch, or one that a stream cannot have.
+            ValueError: batches would come in another order than they are drawn.
         """
         taken = {"batch_sampler", "batch_size", "dataset", "drop_last", "sampler", "shuffle"} & options.keys()
         if taken:
@@ -139,6 +140,8 @@ class SharedPass(Facade, Sampler[list[int]]):
                     "work before, or use a map-style data set"
                 )
             return _StreamLoader(self, options.get("collate_fn") or default_collate)
+        if not options.get("in_order", True):
+            raise ValueError("in_order=False: which batch the loop has had would not be known. Leave it out")
         return _Loader(self, options)
 
     @property
