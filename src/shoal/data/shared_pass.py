@@ -55,7 +55,8 @@ class SharedPass(Facade, Sampler[list[int]]):
         shuffle: pass over a map-style data set in a random order, another one in each pass.
         seed: decides this order, the same at each peer.
         drawn_ahead: batches that are drawn before the loop asks for them, if another loader than :meth:`loader` is
-            used: ``num_workers * prefetch_factor`` for a ``DataLoader``, and one more in a Lightning ``Trainer``.
+            used: ``num_workers * prefetch_factor`` for a ``DataLoader``; one more in a Lightning ``Trainer``, and in
+            one of Hugging Face as many more as ``gradient_accumulation_steps``.
             Without it, a peer that dies loses them for this pass. If the loader has drawn everything, all of it is done
             when the next iteration begins.
 
