@@ -147,6 +147,21 @@ def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -
     assert set(before) | set(after) == set(range(60))
 
 
+def test_a_peer_that_finds_the_run_further_says_why_it_gets_nothing(
+    dhts: list[DHT], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever starts a run anew under its old name would otherwise see a loop that ends at once, and no reason."""
+    with SharedPass(range(20), dhts[0], "run", batch_size=10, chunk=10) as shared:
+        for _ in range(2):
+            assert len(in_all(shared.loader())) == 20
+    assert caplog.text == ""
+    with SharedPass(range(20), dhts[1], "run", batch_size=10, chunk=10) as shared:
+        seen = [len(in_all(shared.loader())) for _ in range(3)]
+    assert seen == [0, 0, 20]
+    assert caplog.text.count("run 'run' is at pass 2 already, so this peer's iteration for pass 0 has no batches") == 1
+    assert caplog.text.count("has no batches") == 1
+
+
 def test_a_state_of_other_data_or_of_another_order_is_refused(dhts: list[DHT]) -> None:
     """Its chunks have other samples: what was done is not what would be left out."""
     with SharedPass(range(60), dhts[0], "run", chunk=10) as shared:

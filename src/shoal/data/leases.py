@@ -86,6 +86,8 @@ class Leases:
         """Of a stream: chunks before this one can only be had by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
+        self.found_at = number
+        """At which pass the others were when this peer came."""
         self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
         self._tag = tag_of(node.peer_id)
         self._key, self._is_stream = f"{run_id}_data", samples is None
@@ -398,6 +400,8 @@ class Leases:
                 )  # fmt: skip
             elif record.number > self.number:
                 self.is_over = True
+                if not self._written:  # it has not begun
+                    self.found_at = max(self.found_at, record.number)
             elif record.number == self.number:
                 self._finished |= unpack_bits(record.finished)
                 if self._is_stream and self.samples is None and record.samples >= 0:

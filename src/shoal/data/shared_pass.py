@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import deque
@@ -17,6 +18,8 @@ from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
 from shoal.facade import Facade
 from shoal.reactor import Portal
+
+logger = logging.getLogger(__name__)
 
 # Most seconds that shutdown() takes to tell others that they can have this peer's chunks.
 SHUTDOWN_SECONDS = 5.0
@@ -103,6 +106,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self._last: _Batches | None = None
+        self._told = False
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
         self._portal = Portal("SharedPass")
         self._portal.on_close(self._close)
@@ -184,6 +188,13 @@ class SharedPass(Facade, Sampler[list[int]]):
         if self._leases is None or not self._leases.is_over:
             return False
         leases, self._leases, self._loaded = self._leases, None, 0
+        if leases.found_at > self.number and not self._told:
+            self._told = True
+            logger.warning(
+                "run %r is at pass %d already, so this peer's iteration for pass %d has no batches, and so on until "
+                "then. If the run is to begin anew, choose another run_id: the table remembers this one for an hour",
+                self.run_id, leases.found_at, self.number,
+            )  # fmt: skip
         self.number += 1
         self._portal.call(leases.close())
         return True
