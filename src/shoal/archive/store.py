@@ -408,6 +408,8 @@ class Store:
             for trouble in troubles:
                 logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
             return archive
+        if store._is_local and not os.path.isdir(store._root):
+            raise ArchiveError(f"there is no folder {text}: give the one that shoal archive writes to")
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
 
     def _open_one(self, folder: str) -> Archive:

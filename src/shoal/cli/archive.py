@@ -32,7 +32,6 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_parsers(subparsers: Any) -> None:
     """Add ``archive`` and ``revive`` to the subcommands."""
     archive = subparsers.add_parser("archive", help="keep the state of a run in files", description=ARCHIVE)
-    # Both stand behind the options: what follows several addresses and an option is not taken for the folder.
     archive.add_argument("addresses", nargs="+", metavar="ADDRESS", help="of peers of the run")
     archive.add_argument("folder", metavar="DIR", help="where archives go: a folder, or an address such as s3://…")
     archive.add_argument(
@@ -53,7 +52,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     archive.add_argument("--once", action="store_true", help="write one archive and end")
     _add_identity(archive)
-    archive.set_defaults(run=lambda arguments: _guarded("archive", _archive, arguments))
+    archive.set_defaults(run=lambda arguments: _guarded("archive", _archive, arguments), ends_with_folder=True)
 
     revive = subparsers.add_parser("revive", help="bring a run back from an archive", description=REVIVE)
     revive.add_argument("folder", metavar="DIR", help="what `shoal archive` has written to, or one archive in it")
@@ -122,6 +121,8 @@ def _archive(arguments: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.archive.keeping import Archiver
     from shoal.archive.store import Store
 
+    if "/p2p/" in arguments.folder and "://" not in arguments.folder:
+        raise ValueError(f"the last word must be the folder of the archives, got {arguments.folder}")
     store = Store(arguments.folder)
     options = {"every": arguments.every, "keep": arguments.keep, "rate": arguments.rate}
     with _join(arguments, client_mode=True) as dht:
