@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.archive import store as room
@@ -152,15 +153,15 @@ def test_what_a_killed_archiver_has_left_does_not_keep_the_disk_full(tmp_path: P
     left = tmp_path / "000002-epoch-2"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half of it")
-    real = Store._put
+    fsync = os.fsync
 
-    def put(self: Store, folder: str, name: str, data: bytes) -> object:
+    def fsync_if_there_is_room(file: int) -> None:
         if left.exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, folder, name, data)
+        fsync(file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "_put", put)
+        patch.setattr(os, "fsync", fsync_if_there_is_room)
         with pytest.raises(ArchiveError, match=r"No space left on device.*last good archive is 000001-epoch-1"):
             store.write(RUN, "Optimizer", small_state(3))
         store.write(RUN, "Optimizer", small_state(3))
@@ -219,7 +220,7 @@ def test_an_archive_that_cannot_be_read_at_the_moment_stays(tmp_path: Path, monk
     store = Store(tmp_path)
     for epoch in (1, 2, 3):
         store.write(RUN, "Optimizer", small_state(epoch))
-    real = type(store._fs).cat_file
+    real = LocalFileSystem.cat_file
 
     def cat_file(self: object, path: str, **options: object) -> bytes:
         if "epoch-2" in path:
@@ -227,7 +228,7 @@ def test_an_archive_that_cannot_be_read_at_the_moment_stays(tmp_path: Path, monk
         return bytes(real(self, path, **options))
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(store._fs), "cat_file", cat_file)
+        patch.setattr(LocalFileSystem, "cat_file", cat_file)
         store.prune(3)
         assert len(store.folders()) == 3
         store.prune(1)

@@ -67,5 +67,5 @@ def test_an_archive_that_was_interrupted_is_no_success(
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shoal.cli.archive._archive", interrupted)
+    monkeypatch.setattr("shoal.archive.store.Store", interrupted)
     assert main(["archive", "--run", "r", *options, ADDRESS, str(tmp_path)]) == status
