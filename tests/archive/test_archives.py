@@ -16,6 +16,7 @@ from shoal.archive.keeping import Archiver
 from shoal.archive.reviving import Revival
 from shoal.archive.store import Store
 from shoal.compression import NoCompression
+from shoal.data import SharedPass
 from shoal.errors import ArchiveError, NotAMemberError
 from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.tokens import DAY, Token
@@ -204,6 +205,25 @@ def test_a_run_that_is_lost_goes_on_from_its_archive(make_dhts, closing, tmp_pat
             assert gone_on.result(60) in {dht.peer_id for dht in dhts[1:]}
         finally:
             stop.set()
+
+
+def test_what_is_done_of_the_data_is_kept_and_told(make_dhts, closing, tmp_path) -> None:
+    [dht], model = make_dhts(1), make_model()
+    opt = make_optimizer(dht, model)
+    with SharedPass(range(40), dht, RUN, batch_size=10, chunk=10) as shared:
+        batches = iter(shared.loader())
+        seen = [*next(batches).tolist(), *next(batches).tolist()]
+        next(batches)
+        train_until(opt, model, 1)
+        wait_until(lambda: dht.get(f"{RUN}_data.0.40.10.{shared.state_dict()['order']}.0"), "it is published")
+        found = load_archive(archive(make_dhts, tmp_path) and tmp_path)
+        assert found.data == shared.state_dict()
+    opt.shutdown()
+    dhts = make_dhts(2)
+    closing(Revival(dhts[0], Store.open(tmp_path)))
+    with SharedPass(range(40), dhts[1], RUN, batch_size=10, chunk=10) as shared:
+        rest = [sample for batch in shared.loader() for sample in batch.tolist()]
+    assert sorted(seen + rest) == list(range(40))
 
 
 def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:

@@ -7,10 +7,13 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
 from shoal.data import leases as module
+from shoal.data.chunks import PassRecord, PassState, numbers_in, unpack_bits
+from shoal.data.kept import read_pass, tell_pass
 from shoal.data.leases import LEASE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
@@ -278,17 +281,20 @@ def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> Non
 def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_batch() -> None:
     async def main() -> None:
         crowd = Crowd(samples=None)
-        node = await crowd.swarm.node()
+        node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
         leases = Leases(node, "run", number=0, samples=4000, chunk=1, in_order=False, rng=random.Random(0))
         for _ in range(12):
             batch = [chunk for _ in range(4) if (chunk := await leases.next(wait=True)) is not None]
             await asyncio.sleep(10)
             leases.finish(*batch)
         await asyncio.sleep(5)
-        assert leases._pace == pytest.approx(0.4, rel=0.2)
-        assert len(leases._held()) <= 4
+        found = await watcher.get("run_data.0.4000.1..0", latest=True)
+        assert found is not None
+        (record,) = [entry.value for entry in found.value.values()]
+        assert 0 < len(record[1]) <= 4, "at its pace that is 10 seconds"
         await leases.close()
-        await crowd.swarm.kill(node)
+        for each in (node, watcher):
+            await crowd.swarm.kill(each)
 
     run(main(), seed=12)
 
@@ -328,3 +334,69 @@ def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.Monk
             await crowd.swarm.kill(node)
 
     run(main(), seed=13)
+
+
+@pytest.mark.parametrize("samples", [5000, None], ids=["map-style", "stream"])
+def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
+    """All peers are lost; others go on with what is left, and were told nothing themselves."""
+
+    async def main() -> None:
+        crowd, seen, more = Crowd(samples=None), set[int](), set[int]()
+        options: dict[str, Any] = {"samples": samples, "chunk": 1, "in_order": samples is None}
+        node, reader = await crowd.swarm.node(), await crowd.swarm.node()
+        assert await read_pass(reader, "run") is None
+        first = Leases(node, "run", number=3, rng=random.Random(0), **options)
+        while len(seen) < 4200:
+            chunk = await first.next(wait=True)
+            assert chunk is not None
+            seen.add(chunk)
+            first.finish(chunk)
+        await asyncio.sleep(5)
+        state = await read_pass(reader, "run")
+        assert state is not None
+        assert (state["number"], state["samples"], set(numbers_in(unpack_bits(state["done"])))) == (3, samples, seen)
+        first.keeping.cancel()
+        await crowd.swarm.kill(node)
+        await crowd.swarm.kill(reader)
+        crowd = Crowd(samples=None)
+        donor, node = await crowd.swarm.node(), await crowd.swarm.node()
+        await tell_pass(donor, "run", msgspec.convert(state, PassState, builtin_types=(bytes,)))
+        early = Leases(node, "run", number=0, rng=random.Random(1), **options)
+        assert await early.next(wait=True) is None, "the run is further"
+        await early.close()
+        again = Leases(node, "run", number=3, rng=random.Random(1), **options)
+        if samples is None:
+            again.end_at(5000)
+        while (chunk := await again.next(wait=True)) is not None:
+            more.add(chunk)
+            again.finish(chunk)
+        assert not seen & more
+        assert seen | more == set(range(5000))
+        await again.close()
+        await crowd.swarm.kill(node)
+        await crowd.swarm.kill(donor)
+
+    run(main(), seed=14)
+
+
+def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        liar, reader = await crowd.swarm.node(), await crowd.swarm.node()
+        gets, get = [], reader.get
+
+        async def counted(key: str, **options: Any) -> Any:
+            gets.append(key)
+            return await get(key, **options)
+
+        reader.get = counted  # type: ignore[method-assign, assignment]
+        for finished in (b"\0" * 8191 + b"\x80", b"\xff" * 8192):
+            record = msgspec.to_builtins(PassRecord(0, 2**40, 4096, finished), builtin_types=(bytes,))
+            expiration = get_dht_time() + 60 + len(gets)
+            assert await liar.store("run_data", record, expiration, subkey=tag_of(liar.peer_id))
+            assert await read_pass(reader, "run") is not None
+        assert len(gets) < 100
+        for node in (liar, reader):
+            await crowd.swarm.kill(node)
+
+    run(main(), seed=15)

@@ -23,6 +23,7 @@ from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.compression import NoCompression
+from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
@@ -30,7 +31,7 @@ from shoal.p2p import PeerID
 from shoal.p2p.badges import Roles
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT
+    from shoal.dht import DHT, DHTNode
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +136,15 @@ class Archiver:
             ShoalError: the download failed.
         """
         self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
+        # Before the state: what is done by now is in it, or in gradients that are not.
+        data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
         for _ in range(MOST_BAD):
             for kind, source in self._sources.items():
                 found = self._dht.run_coroutine(partial(_download, source, kind))
                 if found is None:
                     continue
                 try:
-                    self.latest = self._store.write(self._run_id, kind, found[0])
+                    self.latest = self._store.write(self._run_id, kind, found[0], data)
                 except ValueError as e:
                     donor = found[1]
                     logger.warning("the state of %s is not kept: %s", donor, e)
@@ -214,6 +217,10 @@ async def _download(source: StateSharing, kind: str, *_: Any) -> tuple[State, Pe
         if inner is not None and inner.tensors:
             return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
     return State(metadata, tensors), found.donor
+
+
+async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | None:
+    return await read_pass(node, run_id)
 
 
 async def _leave_out(source: StateSharing, donor: PeerID, *_: Any) -> None:

@@ -5,6 +5,7 @@
     DIR/000017-epoch-4200/model.safetensors       parameters and buffers, by their names in the model
                           training.safetensors    statistics of optimizers and all else that training needs
                           state.msgpack           plain values: schedules, lineage, in which order the tensors are
+                          data.msgpack            what is done of a shared pass over data, if the run has one
                           manifest.json           which run and epoch; size and hash of each file. Written last
 
 Nothing is ever changed or renamed, because at many addresses that is not possible in one step. An archive counts only
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-MANIFEST, VALUES = "manifest.json", "state.msgpack"
+MANIFEST, VALUES, DATA = "manifest.json", "state.msgpack", "data.msgpack"
 # Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
 MOST_BYTES_OF_FILE = 2**28
 _WRITERS = 4
@@ -97,6 +98,8 @@ class Archive:
     """By name: all that is kept, statistics of optimizers too."""
     names: tuple[str, ...]
     """Of the tensors that belong to the model."""
+    data: dict[str, Any] | None = None
+    """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
 
     @property
     def kind(self) -> str:
@@ -212,8 +215,11 @@ class Store:
         if newest is not None and newest[1].run != run_id:
             raise ArchiveError(f"{self.url} has archives of run {newest[1].run!r}: give {run_id!r} a folder of its own")
 
-    def write(self, run_id: str, kind: str, state: State) -> Manifest:
+    def write(self, run_id: str, kind: str, state: State, data: dict[str, Any] | None = None) -> Manifest:
         """Write an archive.
+
+        Args:
+            data: see :attr:`Archive.data`.
 
         Raises:
             ValueError: the state is malformed, or has parameters that are not finite.
@@ -228,6 +234,8 @@ class Store:
                 sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
                 files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}
             files[VALUES] = self._put(folder, VALUES, values)
+            if data is not None:
+                files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             manifest = Manifest(FORMAT, kind, run_id, epoch, has_names(kind, state.metadata), written, files)
             manifest = msgspec.structs.replace(manifest, check=manifest.hash)
@@ -355,11 +363,14 @@ class Store:
         """
         manifest, tensors, names = self.manifest(folder), dict[str, "torch.Tensor"](), list[str]()
         values: Any = None
+        passed: dict[str, Any] | None = None
         for name, told in manifest.files.items():
             data = self._get(folder, name, told)
             try:
                 if name == VALUES:
                     values = MSGPackSerializer.loads(data)
+                elif name == DATA:
+                    passed = MSGPackSerializer.loads(data)
                 elif name.endswith(".safetensors"):
                     found = self._safetensors.load(data)
                     tensors.update(found)
@@ -373,7 +384,7 @@ class Store:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError) as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
-        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)))
+        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed)
 
     def _get(self, folder: str, name: str, told: File) -> bytes:
         try:

@@ -27,7 +27,7 @@ from shoal.data.chunks import (
     Block,
     BlockRecord,
     PassRecord,
-    numbers_in,
+    join_blocks,
     pack_bits,
     unpack_bits,
 )
@@ -90,7 +90,7 @@ class Leases:
         """At which pass the others were when this peer came."""
         self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
         self._tag = tag_of(node.peer_id)
-        self._key, self._is_stream = f"{run_id}_data", samples is None
+        self._run_id, self._is_stream = run_id, samples is None
         self._warn_seldom = Seldom(logger.warning)
         self._blocks: dict[int, Block] = {}
         self._finished = 0  # bits of blocks
@@ -178,12 +178,8 @@ class Leases:
     @property
     def done(self) -> int:
         """The chunks that are done, as bits."""
-        bits = 0
-        for number in numbers_in(self._finished):
-            bits |= ((1 << self._size_of(number)) - 1) << number * CHUNKS_PER_BLOCK
-        for number, block in self._blocks.items():
-            bits |= block.done << number * CHUNKS_PER_BLOCK
-        return bits
+        bits = join_blocks(self._finished, {number: block.done for number, block in self._blocks.items()})
+        return bits if self.samples is None else bits & ((1 << self._chunks()) - 1)
 
     def add_done(self, bits: int) -> None:
         """Add chunks that are known to be done, such as those of an archive."""
@@ -351,12 +347,12 @@ class Leases:
     # --- the table ----------------------------------------------------------------------------------------------------
 
     def _key_of(self, number: int) -> str:
-        size = "stream" if self._is_stream else self.samples
-        return f"{self._key}.{self.number}.{size}.{self.chunk}.{self._order}.{number}"
+        samples = None if self._is_stream else self.samples
+        return block_key(self._run_id, self.number, samples, self.chunk, self._order, number)
 
     async def _read(self, number: int) -> None:
         block = self._block(number)
-        for owner, record in await self._records(self._key_of(number), BlockRecord):
+        for owner, record in await records_under(self._node, self._key_of(number), BlockRecord, self._warn_seldom):
             block.learn(owner, record)
         before = len(self._ready)
         self._ready = deque(chunk for chunk in self._ready if not self._is_lost(chunk))
@@ -384,7 +380,7 @@ class Leases:
         """Learn at which pass the others are and which blocks are finished, and tell it."""
         loop = asyncio.get_running_loop()
         self._next_look = loop.time() + LOOK_SECONDS * self._rng.uniform(0.7, 1.0)
-        for owner, record in await self._records(self._key, PassRecord):
+        for owner, record in await records_under(self._node, pass_key(self._run_id), PassRecord, self._warn_seldom):
             if owner == self._tag:
                 continue
             if record.chunk != self.chunk or (record.samples != self.samples and not self._is_stream):
@@ -413,10 +409,11 @@ class Leases:
                 self._written.pop(number, None)
         samples = -1 if self.samples is None else self.samples
         finished = 0 if self.is_over else self._finished
-        told = PassRecord(self.number + self.is_over, samples, self.chunk, pack_bits(finished), self._order)
+        number, packed = self.number + self.is_over, pack_bits(finished)
+        told = PassRecord(number, samples, self.chunk, packed, self._order, self._is_stream)
         if self._told is None or told != self._told[0] or loop.time() > self._told[1] + RECORD_SECONDS / 2:
             self._told = told, loop.time()
-            if not await self._store(self._key, told):
+            if not await self._store(pass_key(self._run_id), told):
                 self._told = None
 
     async def _store(self, key: str, record: BlockRecord | PassRecord) -> bool:
@@ -425,15 +422,34 @@ class Leases:
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
         return await self._node.store(key, value, self._expiration, subkey=self._tag)
 
-    async def _records(self, key: str, kind: type[RecordT]) -> list[tuple[bytes, RecordT]]:
-        found = await self._node.get(key, latest=True)
-        if found is None or not isinstance(found.value, dict):
-            return []
-        records = []
-        for owner, entry in found.value.items():
-            try:
-                peer_of(owner)
-                records.append((owner, msgspec.convert(entry.value, kind)))
-            except (TypeError, ValueError) as e:
-                self._warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
-        return records
+
+def pass_key(run_id: str) -> str:
+    """Where peers tell at which pass they are."""
+    return f"{run_id}_data"
+
+
+def block_key(run_id: str, number: int, samples: int | None, chunk: int, order: str, block: int) -> str:
+    """Where peers tell what they have done of one block of a pass, and what they hold.
+
+    Args:
+        samples: ``None``: of a stream.
+    """
+    size = "stream" if samples is None else samples
+    return f"{pass_key(run_id)}.{number}.{size}.{chunk}.{order}.{block}"
+
+
+async def records_under(
+    node: DHTNode, key: str, kind: type[RecordT], warn_seldom: Seldom
+) -> list[tuple[bytes, RecordT]]:
+    """The records of one kind under a key that are well-formed, each with the tag of its owner."""
+    found = await node.get(key, latest=True)
+    if found is None or not isinstance(found.value, dict):
+        return []
+    records = []
+    for owner, entry in found.value.items():
+        try:
+            peer_of(owner)
+            records.append((owner, msgspec.convert(entry.value, kind)))
+        except (TypeError, ValueError) as e:
+            warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
+    return records
