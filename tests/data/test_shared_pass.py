@@ -76,13 +76,14 @@ def test_alone_each_pass_has_everything_once_in_another_order(dhts: list[DHT]) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_peers_share_a_pass(dhts: list[DHT], workers: int) -> None:
+def test_two_peers_share_a_pass(dhts: list[DHT], workers: int, caplog: pytest.LogCaptureFixture) -> None:
     passes = [SharedPass(range(300), dht, "run", batch_size=4, chunk=5) for dht in dhts]
     seen = in_threads([shared.loader(num_workers=workers) for shared in passes])
     assert sorted(chain(*seen)) == list(range(300))
     assert [shared.number for shared in passes] == [1, 1]
     for shared in passes:
         shared.shutdown()
+    assert "has no batches" not in caplog.text
 
 
 def test_as_a_batch_sampler_it_ends_each_pass_when_all_is_done(dhts: list[DHT]) -> None:

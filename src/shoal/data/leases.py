@@ -396,7 +396,7 @@ class Leases:
                 )  # fmt: skip
             elif record.number > self.number:
                 self.is_over = True
-                if not self._written:  # it has not begun
+                if not self._expiration:  # this peer has not told anything yet
                     self.found_at = max(self.found_at, record.number)
             elif record.number == self.number:
                 self._finished |= unpack_bits(record.finished)
