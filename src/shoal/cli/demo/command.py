@@ -324,11 +324,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with contextlib.closing(viewer_for(sys.stdout)) as viewer:
             story = Demo(config, viewer).run()
+        files = write_report(story, config.folder)
     except (DemoError, ModuleNotFoundError, OSError) as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 1
     print()
-    print(*ten_lines(story, write_report(story, config.folder)), sep="\n")
+    print(*ten_lines(story, files), sep="\n")
     return 0 if succeeded(story) else 1
 
 
