@@ -14,7 +14,7 @@ from shoal.clock import get_dht_time
 from shoal.data import leases as module
 from shoal.data.chunks import PassRecord, PassState, numbers_in, unpack_bits
 from shoal.data.kept import read_pass, tell_pass
-from shoal.data.leases import LEASE_SECONDS, WAITING, Leases
+from shoal.data.leases import LEASE_SECONDS, PATIENCE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
 from shoal.errors import DHTError
@@ -400,3 +400,54 @@ def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
             await crowd.swarm.kill(node)
 
     run(main(), seed=15)
+
+
+def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCaptureFixture) -> None:
+    """Its program has left the loop without a goodbye, or hangs; its background goes on renewing leases."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=6)
+        node = await crowd.swarm.node()
+        still = Leases(node, "run", number=0, samples=6, chunk=1, in_order=False, rng=random.Random(0))
+        mine = await still.next(wait=True)
+        assert mine is not None
+        begun = get_dht_time()
+        await crowd.join()
+        await crowd.finish()
+        assert PATIENCE_SECONDS - 60 < get_dht_time() - begun < PATIENCE_SECONDS + 2 * LEASE_SECONDS
+        assert crowd.seen == Counter(range(6))
+        still.finish(mine)
+        assert await still.next(wait=True) is None
+        await still.close()
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=16)
+    assert "has not come on for 10 minutes" in caplog.text
+
+
+def test_a_loop_that_comes_on_slowly_or_waits_keeps_its_chunk() -> None:
+    """Each batch is a sign of life, however many of them a chunk has; and so is it to wait for others."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=1, seconds=3 * PATIENCE_SECONDS)
+        node = await crowd.swarm.node()
+        slow = Leases(node, "run", number=0, samples=1, chunk=1, in_order=False, rng=random.Random(0))
+        assert await slow.next(wait=True) == 0
+        await crowd.join()
+        for _ in range(8):
+            await asyncio.sleep(PATIENCE_SECONDS / 2)
+            slow.signs += 1
+        assert crowd.seen == Counter()
+        await slow.close()  # and now the other one, which has waited, has it
+        await asyncio.sleep(PATIENCE_SECONDS / 2)
+        assert crowd.seen == Counter([0])
+        late = await crowd.join()
+        await asyncio.sleep(PATIENCE_SECONDS / 3)
+        assert crowd.seen == Counter([0]), "its chunk is its own"
+        await crowd.finish()
+        assert late.is_over
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=17)

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)
 
 LEASE_SECONDS = 30.0
+# Chunks of a loop that has not come on for so long, not even by a batch, are given to others. It may hang, or its
+# program may have left it without a goodbye.
+PATIENCE_SECONDS = 600.0
 # Records outlive leases, so that what a peer had done is known when it is gone.
 RECORD_SECONDS = 3600.0
 # Least time between two records of one block: others repeat what is done and not published when a peer is killed.
@@ -86,6 +89,8 @@ class Leases:
         """Of a stream: chunks before this one can only be had by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
+        self.signs = 0
+        """Of life of the training loop, which counts them up with each batch."""
         self.found_at = number
         """At which pass the others were when this peer came."""
         self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
@@ -104,6 +109,8 @@ class Leases:
         self._expiration = 0.0  # of the last record
         self._pace, self._last_done = 0.0, math.nan  # chunks per second
         self._is_idle = False  # others hold all that is left
+        self._seen = self.signs, asyncio.get_running_loop().time()
+        self._is_asked = self._is_abandoned = False  # by the loop: it waits for a chunk; it has gone, as it seems
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
         self.keeping = asyncio.ensure_future(self._keep())
@@ -117,6 +124,7 @@ class Leases:
         Args:
             wait: wait while others hold all that are left; otherwise return :data:`WAITING`.
         """
+        self.signs += 1
         while True:
             while self._ready:
                 chunk = self._ready.popleft()
@@ -133,10 +141,16 @@ class Leases:
             if not self._is_idle:
                 self._wake.set()
             self._news.clear()
-            await self._news.wait()
+            self._is_asked = True
+            try:
+                await self._news.wait()
+            finally:
+                self._is_asked = False
+                self.signs += 1
 
     def finish(self, *chunks: int) -> None:
         """These chunks are done; those that end with one batch are told at once."""
+        self.signs += 1
         done = [chunk for chunk in chunks if chunk < self._chunks()]  # a stream may have ended before
         if not done:
             return
@@ -227,6 +241,7 @@ class Leases:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_look:
             await self._look_at_pass()
+        self._look_at_loop(loop.time())
         held = self._blocks_held()
         for number, block in list(self._blocks.items()):
             age = loop.time() - self._written.get(number, -math.inf)
@@ -238,7 +253,7 @@ class Leases:
                 await self._write(number)
         wanted = max(1, min(MAX_HELD // 2, math.ceil(self._pace * AHEAD_SECONDS)))
         took = True
-        if len(self._ready) <= wanted // 2 and not self.is_over:
+        if len(self._ready) <= wanted // 2 and not self.is_over and not self._is_abandoned:
             took = await self._take(wanted)
             self._is_idle = not took and not self._ready
             self._news.set()
@@ -253,6 +268,20 @@ class Leases:
         if not took:
             waits.append(POLL_SECONDS * self._rng.uniform(0.5, 1.0))
         return max(0.01, min(waits))
+
+    def _look_at_loop(self, now: float) -> None:
+        """Let go of everything if the training loop stands still."""
+        signs, since = self._seen
+        if self.signs != signs or self._is_asked:
+            self._seen, self._is_abandoned = (self.signs, now), False
+        elif now - since > PATIENCE_SECONDS and not self._is_abandoned and self._held():
+            self._warn_seldom(
+                "the loop over the data of run %r has not come on for %.0f minutes, so others get its chunks. If it is "
+                "over, shut its SharedPass down", self._run_id, PATIENCE_SECONDS / 60,
+            )  # fmt: skip
+            self._to_publish |= self._blocks_held()
+            self._is_abandoned, self._is_idle = True, False
+            self._ready.clear()
 
     async def _take(self, wanted: int) -> bool:
         """Claim up to so many chunks of the first block that has free ones; returns whether some were got."""
@@ -294,7 +323,7 @@ class Leases:
         return sorted(self._rng.sample(free, count)) if count > 0 else []
 
     def _held(self) -> set[int]:
-        return {*self._claimed, *self._ready, *self._begun}
+        return {*self._claimed, *self._ready, *(() if self._is_abandoned else self._begun)}
 
     def _blocks_held(self) -> set[int]:
         return {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}

@@ -204,9 +204,11 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._portal.call(self.leases().next(wait))
 
     def mark(self, chunks: Iterable[int]) -> None:
-        """These chunks are done."""
+        """These chunks are done. Without any, it is a sign of life."""
+        leases = self.leases()
+        leases.signs += 1
         if done := list(chunks):
-            self._in_loop(self.leases().finish, *done)
+            self._in_loop(leases.finish, *done)
 
     def end_at(self, samples: int) -> None:
         """The stream has ended after so many samples."""
