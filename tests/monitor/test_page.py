@@ -10,7 +10,7 @@ import shutil
 import threading
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,19 @@ def test_only_so_many_browsers_are_served(made_up, monkeypatch):
         next_event(one)
         next_event(other)
         assert ask(server, "/events")[0] == 503
+
+
+def test_so_many_also_if_all_come_at_once(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 2)
+    with serving(made_up.view) as server, ExitStack() as stack:
+        browsers = [stack.enter_context(closing(connect(server))) for _ in range(20)]
+        for browser in browsers:
+            browser.connect()
+        for browser in browsers:
+            browser.request("GET", "/events")
+        answers = [stack.enter_context(browser.getresponse()) for browser in browsers]
+        followed = [answer for answer in answers if answer.status == 200 and answer.readline()]
+        assert len(followed) == 2
 
 
 def test_a_port_that_is_taken_is_an_error(made_up):
