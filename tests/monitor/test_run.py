@@ -96,6 +96,15 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
 
 
+def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
+    monkeypatch.setattr("shoal.monitor.run.MAX_PEERS", 2)
+    view, rng = RunView("run"), random.Random(5)
+    for number in range(4):
+        view.hear_progress(MadeUpPeer(rng, number).record(START, 1), START + 60, START)
+    assert len(view.peers) == 2
+    assert [event.text for event in view.events] == ["there are more than 2 peers, and no more are shown"]
+
+
 def test_a_run_that_begins_anew_is_told(made_up):
     """All peers were stopped, and others begin at epoch 0, or at an older archive."""
     view = made_up.view

@@ -175,8 +175,8 @@ class RunView:
     """Whether all records have been read once. Until then, peers that are seen first have not just joined."""
     removed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PEERS))
     """Peers that are not shown any more, each with the number of the change."""
-    left_out: int = 0
-    """Peers that are not shown, because there are too many."""
+    is_full: bool = False
+    """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _epoch: int = 0
     _told_at_once: Counter[str] = field(default_factory=Counter)
@@ -189,7 +189,9 @@ class RunView:
         view = self.peers.get(peer)
         if view is None:
             if len(self.peers) >= MAX_PEERS:
-                self.left_out += 1
+                if not self.is_full:
+                    self.is_full = True
+                    self._tell(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
                 return
             self.peers[peer] = view = PeerView(peer, record, expiration, change=self.change)
             if self.is_complete:
