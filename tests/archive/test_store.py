@@ -68,6 +68,18 @@ def test_an_earlier_epoch_that_was_written_later_is_newer_and_the_furthest_one_s
     assert store.folders() == ["000006-epoch-701", "000005-epoch-700"]
 
 
+def test_whoever_takes_the_newest_one_is_told_of_a_further_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    for epoch in (700, 3):
+        assert caplog.text == ""
+        store.write(RUN, "Optimizer", small_state(epoch))
+        assert Store.open(tmp_path).epoch == epoch
+    assert f"is taken: 000002-epoch-3. But {tmp_path}/000001-epoch-700 is of a later epoch" in caplog.text
+    assert caplog.text.count("later epoch") == 1
+
+
 def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MOST_BYTES_OF_FILE", 30)
     Store(tmp_path).write(RUN, "Optimizer", small_state(4))

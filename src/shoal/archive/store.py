@@ -418,10 +418,21 @@ class Store:
                 continue
             for trouble in troubles:
                 logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
+            store._tell_further(folder)
             return archive
         if store._is_local and not os.path.isdir(store._root):
             raise ArchiveError(f"there is no folder {text}: give the one that shoal archive writes to")
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
+
+    def _tell_further(self, taken: str) -> None:
+        """Tell whoever takes the newest archive of an older one that is further."""
+        older = [folder for folder, _ in self.whole() if _number_of(folder) < _number_of(taken)]
+        further = max(older, key=_epoch_of, default=taken)
+        if _epoch_of(further) > _epoch_of(taken):
+            logger.warning(
+                "the newest archive is taken: %s. But %s/%s is of a later epoch: take that one, if the run has begun "
+                "anew by mistake", taken, self.url, further,
+            )  # fmt: skip
 
     def _open_one(self, folder: str) -> Archive:
         try:
