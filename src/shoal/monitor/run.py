@@ -28,7 +28,7 @@ SILENT_SECONDS = 45.0
 SECONDS_SHOWN = 300.0
 # A report that is older says nothing about the present.
 REPORT_SECONDS = 90.0
-MAX_PEERS, MAX_EVENTS, MAX_METRICS = 20_000, 1000, 32
+MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
 # Of one kind in one second.
 MAX_EVENTS_AT_ONCE = 8
 MOST_TIMES_THE_MEDIAN = 100.0
@@ -146,6 +146,7 @@ class Summary:
     failed: int
     """Rounds that have failed, as the peers have counted them."""
     versions: Mapping[str, int]
+    """The most frequent ones."""
     reporting: int
     """Peers that report."""
 
@@ -320,7 +321,7 @@ class RunView:
             sent=_sum_of_known(view.sent_per_second for view in there),
             received=_sum_of_known(view.received_per_second for view in there),
             failed=sum(report.rounds_failed for report in reports),
-            versions=Counter(one_line(report.version) for report in reports),
+            versions=dict(Counter(one_line(report.version) for report in reports).most_common(MAX_VERSIONS)),
             reporting=len(reports),
         )
 
