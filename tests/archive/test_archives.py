@@ -246,6 +246,24 @@ def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
         Archiver(dht, RUN, Store(tmp_path))
 
 
+def test_a_private_run_is_not_brought_back_for_everybody(make_dhts, closing, tmp_path) -> None:
+    secret, model = Token.new_run("friends").text, make_model()
+    with DHT(start=True, token=secret) as first:
+        opt = make_optimizer(first, model)
+        train_until(opt, model, 1)
+        with DHT(first.get_visible_maddrs(), start=True, token=secret, client_mode=True) as dht:
+            archiver = Archiver(dht, RUN, Store(tmp_path))
+            archiver.write_one()
+            archiver.close()
+        opt.shutdown()
+    found = Store.open(tmp_path)
+    assert found.is_private
+    with pytest.raises(ValueError, match="is of a private run, and without a token everybody could have its model"):
+        Revival(make_dhts(1)[0], found)
+    with DHT(start=True, token=secret) as dht, Revival(dht, found) as revival:
+        assert revival.is_alive()
+
+
 def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing, tmp_path) -> None:
     [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
     opt = closing(make_optimizer(dht, model))

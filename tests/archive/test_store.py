@@ -18,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.archive import store as room
-from shoal.archive.store import MANIFEST, Store
+from shoal.archive.manifest import MANIFEST
+from shoal.archive.store import Store
 from shoal.averaging.state.download import State
 from shoal.errors import ArchiveError
 from tests import nursery

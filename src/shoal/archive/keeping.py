@@ -18,7 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.archive.contents import EPOCHS, PREFIXES
-from shoal.archive.store import Manifest, Store
+from shoal.archive.manifest import Manifest
+from shoal.archive.store import Store
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GivenState, OwnedState, State
@@ -144,7 +145,8 @@ class Archiver:
                 if found is None:
                     continue
                 try:
-                    self.latest = self._store.write(self._run_id, kind, found[0], data)
+                    is_private = self._dht.p2p.membership is not None
+                    self.latest = self._store.write(self._run_id, kind, found[0], data, is_private=is_private)
                 except ValueError as e:
                     donor = found[1]
                     logger.warning("the state of %s is not kept: %s", donor, e)

@@ -89,7 +89,7 @@ class Revival(Facade):
         archive: of the run.
 
     Raises:
-        ValueError: others cannot call this peer.
+        ValueError: others cannot call this peer, or the run was private and this peer has no token.
         NotAMemberError: the run is private, and this peer's token does not allow to give its state.
     """
 
@@ -97,6 +97,11 @@ class Revival(Facade):
 
     def __init__(self, dht: DHT, archive: Archive) -> None:
         check_role(dht)
+        if archive.is_private and dht.p2p.membership is None:
+            raise ValueError(
+                f"{archive.path} is of a private run, and without a token everybody could have its model: give the "
+                "token of the run, or of a new one"
+            )
         if dht.client_mode:
             raise ValueError("a peer that others cannot call gives nothing to anybody: leave out client_mode")
         self._dht, self._kind, self._epoch = dht, archive.kind, archive.epoch

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import EPOCHS, Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
+from shoal.archive.contents import Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
+from shoal.archive.manifest import MANIFEST, File, Manifest, NotWholeError
 from shoal.averaging.state.download import State
 from shoal.errors import ArchiveError
 from shoal.serializer import MSGPackSerializer
@@ -38,52 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST, VALUES, DATA = "manifest.json", "state.msgpack", "data.msgpack"
+VALUES, DATA = "state.msgpack", "data.msgpack"
 # Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
 MOST_BYTES_OF_FILE = 2**28
 _WRITERS = 4
 _PIECE_BYTES = 2**20
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
-
-
-class File(msgspec.Struct, frozen=True):
-    """One file of an archive."""
-
-    bytes: int
-    blake3: str
-
-
-class _Format(msgspec.Struct, frozen=True):
-    """What manifests of all formats have."""
-
-    format: int
-
-
-class _NotWholeError(ArchiveError):
-    """An archive was never finished, or its manifest is damaged: nobody can read it any more."""
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What an archive is."""
-
-    format: int
-    kind: str
-    """``"Optimizer"`` or ``"DiLoCo"``."""
-    run: str
-    epoch: int
-    named: bool
-    """Whether parameters have names; otherwise they have numbers."""
-    written: str
-    """UTC, for people."""
-    files: dict[str, File]
-    check: str = ""
-    """The hash of all this with an empty ``check``."""
-
-    @property
-    def hash(self) -> str:
-        return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -100,6 +62,8 @@ class Archive:
     """Of the tensors that belong to the model."""
     data: dict[str, Any] | None = None
     """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
+    is_private: bool = False
+    """Whether only members of the run could have this state."""
 
     @property
     def kind(self) -> str:
@@ -167,28 +131,15 @@ class Store:
         try:
             size = self._fs.size(self._path(folder, MANIFEST))
             if size is not None and size > _MANIFEST_BYTES:  # some web servers do not tell
-                raise _NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
+                raise NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
             data = self._fs.cat_file(self._path(folder, MANIFEST))
         except FileNotFoundError:
-            raise _NotWholeError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
-        except _NotWholeError:
+            raise NotWholeError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
+        except NotWholeError:
             raise
         except Exception as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {MANIFEST}: {_words(e)}") from e
-        try:
-            found = msgspec.json.decode(data, type=_Format).format
-            manifest = msgspec.json.decode(data, type=Manifest) if found == FORMAT else None
-        except ValueError as e:  # of msgspec, or a text that is none
-            raise _NotWholeError(f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {e}") from e
-        if manifest is None or manifest.kind not in EPOCHS:
-            what = "" if manifest is None else f" of a {manifest.kind}"
-            raise ArchiveError(
-                f"{self._named(folder)} has format {found}{what}, and this version of shoal reads format {FORMAT}: "
-                "take the version that has written it, or a newer one"
-            )
-        if manifest.check != manifest.hash:
-            raise _NotWholeError(f"{self._named(folder)} is damaged: {MANIFEST} has another hash than it says")
-        return manifest
+        return Manifest.decode(data, self._named(folder))
 
     def whole(self) -> Iterator[tuple[str, Manifest]]:
         """Folders and manifests of the archives that were finished, the newest first. Their files are not read."""
@@ -215,18 +166,21 @@ class Store:
         if newest is not None and newest[1].run != run_id:
             raise ArchiveError(f"{self.url} has archives of run {newest[1].run!r}: give {run_id!r} a folder of its own")
 
-    def write(self, run_id: str, kind: str, state: State, data: dict[str, Any] | None = None) -> Manifest:
+    def write(
+        self, run_id: str, kind: str, state: State, data: dict[str, Any] | None = None, *, is_private: bool = False
+    ) -> Manifest:
         """Write an archive.
 
         Args:
-            data: see :attr:`Archive.data`.
+            data, is_private: see :class:`Archive`.
 
         Raises:
             ValueError: the state is malformed, or has parameters that are not finite.
             ArchiveError: it could not be written; the archives before it stand.
         """
         pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
-        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order_of(pieces)})
+        order = order_of(pieces)
+        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order, "private": is_private})
         folder = self._make_folder(epoch)
         try:
             with ThreadPoolExecutor(_WRITERS) as pool:
@@ -237,8 +191,7 @@ class Store:
             if data is not None:
                 files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            manifest = Manifest(FORMAT, kind, run_id, epoch, has_names(kind, state.metadata), written, files)
-            manifest = msgspec.structs.replace(manifest, check=manifest.hash)
+            manifest = Manifest.make(kind, run_id, epoch, has_names(kind, state.metadata), written, files)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
@@ -337,7 +290,7 @@ class Store:
             try:
                 self.manifest(folder)
                 whole.append(folder)
-            except _NotWholeError:
+            except NotWholeError:
                 unfinished.append(folder)
             except ArchiveError as e:  # another version has written it, or the address fails at the moment
                 logger.debug("left alone: %s", e)
@@ -379,12 +332,12 @@ class Store:
                 raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {e}") from e
         try:
             order: Order = values["order"]
-            state = State(values["metadata"], put_together(order, tensors))
+            state, is_private = State(values["metadata"], put_together(order, tensors)), bool(values.get("private"))
             if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError) as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
-        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed)
+        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
     def _get(self, folder: str, name: str, told: File) -> bytes:
         try:
