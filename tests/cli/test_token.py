@@ -143,7 +143,7 @@ def test_new_token_goes_to_the_output(capsys: pytest.CaptureFixture[str], tmp_pa
     path = tmp_path / "there"
     path.write_text("mine")
     _, errors = output_of(capsys, "new", "friends", "-o", str(path), status=1)
-    assert "File exists" in errors
+    assert f"{path} exists, and no token takes the place of another: choose another -o" in errors
     assert path.read_text() == "mine"
 
 

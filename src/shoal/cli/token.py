@@ -122,7 +122,10 @@ def _hand_out(token: Token, output: Path | None, *notes: str) -> int:
     if output is None:
         print(token.text)
     else:
-        write_token(output, token)
+        try:
+            write_token(output, token)
+        except FileExistsError:
+            raise ValueError(f"{output} exists, and no token takes the place of another: choose another -o") from None
         notes = (f"Written to {output}.", *notes)
     print(*notes, sep="\n", file=sys.stderr)
     return 0
