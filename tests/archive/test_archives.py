@@ -296,7 +296,7 @@ def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
     opt, attempts = closing(make_optimizer(dht, model)), []
     train_until(opt, model, 1)
 
-    def write(self: Store, *_: object) -> None:
+    def write(self: Store, *_: object, **__: object) -> None:
         attempts.append(self)
         raise ArchiveError("the disk is full")
 
