@@ -16,6 +16,7 @@ from shoal.archive.keeping import Archiver
 from shoal.archive.reviving import Revival
 from shoal.archive.store import Store
 from shoal.compression import NoCompression
+from shoal.data import SharedPass
 from shoal.errors import ArchiveError, NotAMemberError
 from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.tokens import DAY, Token
@@ -206,6 +207,25 @@ def test_a_run_that_is_lost_goes_on_from_its_archive(make_dhts, closing, tmp_pat
             stop.set()
 
 
+def test_what_is_done_of_the_data_is_kept_and_told(make_dhts, closing, tmp_path) -> None:
+    [dht], model = make_dhts(1), make_model()
+    opt = make_optimizer(dht, model)
+    with SharedPass(range(40), dht, RUN, batch_size=10, chunk=10) as shared:
+        batches = iter(shared.loader())
+        seen = [*next(batches).tolist(), *next(batches).tolist()]
+        next(batches)
+        train_until(opt, model, 1)
+        wait_until(lambda: dht.get(f"{RUN}_data.0.40.10.{shared.state_dict()['order']}.0"), "it is published")
+        found = load_archive(archive(make_dhts, tmp_path) and tmp_path)
+        assert found.data == shared.state_dict()
+    opt.shutdown()
+    dhts = make_dhts(2)
+    closing(Revival(dhts[0], Store.open(tmp_path)))
+    with SharedPass(range(40), dhts[1], RUN, batch_size=10, chunk=10) as shared:
+        rest = [sample for batch in shared.loader() for sample in batch.tolist()]
+    assert sorted(seen + rest) == list(range(40))
+
+
 def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
     archiver = Archiver(make_dhts(2, clients=1)[1], RUN, Store(tmp_path))
     try:
@@ -226,10 +246,29 @@ def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
         Archiver(dht, RUN, Store(tmp_path))
 
 
+def test_a_private_run_is_not_brought_back_for_everybody(make_dhts, closing, tmp_path) -> None:
+    secret, model = Token.new_run("friends").text, make_model()
+    with DHT(start=True, token=secret) as first:
+        opt = make_optimizer(first, model)
+        train_until(opt, model, 1)
+        with DHT(first.get_visible_maddrs(), start=True, token=secret, client_mode=True) as dht:
+            archiver = Archiver(dht, RUN, Store(tmp_path))
+            archiver.write_one()
+            archiver.close()
+        opt.shutdown()
+    found = Store.open(tmp_path)
+    assert found.is_private
+    with pytest.raises(ValueError, match="is of a private run, and without a token everybody could have its model"):
+        Revival(make_dhts(1)[0], found)
+    with DHT(start=True, token=secret) as dht, Revival(dht, found) as revival:
+        assert revival.is_alive()
+
+
 def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing, tmp_path) -> None:
     [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
     opt = closing(make_optimizer(dht, model))
     store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(700))
     archiver = Archiver(make_dhts(1, clients=1)[0], RUN, store, every=0.05, keep=2, say=lines.append)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(archiver.run, stop)
@@ -244,8 +283,10 @@ def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing
             archiver.close()
     epochs = [line.split(":")[0] for line in lines if line.startswith("archive")]
     assert len(set(epochs)) == len(epochs), "an epoch was kept twice"
-    assert len(store.folders()) == 2
+    assert len(store.folders()) == 3, "and the furthest one"
     assert Store.open(tmp_path).epoch == 4
+    (line,) = [line for line in lines if "is behind" in line]
+    assert f"shoal revive {store.url}/000001-epoch-700`" in line
 
 
 def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
@@ -255,7 +296,7 @@ def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
     opt, attempts = closing(make_optimizer(dht, model)), []
     train_until(opt, model, 1)
 
-    def write(self: Store, *_: object) -> None:
+    def write(self: Store, *_: object, **__: object) -> None:
         attempts.append(self)
         raise ArchiveError("the disk is full")
 

@@ -14,10 +14,12 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.archive import store as room
-from shoal.archive.store import MANIFEST, Store
+from shoal.archive.manifest import MANIFEST
+from shoal.archive.store import Store
 from shoal.averaging.state.download import State
 from shoal.errors import ArchiveError
 from tests import nursery
@@ -53,14 +55,30 @@ def test_other_programs_can_read_the_model(tmp_path: Path) -> None:
     assert torch.equal(found["layer.weight"], torch.full((3, 2), 4.0))
 
 
-def test_an_earlier_epoch_that_was_written_later_is_newer(tmp_path: Path) -> None:
-    """The run was revived from an old archive on purpose."""
+def test_an_earlier_epoch_that_was_written_later_is_newer_and_the_furthest_one_stays(tmp_path: Path) -> None:
+    """The run was revived from an old archive on purpose; or all peers were lost, and it has begun anew unnoticed."""
     store = Store(tmp_path)
-    for epoch in (700, 30, 31):
+    for epoch, further in ((700, None), *((epoch, "000001-epoch-700") for epoch in (30, 31, 32))):
         store.write(RUN, "Optimizer", small_state(epoch))
-        store.prune(2)
-    assert Store.open(tmp_path).epoch == 31
-    assert len(store.folders()) == 2
+        assert store.prune(2) == further
+    assert Store.open(tmp_path).epoch == 32
+    assert store.folders() == ["000004-epoch-32", "000003-epoch-31", "000001-epoch-700"]
+    for epoch in (700, 701):
+        store.write(RUN, "Optimizer", small_state(epoch))
+        assert store.prune(2) is None
+    assert store.folders() == ["000006-epoch-701", "000005-epoch-700"]
+
+
+def test_whoever_takes_the_newest_one_is_told_of_a_further_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    for epoch in (700, 3):
+        assert caplog.text == ""
+        store.write(RUN, "Optimizer", small_state(epoch))
+        assert Store.open(tmp_path).epoch == epoch
+    assert f"is taken: 000002-epoch-3. But {tmp_path}/000001-epoch-700 is of a later epoch" in caplog.text
+    assert caplog.text.count("later epoch") == 1
 
 
 def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +88,10 @@ def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pyt
     assert is_state_of(Store.open(tmp_path).state, 4)
 
 
-@pytest.mark.parametrize("damage", ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest", "no text in the manifest"],
+)
 def test_of_a_damaged_archive_the_one_before_it_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -82,6 +103,8 @@ def test_of_a_damaged_archive_the_one_before_it_stands(
     data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
+    elif damage.startswith("no text"):
+        path.write_bytes(data.replace(b"Optimizer", b"Optimize\xff"))
     else:
         if damage.startswith("a byte"):
             data[data.index(b"6", len(data) // 8) if "manifest" in damage else -1] ^= 1
@@ -136,6 +159,28 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     assert store.folders() == ["000001-epoch-1"]
 
 
+def test_what_a_killed_archiver_has_left_does_not_keep_the_disk_full(tmp_path: Path) -> None:
+    """It is newer than the last good one, and only an archive that was written would be newer still."""
+    store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(1))
+    left = tmp_path / "000002-epoch-2"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half of it")
+    fsync = os.fsync
+
+    def fsync_if_there_is_room(file: int) -> None:
+        if left.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync_if_there_is_room)
+        with pytest.raises(ArchiveError, match=r"No space left on device.*last good archive is 000001-epoch-1"):
+            store.write(RUN, "Optimizer", small_state(3))
+        store.write(RUN, "Optimizer", small_state(3))
+    assert store.folders() == ["000002-epoch-3", "000001-epoch-1"]
+
+
 def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
     store, good = Store(tmp_path), small_state(3)
     with pytest.raises(ValueError, match=r"values of 'layer\.weight' are NaN"):
@@ -168,6 +213,41 @@ def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ArchiveError, match="has format 2"):
         Store.open(tmp_path / "000001-epoch-1")
+
+
+def test_archives_of_a_newer_format_are_not_taken_for_rubbish(tmp_path: Path) -> None:
+    """Somebody has gone back to an older version for a while."""
+    store = Store(tmp_path)
+    for epoch in (1, 2):
+        store.write(RUN, "Optimizer", small_state(epoch))
+    path = tmp_path / "000001-epoch-1" / MANIFEST
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2, "more": [1]').replace('"kind"', '"what"'))
+    with pytest.raises(ArchiveError, match="has format 2"):
+        store.manifest("000001-epoch-1")
+    store.prune(1)
+    assert store.folders() == ["000002-epoch-2", "000001-epoch-1"]
+
+
+def test_an_archive_that_cannot_be_read_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses fail now and then; what they have is not damaged by that."""
+    store = Store(tmp_path)
+    for epoch in (1, 2, 3):
+        store.write(RUN, "Optimizer", small_state(epoch))
+    real = LocalFileSystem.cat_file
+
+    def cat_file(self: object, path: str, **options: object) -> bytes:
+        if "epoch-2" in path:
+            raise OSError(errno.EIO, "slow down")
+        return bytes(real(self, path, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", cat_file)
+        store.prune(3)
+        assert len(store.folders()) == 3
+        store.prune(1)
+    assert store.folders() == ["000003-epoch-3", "000002-epoch-2"]
+    store.prune(1)
+    assert store.folders() == ["000003-epoch-3"]
 
 
 def test_what_another_archiver_writes_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

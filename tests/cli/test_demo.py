@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.cli.__main__ import main
-from shoal.cli.demo.messages import METHODS, SYNCHRONOUS
+from shoal.cli.demo.messages import METHODS, SYNCHRONOUS, Story
 from tests.drills import mostly_drills
 
 pytestmark = pytest.mark.timeout(300)
@@ -111,6 +111,24 @@ def test_peers_go_when_their_runner_is_gone(start: Start) -> None:
     assert len(gone) == 2
 
 
+def test_a_report_that_cannot_be_written_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shoal.cli.demo.command.Demo.run", lambda _: Story(2, 10.0))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert main(["demo", "--folder", str(tmp_path / "gone")]) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err.startswith("shoal demo: [Errno 2] No such file")
+
+
 def test_a_swarm_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--peers", "1"]) == 2
     assert "at least 2 peers, got 1" in capsys.readouterr().err
+    assert main(["demo", "--seconds", "nan"]) == 2
+    assert "at least 10 seconds, got nan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--web", "99999"])
+    assert "from 0 to 65535, got 99999" in capsys.readouterr().err

@@ -248,9 +248,10 @@ def test_what_cannot_work_is_said_in_one_message(
 
 
 def test_refresh_period_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["dht", "--refresh-period", "0"])
-    assert "positive number of seconds, got 0" in capsys.readouterr().err
+    for period in ("0", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["dht", "--refresh-period", period])
+        assert f"positive number of seconds, got {period}" in capsys.readouterr().err
 
 
 def test_the_address_that_reaches_furthest_comes_first() -> None:
@@ -327,6 +328,28 @@ def test_both_spellings_are_one_option() -> None:
         for spelling in (name, name.replace("-", "_")):
             expected = {**defaults, name.replace("-", "_"): value}
             assert vars(parse(["dht", f"--{spelling}", *words])) == expected
+
+
+def test_it_ends_quietly_when_nobody_reads_what_it_says() -> None:
+    """As in ``shoal dht | head``."""
+    with bootstrap("--refresh-period", "0.1") as running:
+        running.line_that_matches(JOIN)
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.wait(60) == 1
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == ""
+
+
+def test_signs_that_the_output_lacks_are_no_reason_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    running = Bootstrap("--name", "seed", state=tmp_path / "zustände")
+    try:
+        running.line_that_matches(re.compile(r"^Key and port stay the same .*zust\?nde"))
+        running.ends(signal.SIGTERM)
+    finally:
+        running.process.kill()
+        running.process.communicate()
 
 
 def test_the_name_that_older_scripts_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,10 @@ def test_it_says_what_is_missing(capsys):
         with pytest.raises(SystemExit):
             main(["monitor", nobody, "--run", "run", "--web", port])
         assert "from 0 to 65535" in capsys.readouterr().err
+    for name in ("my.run", ""):
+        with pytest.raises(SystemExit):
+            main(["monitor", nobody, "--run", name])
+        assert f"must be the run_id of the optimizers, which has no dots, got {name!r}" in capsys.readouterr().err
 
 
 def test_the_usual_port_may_be_taken():

@@ -143,7 +143,7 @@ def test_new_token_goes_to_the_output(capsys: pytest.CaptureFixture[str], tmp_pa
     path = tmp_path / "there"
     path.write_text("mine")
     _, errors = output_of(capsys, "new", "friends", "-o", str(path), status=1)
-    assert "File exists" in errors
+    assert f"{path} exists, and no token takes the place of another: choose another -o" in errors
     assert path.read_text() == "mine"
 
 
@@ -202,9 +202,10 @@ def test_nothing_to_revoke(capsys: pytest.CaptureFixture[str]) -> None:
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     _, errors = output_of(capsys, status=2)
     assert "revoke" in errors
-    for days in ("0", "-1", "nan", "inf", "4000"):
+    for days in ("0", "-1", "nan", "inf", "4000", "ten"):
         with pytest.raises(SystemExit):
             main(["token", "invite", "--days", days])
+        assert f"must be a number of days up to 3650, got {days}" in capsys.readouterr().err
 
 
 @on_posix

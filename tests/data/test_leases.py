@@ -7,11 +7,14 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
 from shoal.data import leases as module
-from shoal.data.leases import LEASE_SECONDS, WAITING, Leases
+from shoal.data.chunks import PassRecord, PassState, numbers_in, unpack_bits
+from shoal.data.kept import read_pass, tell_pass
+from shoal.data.leases import LEASE_SECONDS, PATIENCE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
 from shoal.errors import DHTError
@@ -245,3 +248,206 @@ def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(
     monkeypatch.setattr(DHTNode, "get", get_if_it_works)
     run(main(), seed=9)
     assert "no more data are leased for now: the cable is out" in caplog.text
+
+
+def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> None:
+    """A peer that was woken just before must not sleep until they have expired."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
+        leases = Leases(node, "run", number=0, samples=3, chunk=1, in_order=False, rng=random.Random(0))
+        await leases.next(wait=True)
+        key, ends, gaps = "run_data.0.3.1..0", set[float](), list[float]()
+        for _ in range(600):
+            await asyncio.sleep(0.25)
+            found = await watcher.get(key, latest=True)
+            assert found is not None
+            (record,) = [entry.value for entry in found.value.values()]
+            if record[2] not in ends:
+                ends.add(record[2])
+                leases.add_done(0)  # wakes it, as a batch does
+            gaps.append(record[2] - get_dht_time())
+            if 14.4 < LEASE_SECONDS - gaps[-1] < 14.9:
+                leases.add_done(0)
+        assert min(gaps) > LEASE_SECONDS / 2 - 2, min(gaps)
+        await leases.close()
+        for each in (node, watcher):
+            await crowd.swarm.kill(each)
+
+    run(main(), seed=11)
+
+
+def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_batch() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
+        leases = Leases(node, "run", number=0, samples=4000, chunk=1, in_order=False, rng=random.Random(0))
+        for _ in range(12):
+            batch = [chunk for _ in range(4) if (chunk := await leases.next(wait=True)) is not None]
+            await asyncio.sleep(10)
+            leases.finish(*batch)
+        await asyncio.sleep(5)
+        found = await watcher.get("run_data.0.4000.1..0", latest=True)
+        assert found is not None
+        (record,) = [entry.value for entry in found.value.values()]
+        assert 0 < len(record[1]) <= 4, "at its pace that is 10 seconds"
+        await leases.close()
+        for each in (node, watcher):
+            await crowd.swarm.kill(each)
+
+    run(main(), seed=12)
+
+
+def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise others pass over it once more, because this peer holds nothing any more that makes it write."""
+    store = DHTNode.store
+
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        nodes = [await crowd.swarm.node() for _ in range(2)]
+        first, other = (
+            Leases(node, "run", number=0, samples=2, chunk=1, in_order=False, rng=random.Random(i))
+            for i, node in enumerate(nodes)
+        )
+        mine, theirs = await first.next(wait=True), await other.next(wait=True)
+        assert {mine, theirs} == {0, 1}
+        fails = iter([True])
+
+        async def store_if_it_works(node: DHTNode, *arguments: Any, **options: Any) -> Any:
+            if node is nodes[0] and next(fails, False):
+                raise DHTError("the cable is out")
+            return await store(node, *arguments, **options)
+
+        monkeypatch.setattr(DHTNode, "store", store_if_it_works)
+        assert mine is not None
+        await asyncio.sleep(1)
+        first.finish(mine)
+        await asyncio.sleep(5)
+        reader = await crowd.swarm.node()
+        found = await reader.get("run_data.0.2.1..0", latest=True)
+        assert found is not None
+        assert bytes([1 << mine]) in [entry.value[0] for entry in found.value.values()]
+        for leases in (first, other):
+            await leases.close()
+        for node in (*nodes, reader):
+            await crowd.swarm.kill(node)
+
+    run(main(), seed=13)
+
+
+@pytest.mark.parametrize("samples", [5000, None], ids=["map-style", "stream"])
+def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
+    """All peers are lost; others go on with what is left, and were told nothing themselves."""
+
+    async def main() -> None:
+        crowd, seen, more = Crowd(samples=None), set[int](), set[int]()
+        options: dict[str, Any] = {"samples": samples, "chunk": 1, "in_order": samples is None}
+        node, reader = await crowd.swarm.node(), await crowd.swarm.node()
+        assert await read_pass(reader, "run") is None
+        first = Leases(node, "run", number=3, rng=random.Random(0), **options)
+        while len(seen) < 4200:
+            chunk = await first.next(wait=True)
+            assert chunk is not None
+            seen.add(chunk)
+            first.finish(chunk)
+        await asyncio.sleep(5)
+        state = await read_pass(reader, "run")
+        assert state is not None
+        assert (state["number"], state["samples"], set(numbers_in(unpack_bits(state["done"])))) == (3, samples, seen)
+        first.keeping.cancel()
+        await crowd.swarm.kill(node)
+        await crowd.swarm.kill(reader)
+        crowd = Crowd(samples=None)
+        donor, node = await crowd.swarm.node(), await crowd.swarm.node()
+        await tell_pass(donor, "run", msgspec.convert(state, PassState, builtin_types=(bytes,)))
+        early = Leases(node, "run", number=0, rng=random.Random(1), **options)
+        assert await early.next(wait=True) is None, "the run is further"
+        await early.close()
+        again = Leases(node, "run", number=3, rng=random.Random(1), **options)
+        if samples is None:
+            again.end_at(5000)
+        while (chunk := await again.next(wait=True)) is not None:
+            more.add(chunk)
+            again.finish(chunk)
+        assert not seen & more
+        assert seen | more == set(range(5000))
+        await again.close()
+        await crowd.swarm.kill(node)
+        await crowd.swarm.kill(donor)
+
+    run(main(), seed=14)
+
+
+def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        liar, reader = await crowd.swarm.node(), await crowd.swarm.node()
+        gets, get = [], reader.get
+
+        async def counted(key: str, **options: Any) -> Any:
+            gets.append(key)
+            return await get(key, **options)
+
+        reader.get = counted  # type: ignore[method-assign, assignment]
+        for finished in (b"\0" * 8191 + b"\x80", b"\xff" * 8192):
+            record = msgspec.to_builtins(PassRecord(0, 2**40, 4096, finished), builtin_types=(bytes,))
+            expiration = get_dht_time() + 60 + len(gets)
+            assert await liar.store("run_data", record, expiration, subkey=tag_of(liar.peer_id))
+            assert await read_pass(reader, "run") is not None
+        assert len(gets) < 100
+        for node in (liar, reader):
+            await crowd.swarm.kill(node)
+
+    run(main(), seed=15)
+
+
+def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCaptureFixture) -> None:
+    """Its program has left the loop without a goodbye, or hangs; its background goes on renewing leases."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=6)
+        node = await crowd.swarm.node()
+        still = Leases(node, "run", number=0, samples=6, chunk=1, in_order=False, rng=random.Random(0))
+        mine = await still.next(wait=True)
+        assert mine is not None
+        begun = get_dht_time()
+        await crowd.join()
+        await crowd.finish()
+        assert PATIENCE_SECONDS - 60 < get_dht_time() - begun < PATIENCE_SECONDS + 2 * LEASE_SECONDS
+        assert crowd.seen == Counter(range(6))
+        still.finish(mine)
+        assert await still.next(wait=True) is None
+        await still.close()
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=16)
+    assert "has not come on for 10 minutes" in caplog.text
+
+
+def test_a_loop_that_comes_on_slowly_or_waits_keeps_its_chunk() -> None:
+    """Each batch is a sign of life, however many of them a chunk has; and so is it to wait for others."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=1, seconds=3 * PATIENCE_SECONDS)
+        node = await crowd.swarm.node()
+        slow = Leases(node, "run", number=0, samples=1, chunk=1, in_order=False, rng=random.Random(0))
+        assert await slow.next(wait=True) == 0
+        await crowd.join()
+        for _ in range(8):
+            await asyncio.sleep(PATIENCE_SECONDS / 2)
+            slow.signs += 1
+        assert crowd.seen == Counter()
+        await slow.close()  # and now the other one, which has waited, has it
+        await asyncio.sleep(PATIENCE_SECONDS / 2)
+        assert crowd.seen == Counter([0])
+        late = await crowd.join()
+        await asyncio.sleep(PATIENCE_SECONDS / 3)
+        assert crowd.seen == Counter([0]), "its chunk is its own"
+        await crowd.finish()
+        assert late.is_over
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=17)

@@ -76,13 +76,14 @@ def test_alone_each_pass_has_everything_once_in_another_order(dhts: list[DHT]) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_peers_share_a_pass(dhts: list[DHT], workers: int) -> None:
+def test_two_peers_share_a_pass(dhts: list[DHT], workers: int, caplog: pytest.LogCaptureFixture) -> None:
     passes = [SharedPass(range(300), dht, "run", batch_size=4, chunk=5) for dht in dhts]
     seen = in_threads([shared.loader(num_workers=workers) for shared in passes])
     assert sorted(chain(*seen)) == list(range(300))
     assert [shared.number for shared in passes] == [1, 1]
     for shared in passes:
         shared.shutdown()
+    assert "has no batches" not in caplog.text
 
 
 def test_as_a_batch_sampler_it_ends_each_pass_when_all_is_done(dhts: list[DHT]) -> None:
@@ -98,6 +99,26 @@ def test_with_batches_drawn_ahead_a_chunk_is_done_when_the_loop_has_had_it(dhts:
         for drawn in range(1, 11):
             next(batches)
             assert shared.leases().done.bit_count() == max(0, drawn - 5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_with_batches_drawn_ahead_each_iteration_is_a_pass(dhts: list[DHT], workers: int) -> None:
+    """The loader never draws again after its last batches; they are done when the next iteration begins."""
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 2} if workers else {}
+    with SharedPass(range(40), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
+        loader: DataLoader[Any] = DataLoader(range(40), batch_sampler=shared, **options)  # type: ignore[arg-type]
+        for number in range(3):
+            assert sorted(in_all(loader)) == list(range(40))
+            assert shared.number == number
+
+
+def test_a_loader_that_draws_ahead_and_was_left_early_goes_on_with_the_rest(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
+        loader: DataLoader[Any] = DataLoader(range(60), batch_sampler=shared)  # type: ignore[arg-type]
+        seen = [next(batches).tolist() for batches in [iter(loader)] for _ in range(6)]
+        rest = in_all(loader)
+        assert len(rest) == 60 - 5 * 3
+        assert {*chain(*seen), *rest} == set(range(60))
 
 
 def test_what_a_loop_has_begun_and_left_comes_once_more(dhts: list[DHT]) -> None:
@@ -125,6 +146,21 @@ def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -
         after = in_all(shared.loader())
     assert len(after) == 40
     assert set(before) | set(after) == set(range(60))
+
+
+def test_a_peer_that_finds_the_run_further_says_why_it_gets_nothing(
+    dhts: list[DHT], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever starts a run anew under its old name would otherwise see a loop that ends at once, and no reason."""
+    with SharedPass(range(20), dhts[0], "run", batch_size=10, chunk=10) as shared:
+        for _ in range(2):
+            assert len(in_all(shared.loader())) == 20
+    assert caplog.text == ""
+    with SharedPass(range(20), dhts[1], "run", batch_size=10, chunk=10) as shared:
+        seen = [len(in_all(shared.loader())) for _ in range(3)]
+    assert seen == [0, 0, 20]
+    assert caplog.text.count("run 'run' is at pass 2 already, so this peer's iteration for pass 0 has no batches") == 1
+    assert caplog.text.count("has no batches") == 1
 
 
 def test_a_state_of_other_data_or_of_another_order_is_refused(dhts: list[DHT]) -> None:
@@ -218,6 +254,8 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
             SharedPass(range(10), dhts[0], "run")
         with pytest.raises(TypeError, match="SharedPass itself decides about batch_size, shuffle"):
             shared.loader(shuffle=True, batch_size=3)
+        with pytest.raises(ValueError, match="in_order=False: which batch the loop has had would not be known"):
+            shared.loader(num_workers=2, in_order=False)
         with pytest.raises(TypeError, match="no len"):
             len(shared)  # type: ignore[arg-type]
     with pytest.raises(ReactorError, match="this SharedPass is shut down"):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal import metrics
+from shoal.errors import ShoalError
 from shoal.metrics import Metrics, samples_of, serve_prometheus
 from shoal.monitor.exporters import Prometheus, TensorBoard, Wandb, figures_of
 from shoal.monitor.run import RunView
@@ -72,6 +73,18 @@ def test_wandb_gets_the_same(made_up, monkeypatch):
     assert [point["epoch"] for point in logged] == [0, 1]
     assert logged[0]["swarm/peers"] == 3
     assert ended
+
+
+def test_wandb_that_lets_nobody_in_is_an_error_that_the_command_can_tell(monkeypatch):
+    class UsageError(Exception):
+        """Of wandb, which has a tree of its own."""
+
+    def init(project: str, name: str) -> None:
+        raise UsageError("api_key not configured (no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ShoalError, match=r"Weights & Biases .*'project'.*api_key not configured.*wandb login"):
+        Wandb("project", "run")
 
 
 @pytest.mark.parametrize("module", ["tensorboardX", "wandb"])

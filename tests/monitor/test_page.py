@@ -10,7 +10,7 @@ import shutil
 import threading
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,19 @@ def test_only_so_many_browsers_are_served(made_up, monkeypatch):
         assert ask(server, "/events")[0] == 503
 
 
+def test_so_many_also_if_all_come_at_once(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 2)
+    with serving(made_up.view) as server, ExitStack() as stack:
+        browsers = [stack.enter_context(closing(connect(server))) for _ in range(20)]
+        for browser in browsers:
+            browser.connect()
+        for browser in browsers:
+            browser.request("GET", "/events")
+        answers = [stack.enter_context(browser.getresponse()) for browser in browsers]
+        followed = [answer for answer in answers if answer.status == 200 and answer.readline()]
+        assert len(followed) == 2
+
+
 def test_a_port_that_is_taken_is_an_error(made_up):
     with serving(made_up.view) as server, pytest.raises(OSError, match=r"in use|permitted"):
         PageServer(made_up.view, urllib.parse.urlsplit(server.url).port or 0)
@@ -168,7 +181,7 @@ def feeding(run: MadeUpRun) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.leaves_something
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-def test_a_browser_shows_the_run(made_up, tmp_path):
+def test_a_browser_shows_the_run(made_up, tmp_path, monkeypatch):
     playwright = pytest.importorskip("playwright.sync_api")
     hostile = MadeUpPeer(made_up.peers[0].rng, 1)
     made_up.peers.append(hostile)
@@ -214,4 +227,10 @@ def test_a_browser_shows_the_run(made_up, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, "only the table scrolls sideways"
         page.screenshot(path=shots / "narrow.png")
         assert complaints == []
+        # A browser does not come back by itself after an answer that is no stream, such as that of a full server.
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.monitor.page.MAX_STREAMS", 0)
+            page.reload()
+            page.locator("#link.lost").wait_for()
+        page.locator("#link.live").wait_for()
         browser.close()

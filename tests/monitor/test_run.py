@@ -12,12 +12,14 @@ import pytest
 from shoal.monitor.run import (
     COLUMNS,
     MAX_EVENTS_AT_ONCE,
+    MAX_VERSIONS,
     SECONDS_SHOWN,
     SILENT_SECONDS,
     PeerState,
     RunView,
     row_of,
 )
+from shoal.monitor.terminal import MOST_FIGURES, headline
 from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
 
 
@@ -94,6 +96,34 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     made_up.pass_second(SECONDS_SHOWN + 1)
     assert left.peer not in view.peers
     assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
+
+
+def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
+    monkeypatch.setattr("shoal.monitor.run.MAX_PEERS", 2)
+    view, rng = RunView("run"), random.Random(5)
+    for number in range(4):
+        view.hear_progress(MadeUpPeer(rng, number).record(START, 1), START + 60, START)
+    assert len(view.peers) == 2
+    assert [event.text for event in view.events] == ["there are more than 2 peers, and no more are shown"]
+
+
+def test_made_up_versions_and_figures_do_not_fill_the_screen():
+    view, rng = RunView("run"), random.Random(6)
+    for number in range(60):
+        peer = MadeUpPeer(rng, number)
+        view.hear_progress(peer.record(START, 1), START + 60, START)
+        version = "1.0" if number < 3 else f"{number}".rjust(32, "x")
+        figures = {"loss": 1.0, **({f"{n}".rjust(48, "y"): 0.0 for n in range(23)} if number == 5 else {})}
+        view.hear_report(
+            peer.peer, msgspec.structs.replace(peer.report(START, START, 1), version=version, metrics=figures), START
+        )
+    summary = view.tick(START)
+    assert summary.versions["1.0"] == 3
+    assert len(summary.versions) == MAX_VERSIONS
+    line = headline("run", summary)
+    assert "loss 1" in line
+    assert line.count(" yyy") == MOST_FIGURES - 1
+    assert len(line) < 1000
 
 
 def test_a_run_that_begins_anew_is_told(made_up):

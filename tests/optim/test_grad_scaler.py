@@ -306,6 +306,22 @@ def test_the_scale_grows_and_shrinks_as_that_of_torch(make_optimizer):
     assert restored.get_scale() == 4.0
 
 
+def test_a_scale_that_shrinks_for_long_can_grow_again(make_optimizer):
+    """A peer whose loss is NaN for a while gets good parameters from the others, and must be able to use them."""
+    model, scaler = make_model(), make_scaler(growth_interval=1)
+    opt = make_optimizer(model, batch_size_per_step=4, target_batch_size=4)
+    batch = torch.randn(4, 6)
+    for factor in [torch.nan] * 200 + [1.0] * 2:
+        opt.zero_grad()
+        scaler.scale(loss_of(model, batch) * factor).backward()
+        scaler.step(opt)
+        if factor == 1.0:
+            assert opt.local_epoch > 0
+        scaler.update()
+    assert 0 < scaler.get_scale() < 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_only_public_methods_of_torch_are_used():
     source = inspect.getsource(sys.modules[GradScaler.__module__])
     torch_private = {

@@ -129,6 +129,18 @@ def test_a_loss_that_is_lost_is_told_once_each_time():
     assert shelf.metrics.troubles == {"loss is NaN, or too large": 2}
 
 
+def test_a_lost_figure_with_a_long_name_does_not_hide_the_peer():
+    """Readers refuse a report with a text that is too long, and with it all that this peer tells."""
+    reporting, shelf, _ = make()
+    name = "x" * MAX_NAME_CHARACTERS
+    reporting.report({name: math.nan})
+    ((_, report, _),) = shelf.stored
+    ((trouble, count),) = report.troubles.items()
+    assert trouble.startswith("xxx")
+    assert trouble.endswith("is NaN, or too large")
+    assert count == 1
+
+
 def test_too_many_names_over_time_are_left_out(caplog):
     """How many come together depends on how long steps take: that must not end the training now and then."""
     reporting, shelf, clock = make()

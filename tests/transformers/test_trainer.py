@@ -104,6 +104,23 @@ def test_bf16_and_workers_and_what_is_logged_and_shown(dht: shoal.DHT, tmp_path:
     trainer.train()  # once more, with the state of the torch optimizer
 
 
+def test_half_precision_with_the_scaler_of_shoal(dht: shoal.DHT, tmp_path: Path) -> None:
+    """A checkpoint has its scale, too."""
+    scalers = [shoal.GradScaler(init_scale=2.0**20, growth_interval=1, device="cpu"), shoal.GradScaler(device="cpu")]
+    for scaler, steps in zip(scalers, (6, 8), strict=True):
+        try:
+            arguments = make_arguments(tmp_path, fp16=True, max_steps=steps, save_strategy="steps", save_steps=6)
+            trainer = swarm_trainer(dht, arguments, target_batch_size=2 * BATCH, grad_scaler=scaler)
+        except ValueError as e:  # of older versions
+            pytest.skip(f"not on this machine: {e}")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6") if steps > 6 else None)
+        last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+        assert last["swarm_epoch"] == steps // 2
+        assert 0 < last["swarm_grad_norm"] < 100, "it was unscaled"
+    assert scalers[0].get_scale() > 2.0**20, "it grows with each swarm step"
+    assert scalers[1].get_scale() > scalers[0].get_scale()
+
+
 def test_each_peer_has_an_order_of_its_own(dht: shoal.DHT, tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path)
     with shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) as other:

@@ -18,11 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.archive.contents import EPOCHS, PREFIXES
-from shoal.archive.store import Manifest, Store
+from shoal.archive.manifest import Manifest
+from shoal.archive.store import Store
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.compression import NoCompression
+from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
@@ -30,7 +32,7 @@ from shoal.p2p import PeerID
 from shoal.p2p.badges import Roles
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT
+    from shoal.dht import DHT, DHTNode
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Archiver:
         run_id: name of the run.
         store: where archives go.
         every: the least number of seconds from the beginning of one archive to that of the next.
-        keep: how many archives stay.
+        keep: how many archives stay, the newest ones; that of the highest epoch stays besides.
         rate: the most bytes to download in a second.
         say: is told in words what happens.
 
@@ -92,6 +94,7 @@ class Archiver:
         self._sources = {kind: sharing_of(dht, run_id, kind, trains=False, rate=rate) for kind in PREFIXES}
         for source in self._sources.values():
             source.rank_donors = self._tracker.rank_donors
+        self._further: str | None = None
         self.latest: Manifest | None = None
         """Of the latest archive that was written."""
 
@@ -134,23 +137,34 @@ class Archiver:
             ShoalError: the download failed.
         """
         self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
+        # Before the state: what is done by now is in it, or in gradients that are not.
+        data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
         for _ in range(MOST_BAD):
             for kind, source in self._sources.items():
                 found = self._dht.run_coroutine(partial(_download, source, kind))
                 if found is None:
                     continue
                 try:
-                    self.latest = self._store.write(self._run_id, kind, found[0])
+                    is_private = self._dht.p2p.membership is not None
+                    self.latest = self._store.write(self._run_id, kind, found[0], data, is_private=is_private)
                 except ValueError as e:
                     donor = found[1]
                     logger.warning("the state of %s is not kept: %s", donor, e)
                     self._dht.run_coroutine(partial(_leave_out, source, donor))
                     break
-                self._store.prune(self._keep)
+                self._tell_further(self._store.prune(self._keep))
                 return self.latest
             else:
                 raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{MOST_BAD} donors have given a state that is no good; {self._store.last_good()}")
+
+    def _tell_further(self, archive: str | None) -> None:
+        if archive is not None and archive != self._further:
+            self._say(
+                f"the run is behind {archive}, which stays. If it has begun anew by mistake: stop its peers, and bring "
+                f"it back with `shoal revive {self._store.url}/{archive}`"
+            )
+        self._further = archive
 
 
 def check_role(dht: DHT) -> None:
@@ -205,6 +219,10 @@ async def _download(source: StateSharing, kind: str, *_: Any) -> tuple[State, Pe
         if inner is not None and inner.tensors:
             return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
     return State(metadata, tensors), found.donor
+
+
+async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | None:
+    return await read_pass(node, run_id)
 
 
 async def _leave_out(source: StateSharing, donor: PeerID, *_: Any) -> None:

@@ -13,6 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shoal.archive.contents import PREFIXES, epoch_of
 from shoal.archive.keeping import check_role, memory_of_this_machine, sharing_of
 from shoal.archive.store import Archive
@@ -21,6 +23,9 @@ from shoal.averaging.messages import PEER_FAILURES, DownloadRequest
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import OwnedState, open_state
 from shoal.clock import get_dht_time
+from shoal.data.chunks import PassState
+from shoal.data.kept import tell_pass
+from shoal.data.leases import RECORD_SECONDS
 from shoal.facade import Facade
 from shoal.optim.lineage import Lineage
 from shoal.optim.outer.catching_up import STATISTICS
@@ -29,7 +34,7 @@ from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT
+    from shoal.dht import DHT, DHTNode
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ class Revival(Facade):
         archive: of the run.
 
     Raises:
-        ValueError: others cannot call this peer.
+        ValueError: others cannot call this peer, or the run was private and this peer has no token.
         NotAMemberError: the run is private, and this peer's token does not allow to give its state.
     """
 
@@ -92,9 +97,18 @@ class Revival(Facade):
 
     def __init__(self, dht: DHT, archive: Archive) -> None:
         check_role(dht)
+        if archive.is_private and dht.p2p.membership is None:
+            raise ValueError(
+                f"{archive.path} is of a private run, and without a token everybody could have its model: give the "
+                "token of the run, or of a new one"
+            )
         if dht.client_mode:
             raise ValueError("a peer that others cannot call gives nothing to anybody: leave out client_mode")
         self._dht, self._kind, self._epoch = dht, archive.kind, archive.epoch
+        self._run_id = archive.run_id
+        self._passed = (
+            None if archive.data is None else msgspec.convert(archive.data, PassState, builtin_types=(bytes,))
+        )
         self._tracker = ProgressTracker(dht, archive.run_id, 1, start=False)
         self._tracker.board.donate(archive.epoch, get_dht_time())
         if rounds := archive.state.metadata.get("rounds"):
@@ -103,6 +117,7 @@ class Revival(Facade):
         self._others = sharing_of(dht, archive.run_id, archive.kind, trains=False)
         self._donor = Donor(dht, archive)
         try:
+            self._tell_pass()
             self._donor.run_in_background()
             self._tracker.run_in_background()
             self._tracker.look_after_others()  # which also makes it publish at once
@@ -121,12 +136,24 @@ class Revival(Facade):
             The other peer; ``None`` if there is none.
         """
         while not stop.wait(SECONDS_BETWEEN_LOOKS):
+            if time.monotonic() >= self._told_pass_at + RECORD_SECONDS / 2:
+                self._tell_pass()
             other = self._dht.run_coroutine(self._find_other)
             if other is not None:
                 self._donor.allow_state_sharing = False
                 self._let_end(stop)
                 return other
         return None
+
+    def _tell_pass(self) -> None:
+        """Tell the peers that come what was done of their data."""
+        self._told_pass_at = time.monotonic()
+        if self._passed is not None:
+            self._dht.run_coroutine(self._tell)
+
+    async def _tell(self, _: DHT, node: DHTNode) -> None:
+        assert self._passed is not None
+        await tell_pass(node, self._run_id, self._passed)
 
     async def _find_other(self, *_: Any) -> PeerID | None:
         """A peer that trains and gives a state that is not older than this one."""

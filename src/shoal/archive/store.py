@@ -5,6 +5,7 @@
     DIR/000017-epoch-4200/model.safetensors       parameters and buffers, by their names in the model
                           training.safetensors    statistics of optimizers and all else that training needs
                           state.msgpack           plain values: schedules, lineage, in which order the tensors are
+                          data.msgpack            what is done of a shared pass over data, if the run has one
                           manifest.json           which run and epoch; size and hash of each file. Written last
 
 Nothing is ever changed or renamed, because at many addresses that is not possible in one step. An archive counts only
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import EPOCHS, Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
+from shoal.archive.contents import Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
+from shoal.archive.manifest import MANIFEST, File, Manifest, NotWholeError
 from shoal.averaging.state.download import State
 from shoal.errors import ArchiveError
 from shoal.serializer import MSGPackSerializer
@@ -37,42 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST, VALUES = "manifest.json", "state.msgpack"
+VALUES, DATA = "state.msgpack", "data.msgpack"
 # Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
 MOST_BYTES_OF_FILE = 2**28
 _WRITERS = 4
 _PIECE_BYTES = 2**20
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
-
-
-class File(msgspec.Struct, frozen=True):
-    """One file of an archive."""
-
-    bytes: int
-    blake3: str
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What an archive is."""
-
-    format: int
-    kind: str
-    """``"Optimizer"`` or ``"DiLoCo"``."""
-    run: str
-    epoch: int
-    named: bool
-    """Whether parameters have names; otherwise they have numbers."""
-    written: str
-    """UTC, for people."""
-    files: dict[str, File]
-    check: str = ""
-    """The hash of all this with an empty ``check``."""
-
-    @property
-    def hash(self) -> str:
-        return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -87,6 +60,10 @@ class Archive:
     """By name: all that is kept, statistics of optimizers too."""
     names: tuple[str, ...]
     """Of the tensors that belong to the model."""
+    data: dict[str, Any] | None = None
+    """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
+    is_private: bool = False
+    """Whether only members of the run could have this state."""
 
     @property
     def kind(self) -> str:
@@ -154,24 +131,15 @@ class Store:
         try:
             size = self._fs.size(self._path(folder, MANIFEST))
             if size is not None and size > _MANIFEST_BYTES:  # some web servers do not tell
-                raise ArchiveError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
-            manifest = msgspec.json.decode(self._fs.cat_file(self._path(folder, MANIFEST)), type=Manifest)
+                raise NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
+            data = self._fs.cat_file(self._path(folder, MANIFEST))
         except FileNotFoundError:
-            raise ArchiveError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
-        except ArchiveError:
+            raise NotWholeError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
+        except NotWholeError:
             raise
         except Exception as e:
-            raise ArchiveError(
-                f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {_words(e)}"
-            ) from e
-        if manifest.format != FORMAT or manifest.kind not in EPOCHS:
-            raise ArchiveError(
-                f"{self._named(folder)} has format {manifest.format} of a {manifest.kind}, and this version of shoal "
-                f"reads format {FORMAT}: take the version that has written it, or a newer one"
-            )
-        if manifest.check != manifest.hash:
-            raise ArchiveError(f"{self._named(folder)} is damaged: {MANIFEST} has another hash than it says")
-        return manifest
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {MANIFEST}: {_words(e)}") from e
+        return Manifest.decode(data, self._named(folder))
 
     def whole(self) -> Iterator[tuple[str, Manifest]]:
         """Folders and manifests of the archives that were finished, the newest first. Their files are not read."""
@@ -198,15 +166,21 @@ class Store:
         if newest is not None and newest[1].run != run_id:
             raise ArchiveError(f"{self.url} has archives of run {newest[1].run!r}: give {run_id!r} a folder of its own")
 
-    def write(self, run_id: str, kind: str, state: State) -> Manifest:
+    def write(
+        self, run_id: str, kind: str, state: State, data: dict[str, Any] | None = None, *, is_private: bool = False
+    ) -> Manifest:
         """Write an archive.
+
+        Args:
+            data, is_private: see :class:`Archive`.
 
         Raises:
             ValueError: the state is malformed, or has parameters that are not finite.
             ArchiveError: it could not be written; the archives before it stand.
         """
         pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
-        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order_of(pieces)})
+        order = order_of(pieces)
+        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order, "private": is_private})
         folder = self._make_folder(epoch)
         try:
             with ThreadPoolExecutor(_WRITERS) as pool:
@@ -214,13 +188,15 @@ class Store:
                 sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
                 files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}
             files[VALUES] = self._put(folder, VALUES, values)
+            if data is not None:
+                files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            manifest = Manifest(FORMAT, kind, run_id, epoch, has_names(kind, state.metadata), written, files)
-            manifest = msgspec.structs.replace(manifest, check=manifest.hash)
+            manifest = Manifest.make(kind, run_id, epoch, has_names(kind, state.metadata), written, files)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
             self._remove(folder)
+            self._remove_unfinished()
             raise self._not_written(epoch, e) from e
         return manifest
 
@@ -278,17 +254,47 @@ class Store:
             finally:
                 os.close(opened)
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int) -> str | None:
         """Remove all but the newest archives, and what older attempts have left.
+
+        The one of the highest epoch stays, too: if all peers were lost and have begun anew, new archives must not take
+        the place of what they had reached.
 
         Args:
             keep: how many whole ones stay.
+
+        Returns:
+            The one of the highest epoch, if the newest one is of an earlier epoch.
         """
-        kept = [folder for folder, _ in self.whole()][:keep]
-        # What is newer than all of them may be under way.
-        for folder in self.folders():
-            if kept and folder not in kept and _number_of(folder) < _number_of(kept[0]):
+        whole, unfinished = self._sort()
+        furthest = max(whole, key=_epoch_of, default=None)  # the newest of several
+        for folder in whole[keep:]:
+            if folder != furthest:
                 self._remove(folder)
+        for folder in unfinished:
+            # What is newer than all of them may be under way.
+            if whole and _number_of(folder) < _number_of(whole[0]):
+                self._remove(folder)
+        return furthest if furthest and _epoch_of(furthest) > _epoch_of(whole[0]) else None
+
+    def _remove_unfinished(self) -> None:
+        """Remove what killed archivers have left, if there is a good archive: it may be why there is no room."""
+        whole, unfinished = self._sort()
+        for folder in unfinished if whole else ():
+            self._remove(folder)
+
+    def _sort(self) -> tuple[list[str], list[str]]:
+        """The folders that are whole, and those that were never finished, the newest first."""
+        whole, unfinished = list[str](), list[str]()
+        for folder in self.folders():
+            try:
+                self.manifest(folder)
+                whole.append(folder)
+            except NotWholeError:
+                unfinished.append(folder)
+            except ArchiveError as e:  # another version has written it, or the address fails at the moment
+                logger.debug("left alone: %s", e)
+        return whole, unfinished
 
     def _remove(self, folder: str) -> None:
         """Remove an archive, its manifest first, so that it never seems whole when it is not."""
@@ -310,11 +316,14 @@ class Store:
         """
         manifest, tensors, names = self.manifest(folder), dict[str, "torch.Tensor"](), list[str]()
         values: Any = None
+        passed: dict[str, Any] | None = None
         for name, told in manifest.files.items():
             data = self._get(folder, name, told)
             try:
                 if name == VALUES:
                     values = MSGPackSerializer.loads(data)
+                elif name == DATA:
+                    passed = MSGPackSerializer.loads(data)
                 elif name.endswith(".safetensors"):
                     found = self._safetensors.load(data)
                     tensors.update(found)
@@ -323,12 +332,12 @@ class Store:
                 raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {e}") from e
         try:
             order: Order = values["order"]
-            state = State(values["metadata"], put_together(order, tensors))
+            state, is_private = State(values["metadata"], put_together(order, tensors)), bool(values.get("private"))
             if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError) as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
-        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)))
+        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
     def _get(self, folder: str, name: str, told: File) -> bytes:
         try:
@@ -362,8 +371,21 @@ class Store:
                 continue
             for trouble in troubles:
                 logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
+            store._tell_further(folder)
             return archive
+        if store._is_local and not os.path.isdir(store._root):
+            raise ArchiveError(f"there is no folder {text}: give the one that shoal archive writes to")
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
+
+    def _tell_further(self, taken: str) -> None:
+        """Tell whoever takes the newest archive of an older one that is further."""
+        older = [folder for folder, _ in self.whole() if _number_of(folder) < _number_of(taken)]
+        further = max(older, key=_epoch_of, default=taken)
+        if _epoch_of(further) > _epoch_of(taken):
+            logger.warning(
+                "the newest archive is taken: %s. But %s/%s is of a later epoch: take that one, if the run has begun "
+                "anew by mistake", taken, self.url, further,
+            )  # fmt: skip
 
     def _open_one(self, folder: str) -> Archive:
         try:
@@ -397,6 +419,10 @@ def _with_slashes(path: str | os.PathLike[str]) -> str:
 
 def _number_of(folder: str) -> int:
     return int(folder.partition("-")[0])
+
+
+def _epoch_of(folder: str) -> int:
+    return int(folder.rpartition("-")[2])
 
 
 def _hash_of(data: bytes) -> str:

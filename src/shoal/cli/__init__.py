@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from typing import Any
@@ -22,6 +23,21 @@ def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> N
     if "-" in name:
         hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         parser.add_argument(f"--{name.replace('-', '_')}", **hidden)
+
+
+def run_name(text: str) -> str:
+    """Read the name of a run."""
+    if not text or "." in text:
+        raise argparse.ArgumentTypeError(f"must be the run_id of the optimizers, which has no dots, got {text!r}")
+    return text
+
+
+def number(text: str) -> float:
+    """The number that a text stands for; NaN if it is none, which no comparison lets through."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def end_on_signals() -> None:

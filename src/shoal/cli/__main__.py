@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +32,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line whose addresses may stand before and behind its options, which argparse alone cannot."""
+    parsed, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(parsed, "addresses")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest and getattr(parsed, "ends_with_folder", False):
+        *rest, parsed.folder = [parsed.folder, *rest]
+    if rest:
+        parsed.addresses = [*parsed.addresses, *rest]
+    return parsed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -37,15 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = build_parser()
-    parsed = parser.parse_args(arguments)
+    parsed = parse(parser, arguments)
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or file may lack a sign: no reason to end
+        sys.stdout.reconfigure(errors="replace")
     try:
         status: int = parsed.run(parsed)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output, such as head, is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its end, when it writes the rest
+        return 1
     return status
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import add_option, end_on_signals, tell_error
+from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
 from shoal.errors import ShoalError
@@ -32,14 +32,17 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_parsers(subparsers: Any) -> None:
     """Add ``archive`` and ``revive`` to the subcommands."""
     archive = subparsers.add_parser("archive", help="keep the state of a run in files", description=ARCHIVE)
-    # Both stand behind the options: what follows several addresses and an option is not taken for the folder.
     archive.add_argument("addresses", nargs="+", metavar="ADDRESS", help="of peers of the run")
     archive.add_argument("folder", metavar="DIR", help="where archives go: a folder, or an address such as s3://…")
-    archive.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="the run_id of its optimizers")
+    archive.add_argument(
+        "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
+    )
     archive.add_argument(
         "--every", type=_seconds, default=600.0, metavar="TIME", help="least time between two, such as 10m (default)"
     )
-    archive.add_argument("--keep", type=_count, default=5, metavar="N", help="how many archives stay (default: 5)")
+    archive.add_argument(
+        "--keep", type=_count, default=5, metavar="N", help="how many archives stay, and the furthest one (default: 5)"
+    )
     archive.add_argument(
         "--rate",
         type=rate_of,
@@ -49,7 +52,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     archive.add_argument("--once", action="store_true", help="write one archive and end")
     _add_identity(archive)
-    archive.set_defaults(run=lambda arguments: _guarded("archive", _archive, arguments))
+    archive.set_defaults(run=lambda arguments: _guarded("archive", _archive, arguments), ends_with_folder=True)
 
     revive = subparsers.add_parser("revive", help="bring a run back from an archive", description=REVIVE)
     revive.add_argument("folder", metavar="DIR", help="what `shoal archive` has written to, or one archive in it")
@@ -91,7 +94,7 @@ def _guarded(name: str, command: Callable[[argparse.Namespace, threading.Event],
         return command(arguments, stop)
     except KeyboardInterrupt:
         _say("Leaving.")
-        return 0
+        return 130 if getattr(arguments, "once", False) else 0  # a script waits for that archive, and there is none
     except (ShoalError, ValueError, OSError) as error:
         tell_error(name, error)
         return 1
@@ -118,6 +121,8 @@ def _archive(arguments: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.archive.keeping import Archiver
     from shoal.archive.store import Store
 
+    if "/p2p/" in arguments.folder and "://" not in arguments.folder:
+        raise ValueError(f"the last word must be the folder of the archives, got {arguments.folder}")
     store = Store(arguments.folder)
     options = {"every": arguments.every, "keep": arguments.keep, "rate": arguments.rate}
     with _join(arguments, client_mode=True) as dht:

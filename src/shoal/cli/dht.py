@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.cli import add_option, end_on_signals, tell_error
+from shoal.cli import add_option, end_on_signals, number, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ShoalError
@@ -242,7 +242,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _positive(text: str) -> float:
-    seconds = float(text)
+    seconds = number(text)
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return seconds

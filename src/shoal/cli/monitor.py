@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.cli import add_option, end_on_signals, tell_error
+from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT
 from shoal.errors import ShoalError
@@ -39,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("monitor", help="watch a run", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of one or more peers of the run")
     add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
-    parser.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="the run_id of the run")
+    parser.add_argument(
+        "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
+    )
     add_token_option(parser)
     add_option(
         parser,
@@ -51,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--web",
         nargs="?",
-        type=_port,
+        type=port_of,
         const=WEB_PORT,
         metavar="PORT",
         help=f"show a page instead, at this port of this machine (default: {WEB_PORT}; 0 = any)",
@@ -65,12 +67,15 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--tensorboard", metavar="DIR", help="write the figures of the swarm there, for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the figures of the swarm to Weights & Biases")
-    parser.add_argument("--prometheus", type=_port, metavar="PORT", help="show the figures to Prometheus at this port")
+    parser.add_argument(
+        "--prometheus", type=port_of, metavar="PORT", help="show the figures to Prometheus at this port"
+    )
     parser.set_defaults(run=run)
 
 
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) >= 2**16:
+def port_of(text: str) -> int:
+    """Read the number of a port."""
+    if not text.isdecimal() or int(text) >= 2**16:
         raise argparse.ArgumentTypeError(f"must be the number of a port, from 0 to 65535, got {text}")
     return int(text)
 
@@ -104,9 +109,6 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     )
     # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
     from shoal.monitor.observer import Monitor
-    from shoal.optim.joint_optimizer import check_run_id
-
-    check_run_id(arguments.run_id)
 
     monitor = stack.enter_context(Monitor(dht, arguments.run_id))
     footer = _show_page(arguments, monitor.view, stack)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.cli import add_option
+from shoal.cli import add_option, number
 from shoal.clock import get_dht_time
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import counted, quoted
@@ -91,8 +90,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _days(text: str) -> float:
-    days = float(text)
-    if not 0 < days <= MAX_DAYS or math.isnan(days):
+    days = number(text)
+    if not 0 < days <= MAX_DAYS:
         raise argparse.ArgumentTypeError(f"must be a number of days up to {MAX_DAYS:g}, got {text}")
     return days
 
@@ -123,7 +122,10 @@ def _hand_out(token: Token, output: Path | None, *notes: str) -> int:
     if output is None:
         print(token.text)
     else:
-        write_token(output, token)
+        try:
+            write_token(output, token)
+        except FileExistsError:
+            raise ValueError(f"{output} exists, and no token takes the place of another: choose another -o") from None
         notes = (f"Written to {output}.", *notes)
     print(*notes, sep="\n", file=sys.stderr)
     return 0

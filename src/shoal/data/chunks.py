@@ -7,7 +7,7 @@ for each chunk that is done by anybody, as far as the peer knows, and the chunks
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated
 
 import msgspec
@@ -50,6 +50,12 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     """One bit for each block of which all chunks are done."""
     order: Annotated[str, Meta(max_length=32)] = ""
     """Tells in which order the samples are, by :func:`order_of`."""
+    is_stream: bool = False
+
+    @property
+    def size(self) -> int | None:
+        """As in the keys of its blocks: ``None`` for a stream, whether or not its end is known."""
+        return None if self.is_stream or self.samples < 0 else self.samples
 
 
 class PassState(msgspec.Struct, frozen=True):
@@ -107,6 +113,21 @@ def numbers_in(bits: int) -> Iterator[int]:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
+
+
+def join_blocks(finished: int, others: Mapping[int, int]) -> int:
+    """The chunks that are done, as bits of their numbers within the data set.
+
+    Args:
+        finished: the blocks of which all chunks are done, as bits. The last one counts as a whole one.
+        others: by the number of the block, what is done of others, as bits.
+    """
+    whole = b"\xff" * (CHUNKS_PER_BLOCK // 8)
+    count = max([finished.bit_length(), *(number + 1 for number in others)])
+    flags = f"{finished:0{count}b}"[::-1]
+    return unpack_bits(
+        b"".join(whole if flags[n] == "1" else others.get(n, 0).to_bytes(len(whole), "little") for n in range(count))
+    )
 
 
 def rank(owner: bytes, chunk: int) -> bytes:

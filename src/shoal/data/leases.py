@@ -27,7 +27,7 @@ from shoal.data.chunks import (
     Block,
     BlockRecord,
     PassRecord,
-    numbers_in,
+    join_blocks,
     pack_bits,
     unpack_bits,
 )
@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)
 
 LEASE_SECONDS = 30.0
+# Chunks of a loop that has not come on for so long, not even by a batch, are given to others. It may hang, or its
+# program may have left it without a goodbye.
+PATIENCE_SECONDS = 600.0
 # Records outlive leases, so that what a peer had done is known when it is gone.
 RECORD_SECONDS = 3600.0
 # Least time between two records of one block: others repeat what is done and not published when a peer is killed.
@@ -86,9 +89,13 @@ class Leases:
         """Of a stream: chunks before this one can only be had by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
+        self.signs = 0
+        """Of life of the training loop, which counts them up with each batch."""
+        self.found_at = number
+        """At which pass the others were when this peer came."""
         self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
         self._tag = tag_of(node.peer_id)
-        self._key, self._is_stream = f"{run_id}_data", samples is None
+        self._run_id, self._is_stream = run_id, samples is None
         self._warn_seldom = Seldom(logger.warning)
         self._blocks: dict[int, Block] = {}
         self._finished = 0  # bits of blocks
@@ -102,6 +109,8 @@ class Leases:
         self._expiration = 0.0  # of the last record
         self._pace, self._last_done = 0.0, math.nan  # chunks per second
         self._is_idle = False  # others hold all that is left
+        self._seen = self.signs, asyncio.get_running_loop().time()
+        self._is_asked = self._is_abandoned = False  # by the loop: it waits for a chunk; it has gone, as it seems
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
         self.keeping = asyncio.ensure_future(self._keep())
@@ -115,6 +124,7 @@ class Leases:
         Args:
             wait: wait while others hold all that are left; otherwise return :data:`WAITING`.
         """
+        self.signs += 1
         while True:
             while self._ready:
                 chunk = self._ready.popleft()
@@ -131,21 +141,29 @@ class Leases:
             if not self._is_idle:
                 self._wake.set()
             self._news.clear()
-            await self._news.wait()
+            self._is_asked = True
+            try:
+                await self._news.wait()
+            finally:
+                self._is_asked = False
+                self.signs += 1
 
-    def finish(self, chunk: int) -> None:
-        """A chunk is done."""
-        if chunk >= self._chunks():
-            return  # a stream has ended before it
+    def finish(self, *chunks: int) -> None:
+        """These chunks are done; those that end with one batch are told at once."""
+        self.signs += 1
+        done = [chunk for chunk in chunks if chunk < self._chunks()]  # a stream may have ended before
+        if not done:
+            return
         now = asyncio.get_running_loop().time()
         if not math.isnan(self._last_done):
-            momentary = 1 / max(now - self._last_done, 1e-3)
+            momentary = len(done) / max(now - self._last_done, 1e-3)
             self._pace = momentary if not self._pace else 0.8 * self._pace + 0.2 * momentary
         self._last_done = now
-        self._begun.discard(chunk)
-        number, index = divmod(chunk, CHUNKS_PER_BLOCK)
-        self._block(number).done |= 1 << index
-        self._to_publish.add(number)
+        for chunk in done:
+            self._begun.discard(chunk)
+            number, index = divmod(chunk, CHUNKS_PER_BLOCK)
+            self._block(number).done |= 1 << index
+            self._to_publish.add(number)
         self._wake.set()
 
     def begin_again(self) -> None:
@@ -174,12 +192,8 @@ class Leases:
     @property
     def done(self) -> int:
         """The chunks that are done, as bits."""
-        bits = 0
-        for number in numbers_in(self._finished):
-            bits |= ((1 << self._size_of(number)) - 1) << number * CHUNKS_PER_BLOCK
-        for number, block in self._blocks.items():
-            bits |= block.done << number * CHUNKS_PER_BLOCK
-        return bits
+        bits = join_blocks(self._finished, {number: block.done for number, block in self._blocks.items()})
+        return bits if self.samples is None else bits & ((1 << self._chunks()) - 1)
 
     def add_done(self, bits: int) -> None:
         """Add chunks that are known to be done, such as those of an archive."""
@@ -227,7 +241,8 @@ class Leases:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_look:
             await self._look_at_pass()
-        held = {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}
+        self._look_at_loop(loop.time())
+        held = self._blocks_held()
         for number, block in list(self._blocks.items()):
             age = loop.time() - self._written.get(number, -math.inf)
             if (
@@ -238,7 +253,7 @@ class Leases:
                 await self._write(number)
         wanted = max(1, min(MAX_HELD // 2, math.ceil(self._pace * AHEAD_SECONDS)))
         took = True
-        if len(self._ready) <= wanted // 2 and not self.is_over:
+        if len(self._ready) <= wanted // 2 and not self.is_over and not self._is_abandoned:
             took = await self._take(wanted)
             self._is_idle = not took and not self._ready
             self._news.set()
@@ -246,12 +261,27 @@ class Leases:
         if self.is_over:
             await self._look_at_pass()
             return 0.0
-        waits = [LEASE_SECONDS / 2, max(0.0, self._next_look - loop.time())]
+        ends = (self._written[number] + LEASE_SECONDS / 2 for number in self._blocks_held() & self._written.keys())
+        waits = [min([self._next_look, *ends]) - loop.time()]
         if self._to_publish:
             waits.append(PUBLISH_SECONDS)
         if not took:
             waits.append(POLL_SECONDS * self._rng.uniform(0.5, 1.0))
         return max(0.01, min(waits))
+
+    def _look_at_loop(self, now: float) -> None:
+        """Let go of everything if the training loop stands still."""
+        signs, since = self._seen
+        if self.signs != signs or self._is_asked:
+            self._seen, self._is_abandoned = (self.signs, now), False
+        elif now - since > PATIENCE_SECONDS and not self._is_abandoned and self._held():
+            self._warn_seldom(
+                "the loop over the data of run %r has not come on for %.0f minutes, so others get its chunks. If it is "
+                "over, shut its SharedPass down", self._run_id, PATIENCE_SECONDS / 60,
+            )  # fmt: skip
+            self._to_publish |= self._blocks_held()
+            self._is_abandoned, self._is_idle = True, False
+            self._ready.clear()
 
     async def _take(self, wanted: int) -> bool:
         """Claim up to so many chunks of the first block that has free ones; returns whether some were got."""
@@ -293,7 +323,10 @@ class Leases:
         return sorted(self._rng.sample(free, count)) if count > 0 else []
 
     def _held(self) -> set[int]:
-        return {*self._claimed, *self._ready, *self._begun}
+        return {*self._claimed, *self._ready, *(() if self._is_abandoned else self._begun)}
+
+    def _blocks_held(self) -> set[int]:
+        return {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}
 
     def _is_lost(self, chunk: int) -> bool:
         number, index = divmod(chunk, CHUNKS_PER_BLOCK)
@@ -343,12 +376,12 @@ class Leases:
     # --- the table ----------------------------------------------------------------------------------------------------
 
     def _key_of(self, number: int) -> str:
-        size = "stream" if self._is_stream else self.samples
-        return f"{self._key}.{self.number}.{size}.{self.chunk}.{self._order}.{number}"
+        samples = None if self._is_stream else self.samples
+        return block_key(self._run_id, self.number, samples, self.chunk, self._order, number)
 
     async def _read(self, number: int) -> None:
         block = self._block(number)
-        for owner, record in await self._records(self._key_of(number), BlockRecord):
+        for owner, record in await records_under(self._node, self._key_of(number), BlockRecord, self._warn_seldom):
             block.learn(owner, record)
         before = len(self._ready)
         self._ready = deque(chunk for chunk in self._ready if not self._is_lost(chunk))
@@ -362,9 +395,13 @@ class Leases:
         record = BlockRecord(pack_bits(block.done), held, now + LEASE_SECONDS)
         self._to_publish.discard(number)
         self._written[number] = loop.time()
-        is_stored = await self._store(self._key_of(number), record)
+        is_stored = False
+        try:
+            is_stored = await self._store(self._key_of(number), record)
+        finally:
+            if not is_stored:  # also if the table has failed
+                self._to_publish.add(number)
         if not is_stored:
-            self._to_publish.add(number)
             self._warn_seldom("the table did not take the record of this peer's share of the data; it tries again")
         return is_stored
 
@@ -372,7 +409,7 @@ class Leases:
         """Learn at which pass the others are and which blocks are finished, and tell it."""
         loop = asyncio.get_running_loop()
         self._next_look = loop.time() + LOOK_SECONDS * self._rng.uniform(0.7, 1.0)
-        for owner, record in await self._records(self._key, PassRecord):
+        for owner, record in await records_under(self._node, pass_key(self._run_id), PassRecord, self._warn_seldom):
             if owner == self._tag:
                 continue
             if record.chunk != self.chunk or (record.samples != self.samples and not self._is_stream):
@@ -388,6 +425,8 @@ class Leases:
                 )  # fmt: skip
             elif record.number > self.number:
                 self.is_over = True
+                if not self._expiration:  # this peer has not told anything yet
+                    self.found_at = max(self.found_at, record.number)
             elif record.number == self.number:
                 self._finished |= unpack_bits(record.finished)
                 if self._is_stream and self.samples is None and record.samples >= 0:
@@ -399,10 +438,11 @@ class Leases:
                 self._written.pop(number, None)
         samples = -1 if self.samples is None else self.samples
         finished = 0 if self.is_over else self._finished
-        told = PassRecord(self.number + self.is_over, samples, self.chunk, pack_bits(finished), self._order)
+        number, packed = self.number + self.is_over, pack_bits(finished)
+        told = PassRecord(number, samples, self.chunk, packed, self._order, self._is_stream)
         if self._told is None or told != self._told[0] or loop.time() > self._told[1] + RECORD_SECONDS / 2:
             self._told = told, loop.time()
-            if not await self._store(self._key, told):
+            if not await self._store(pass_key(self._run_id), told):
                 self._told = None
 
     async def _store(self, key: str, record: BlockRecord | PassRecord) -> bool:
@@ -411,15 +451,34 @@ class Leases:
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
         return await self._node.store(key, value, self._expiration, subkey=self._tag)
 
-    async def _records(self, key: str, kind: type[RecordT]) -> list[tuple[bytes, RecordT]]:
-        found = await self._node.get(key, latest=True)
-        if found is None or not isinstance(found.value, dict):
-            return []
-        records = []
-        for owner, entry in found.value.items():
-            try:
-                peer_of(owner)
-                records.append((owner, msgspec.convert(entry.value, kind)))
-            except (TypeError, ValueError) as e:
-                self._warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
-        return records
+
+def pass_key(run_id: str) -> str:
+    """Where peers tell at which pass they are."""
+    return f"{run_id}_data"
+
+
+def block_key(run_id: str, number: int, samples: int | None, chunk: int, order: str, block: int) -> str:
+    """Where peers tell what they have done of one block of a pass, and what they hold.
+
+    Args:
+        samples: ``None``: of a stream.
+    """
+    size = "stream" if samples is None else samples
+    return f"{pass_key(run_id)}.{number}.{size}.{chunk}.{order}.{block}"
+
+
+async def records_under(
+    node: DHTNode, key: str, kind: type[RecordT], warn_seldom: Seldom
+) -> list[tuple[bytes, RecordT]]:
+    """The records of one kind under a key that are well-formed, each with the tag of its owner."""
+    found = await node.get(key, latest=True)
+    if found is None or not isinstance(found.value, dict):
+        return []
+    records = []
+    for owner, entry in found.value.items():
+        try:
+            peer_of(owner)
+            records.append((owner, msgspec.convert(entry.value, kind)))
+        except (TypeError, ValueError) as e:
+            warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
+    return records

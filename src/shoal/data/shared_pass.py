@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import deque
@@ -17,6 +18,8 @@ from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
 from shoal.facade import Facade
 from shoal.reactor import Portal
+
+logger = logging.getLogger(__name__)
 
 # Most seconds that shutdown() takes to tell others that they can have this peer's chunks.
 SHUTDOWN_SECONDS = 5.0
@@ -55,8 +58,10 @@ class SharedPass(Facade, Sampler[list[int]]):
         shuffle: pass over a map-style data set in a random order, another one in each pass.
         seed: decides this order, the same at each peer.
         drawn_ahead: batches that are drawn before the loop asks for them, if another loader than :meth:`loader` is
-            used: ``num_workers * prefetch_factor`` for a ``DataLoader``, and one more in a Lightning ``Trainer``.
-            Without it, a peer that dies loses them for this pass.
+            used: ``num_workers * prefetch_factor`` for a ``DataLoader``; one more in a Lightning ``Trainer``, and in
+            one of Hugging Face as many more as ``gradient_accumulation_steps``.
+            Without it, a peer that dies loses them for this pass. If the loader has drawn everything, all of it is done
+            when the next iteration begins.
 
     Raises:
         TypeError: ``dataset`` has neither a length nor an iterator, or ``dht`` is not a DHT.
@@ -100,6 +105,8 @@ class SharedPass(Facade, Sampler[list[int]]):
         self._order = order_of(run_id, seed) if self.shuffle else ""
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
+        self._last: _Batches | None = None
+        self._told = False
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
         self._portal = Portal("SharedPass")
         self._portal.on_close(self._close)
@@ -110,7 +117,12 @@ class SharedPass(Facade, Sampler[list[int]]):
         """Batches of indices, for a ``DataLoader`` as its ``batch_sampler``."""
         if self.is_stream:
             raise TypeError("a stream has no indices: iterate over loader() instead")
-        return iter(_Batches(self, self.drawn_ahead))
+        last, self._last = self._last, _Batches(self, self.drawn_ahead)
+        if last is not None and last.confirm_all_if_ended():
+            # Whether this was the end of the pass is known when nobody has anything left. Otherwise the loop would get
+            # an iteration without batches; and what others have left is not lost: it is begun, and comes once more.
+            self.next_chunk(wait=True)
+        return iter(self._last)
 
     def loader(self, **options: Any) -> Iterable[Any]:
         """Batches of samples, of one pass for each iteration.
@@ -121,6 +133,7 @@ class SharedPass(Facade, Sampler[list[int]]):
 
         Raises:
             TypeError: an option that decides what is in a batch, or one that a stream cannot have.
+            ValueError: batches would come in another order than they are drawn.
         """
         taken = {"batch_sampler", "batch_size", "dataset", "drop_last", "sampler", "shuffle"} & options.keys()
         if taken:
@@ -132,6 +145,8 @@ class SharedPass(Facade, Sampler[list[int]]):
                     "work before, or use a map-style data set"
                 )
             return _StreamLoader(self, options.get("collate_fn") or default_collate)
+        if not options.get("in_order", True):
+            raise ValueError("in_order=False: which batch the loop has had would not be known. Leave it out")
         return _Loader(self, options)
 
     @property
@@ -173,6 +188,13 @@ class SharedPass(Facade, Sampler[list[int]]):
         if self._leases is None or not self._leases.is_over:
             return False
         leases, self._leases, self._loaded = self._leases, None, 0
+        if leases.found_at > self.number and not self._told:
+            self._told = True
+            logger.warning(
+                "run %r is at pass %d already, so this peer's iteration for pass %d has no batches, and so on until "
+                "then. If the run is to begin anew, choose another run_id: the table remembers this one for an hour",
+                self.run_id, leases.found_at, self.number,
+            )  # fmt: skip
         self.number += 1
         self._portal.call(leases.close())
         return True
@@ -182,9 +204,11 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._portal.call(self.leases().next(wait))
 
     def mark(self, chunks: Iterable[int]) -> None:
-        """These chunks are done."""
-        for chunk in chunks:
-            self._in_loop(self.leases().finish, chunk)
+        """These chunks are done. Without any, it is a sign of life."""
+        leases = self.leases()
+        leases.signs += 1
+        if done := list(chunks):
+            self._in_loop(leases.finish, *done)
 
     def end_at(self, samples: int) -> None:
         """The stream has ended after so many samples."""
@@ -278,7 +302,8 @@ class _Batches(Sampler[list[int]]):
         # For each chunk in there: its number, and how many samples have been given when it ends.
         self._chunks: deque[tuple[int, int]] = deque()
         self._open: deque[list[int]] = deque()  # for each batch that is not done, the chunks that end in it
-        self._given = 0
+        self._given = self._calls = self._confirmed = 0
+        self._has_ended = False
         self._place: Callable[[int], int] = int
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -290,18 +315,22 @@ class _Batches(Sampler[list[int]]):
         self._samples.clear()
         self._chunks.clear()
         self._open.clear()
-        self._given = 0
+        self._given = self._calls = self._confirmed = 0
+        self._has_ended = False
         if shared.shuffle:
             self._place = shuffler(shared.samples or 1, f"{shared.run_id}/{shared.number}/{shared.seed}")
         return self
 
     def __next__(self) -> list[int]:
-        while len(self._open) > self._drawn_ahead:
+        # A loader with workers calls for each batch that the loop gets, also when it has drawn the last one.
+        while self._open and self._confirmed < self._calls - self._drawn_ahead:
             self.confirm_first()
+        self._calls += 1
         size = self._shared.batch_size
         while len(self._samples) < size and self._add_chunk():
             pass
         if not self._samples:
+            self._has_ended = True
             raise StopIteration
         batch = [self._samples.popleft() for _ in range(min(size, len(self._samples)))]
         self._given += len(batch)
@@ -325,6 +354,13 @@ class _Batches(Sampler[list[int]]):
     def confirm_first(self) -> None:
         """The loop has done the first of the batches that were not."""
         self._shared.mark(self._open.popleft())
+        self._confirmed += 1
+
+    def confirm_all_if_ended(self) -> bool:
+        """The loop begins anew: if nothing more was to be had, all that was drawn is done. Returns whether it is."""
+        while self._has_ended and self._open:
+            self.confirm_first()
+        return self._has_ended
 
 
 class _Loader(Iterable[Any]):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from shoal.errors import ShoalError
 from shoal.metrics import PrometheusEndpoint, start_prometheus
 from shoal.monitor.run import PeerState, RunView, Summary
 
@@ -81,11 +82,20 @@ class Wandb(_ByEpoch):
     Args:
         project: where it appears.
         run: its name there.
+
+    Raises:
+        ShoalError: it does not let this program in.
     """
 
     def __init__(self, project: str, run: str) -> None:
         super().__init__()
-        self._run: Any = _load("wandb", "wandb").init(project=project, name=run)
+        wandb = _load("wandb", "wandb")
+        try:
+            self._run: Any = wandb.init(project=project, name=run)
+        except Exception as e:  # its errors have no common base that all versions know
+            raise ShoalError(
+                f"Weights & Biases cannot log to {project!r} ({e}): run `wandb login` before, or set WANDB_MODE=offline"
+            ) from e
 
     def write(self, summary: Summary, figures: dict[str, float]) -> None:
         # Its own steps only grow, and epochs may not: so the epoch is one of the figures.

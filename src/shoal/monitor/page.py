@@ -115,6 +115,8 @@ class Page:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
+        if self._streams >= MAX_STREAMS:  # many have asked at once: the browser gets an empty stream, and tries again
+            return
         self._streams += 1
         try:
             with self._view.lock:

@@ -28,7 +28,7 @@ SILENT_SECONDS = 45.0
 SECONDS_SHOWN = 300.0
 # A report that is older says nothing about the present.
 REPORT_SECONDS = 90.0
-MAX_PEERS, MAX_EVENTS, MAX_METRICS = 20_000, 1000, 32
+MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
 # Of one kind in one second.
 MAX_EVENTS_AT_ONCE = 8
 MOST_TIMES_THE_MEDIAN = 100.0
@@ -146,6 +146,7 @@ class Summary:
     failed: int
     """Rounds that have failed, as the peers have counted them."""
     versions: Mapping[str, int]
+    """The most frequent ones."""
     reporting: int
     """Peers that report."""
 
@@ -175,8 +176,8 @@ class RunView:
     """Whether all records have been read once. Until then, peers that are seen first have not just joined."""
     removed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PEERS))
     """Peers that are not shown any more, each with the number of the change."""
-    left_out: int = 0
-    """Peers that are not shown, because there are too many."""
+    is_full: bool = False
+    """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _epoch: int = 0
     _told_at_once: Counter[str] = field(default_factory=Counter)
@@ -189,7 +190,9 @@ class RunView:
         view = self.peers.get(peer)
         if view is None:
             if len(self.peers) >= MAX_PEERS:
-                self.left_out += 1
+                if not self.is_full:
+                    self.is_full = True
+                    self._tell(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
                 return
             self.peers[peer] = view = PeerView(peer, record, expiration, change=self.change)
             if self.is_complete:
@@ -318,7 +321,7 @@ class RunView:
             sent=_sum_of_known(view.sent_per_second for view in there),
             received=_sum_of_known(view.received_per_second for view in there),
             failed=sum(report.rounds_failed for report in reports),
-            versions=Counter(one_line(report.version) for report in reports),
+            versions=dict(Counter(one_line(report.version) for report in reports).most_common(MAX_VERSIONS)),
             reporting=len(reports),
         )
 

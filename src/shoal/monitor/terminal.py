@@ -46,6 +46,8 @@ EVENT_COLOURS = {"lost": "red", "failed": "red", "trouble": "yellow", "joined": 
 # Lines that are not rows of the table, and the most of them that are events.
 LINES_AROUND, EVENT_LINES = 8, 8
 LEAST_ROWS = 3
+MOST_FIGURES = 6
+"""In the line of the swarm; the page has them all."""
 
 
 def size(count: float) -> str:
@@ -84,7 +86,9 @@ def headline(run: str, summary: Summary | None) -> str:
     if not summary.peers:
         return f"{run}: epoch {summary.epoch}  |  all peers are gone"
     parts = [f"{run}: epoch {summary.epoch}", counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
-    parts += [f"{name} {mean:.4g}" for name, mean in sorted(summary.means.items(), key=is_not_loss)]
+    # Those that most peers report come first: one peer alone could fill the screen with its names.
+    figures = sorted(summary.means.items(), key=is_not_loss)[:MOST_FIGURES]
+    parts += [f"{name} {mean:.4g}" for name, mean in figures]
     if not math.isnan(summary.step):
         parts.append(
             f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, "

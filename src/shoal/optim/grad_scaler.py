@@ -199,7 +199,8 @@ class GradScaler(TorchGradScaler):
         state = self.state_dict()
         steps = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
-            state["scale"] *= self.get_backoff_factor()
+            # A scale of 0 could never grow again.
+            state["scale"] = max(state["scale"] * self.get_backoff_factor(), torch.finfo(torch.float32).tiny)
         elif steps == self.get_growth_interval():
             steps, larger = 0, state["scale"] * self.get_growth_factor()
             # An infinite scale could never become finite again.

@@ -229,7 +229,8 @@ class Reporting:
                 self._not_finite.discard(name)
             elif name not in self._not_finite and len(self._not_finite) < MAX_METRICS:
                 self._not_finite.add(name)
-                self._dht.p2p.metrics.troubles[f"{name} is NaN, or too large"] += 1
+                told = " is NaN, or too large"
+                self._dht.p2p.metrics.troubles[name[: MAX_TROUBLE_CHARACTERS - len(told)] + told] += 1
         if self.is_due:
             self._publish()
 

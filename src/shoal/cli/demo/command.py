@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import queue
 import signal
 import sys
@@ -40,6 +41,7 @@ from shoal.cli.demo.messages import (
 )
 from shoal.cli.demo.page import show_page
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
+from shoal.cli.monitor import port_of
 from shoal.errors import end_at_once
 
 # Seconds that all processes have to load torch and read the text; a cold disk can be slow.
@@ -73,7 +75,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if self.peers < 2:
             raise ValueError(f"a swarm needs at least 2 peers, got {self.peers}")
-        if self.seconds < 10:
+        if not 10 <= self.seconds < math.inf:
             raise ValueError(f"the demo needs at least 10 seconds, got {self.seconds:g}")
 
 
@@ -301,7 +303,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--web",
         nargs="?",
-        type=int,
+        type=port_of,
         const=0,
         metavar="PORT",
         help="show the run as a page, too, at this port of this machine (default: any free one)",
@@ -322,11 +324,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with contextlib.closing(viewer_for(sys.stdout)) as viewer:
             story = Demo(config, viewer).run()
+        files = write_report(story, config.folder)
     except (DemoError, ModuleNotFoundError, OSError) as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 1
     print()
-    print(*ten_lines(story, write_report(story, config.folder)), sep="\n")
+    print(*ten_lines(story, files), sep="\n")
     return 0 if succeeded(story) else 1
 
 

@@ -256,7 +256,11 @@ function follow() {
   const tell = (text, state) => { setText($("link"), text); $("link").className = state; };
   stream.onmessage = hear;
   stream.onopen = () => tell("live", "live");
-  stream.onerror = () => tell("the monitor does not answer; trying again", "lost");
+  stream.onerror = () => {
+    tell("the monitor does not answer; trying again", "lost");
+    // A browser tries again by itself, unless there was an answer that is no stream, such as that of a full server.
+    if (stream.readyState === EventSource.CLOSED) setTimeout(follow, 3000);
+  };
 }
 
 for (const button of document.querySelectorAll("nav button")) {

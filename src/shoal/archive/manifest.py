@@ -1,0 +1,82 @@
+"""The file that tells what an archive is, and whose being there makes it count."""
+
+from __future__ import annotations
+
+import msgspec
+from blake3 import blake3
+
+from shoal.archive.contents import EPOCHS
+from shoal.errors import ArchiveError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class File(msgspec.Struct, frozen=True):
+    """One file of an archive."""
+
+    bytes: int
+    blake3: str
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """What manifests of all formats have."""
+
+    format: int
+
+
+class NotWholeError(ArchiveError):
+    """An archive was never finished, or its manifest is damaged: nobody can read it any more."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What an archive is. Its hash is over all fields: others may come with another format only."""
+
+    format: int
+    kind: str
+    """``"Optimizer"`` or ``"DiLoCo"``."""
+    run: str
+    epoch: int
+    named: bool
+    """Whether parameters have names; otherwise they have numbers."""
+    written: str
+    """UTC, for people."""
+    files: dict[str, File]
+    check: str = ""
+    """The hash of all this with an empty ``check``."""
+
+    @property
+    def hash(self) -> str:
+        return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
+
+    @classmethod
+    def make(cls, kind: str, run: str, epoch: int, named: bool, written: str, files: dict[str, File]) -> Manifest:
+        """A manifest of the present format, with its hash."""
+        manifest = cls(FORMAT, kind, run, epoch, named, written, files)
+        return msgspec.structs.replace(manifest, check=manifest.hash)
+
+    @classmethod
+    def decode(cls, data: bytes, of: str) -> Manifest:
+        """Read a manifest.
+
+        Args:
+            of: names the archive in errors.
+
+        Raises:
+            NotWholeError: it is damaged.
+            ArchiveError: it has another format.
+        """
+        try:
+            found = msgspec.json.decode(data, type=_Format).format
+            manifest = msgspec.json.decode(data, type=cls) if found == FORMAT else None
+        except ValueError as e:  # of msgspec, or a text that is none
+            raise NotWholeError(f"{of} is damaged, or was never finished: {MANIFEST}: {e}") from e
+        if manifest is None or manifest.kind not in EPOCHS:
+            what = "" if manifest is None else f" of a {manifest.kind}"
+            raise ArchiveError(
+                f"{of} has format {found}{what}, and this version of shoal reads format {FORMAT}: take the version "
+                "that has written it, or a newer one"
+            )
+        if manifest.check != manifest.hash:
+            raise NotWholeError(f"{of} is damaged: {MANIFEST} has another hash than it says")
+        return manifest

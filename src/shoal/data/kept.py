@@ -1,0 +1,72 @@
+"""What is done of a shared pass: read from the table for archives, and told there again when a run is brought back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from shoal.clock import get_dht_time
+from shoal.data.chunks import CHUNKS_PER_BLOCK, BlockRecord, PassRecord, PassState, join_blocks, pack_bits, unpack_bits
+from shoal.data.leases import RECORD_SECONDS, block_key, pass_key, records_under
+from shoal.dht import DHTNode
+from shoal.dht.crypto import tag_of
+from shoal.logs import Seldom
+
+logger = logging.getLogger(__name__)
+
+# Blocks that are read: all peers work in the first one that has something free, so what lies further has no records.
+_MOST_READ = 64
+_ALL_OF_A_BLOCK = (1 << CHUNKS_PER_BLOCK) - 1
+
+
+async def read_pass(node: DHTNode, run_id: str) -> dict[str, Any] | None:
+    """What all peers of a run have done of their data, as :meth:`SharedPass.state_dict` gives it.
+
+    Returns:
+        ``None`` if the run has no shared pass. Of several data sets, it is that which most peers have.
+    """
+    warn = Seldom(logger.warning)
+    told = [record for _, record in await records_under(node, pass_key(run_id), PassRecord, warn)]
+    if not told:
+        return None
+    [((size, chunk, order), _)] = Counter((each.size, each.chunk, each.order) for each in told).most_common(1)
+    same = [each for each in told if (each.size, each.chunk, each.order) == (size, chunk, order)]
+    number = max(each.number for each in same)
+    finished = 0
+    for each in same:
+        if each.number == number:
+            finished |= unpack_bits(each.finished)
+    others = dict[int, int]()
+    unfinished = (block for block in range(finished.bit_length() + 1) if not finished >> block & 1)
+    for block in itertools.islice(itertools.chain(unfinished, itertools.count(finished.bit_length() + 1)), _MOST_READ):
+        key = block_key(run_id, number, size, chunk, order, block)
+        records = await records_under(node, key, BlockRecord, warn)
+        if not records and block >= finished.bit_length():
+            break
+        others[block] = functools.reduce(int.__or__, (unpack_bits(record.done) for _, record in records), 0)
+    done = join_blocks(finished, others)
+    if size is not None:
+        done &= (1 << -(-size // chunk)) - 1
+    return {"number": number, "samples": size, "chunk": chunk, "done": pack_bits(done), "order": order}
+
+
+async def tell_pass(node: DHTNode, run_id: str, state: PassState) -> None:
+    """Tell all peers what is done, for as long as records last. Only a record of this peer is written."""
+    done, finished, tag = unpack_bits(state.done), 0, tag_of(node.peer_id)
+    expiration = get_dht_time() + RECORD_SECONDS
+    for block in range(-(-done.bit_length() // CHUNKS_PER_BLOCK)):
+        bits = done >> block * CHUNKS_PER_BLOCK & _ALL_OF_A_BLOCK
+        if bits == _ALL_OF_A_BLOCK:
+            finished |= 1 << block
+        elif bits:
+            key = block_key(run_id, state.number, state.samples, state.chunk, state.order, block)
+            record = BlockRecord(pack_bits(bits), [], 0.0)
+            await node.store(key, msgspec.to_builtins(record, builtin_types=(bytes,)), expiration, subkey=tag)
+    samples, is_stream = (-1, True) if state.samples is None else (state.samples, False)
+    told = PassRecord(state.number, samples, state.chunk, pack_bits(finished), state.order, is_stream)
+    await node.store(pass_key(run_id), msgspec.to_builtins(told, builtin_types=(bytes,)), expiration, subkey=tag)
