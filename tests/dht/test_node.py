@@ -12,9 +12,11 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
+from shoal.dht.records import FindResult, Found
 from shoal.errors import DHTError
 from shoal.p2p import P2P
 from shoal.p2p.memory import MemoryNetwork
+from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm, holders
 from tests.dht.virtual_time import in_virtual_time
 
@@ -324,6 +326,42 @@ async def test_dictionaries_are_united_from_all_replicas():
     found = await swarm.nodes[3].get("dictionary", latest=True)
     assert found.expiration_time == pytest.approx(later(61), abs=10)
     assert {subkey: item.value for subkey, item in found.value.items()} == {("peer", n): n for n in range(12)}
+
+
+def told(entries: dict[str, float], latest: float, maxsize: int | None = None) -> FindResult:
+    """What a node may say of a dictionary."""
+    content = [maxsize, latest, [[name, b"\x01", expires] for name, expires in entries.items()]]
+    return FindResult(Found.DICTIONARY, MSGPackSerializer.dumps(content), latest, [])
+
+
+@pytest.mark.parametrize("latest", [True, False])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda: told({}, math.inf),
+        lambda: told({}, later(86_000)),
+        lambda: told({"x": later(50)}, later(50), maxsize=1),
+        lambda: told({"x": later(50)}, later(50), maxsize=0),
+    ],
+    ids=["for ever", "for a day", "at most one", "at most none"],
+)
+@in_virtual_time
+async def test_a_node_that_tells_nothing_leaves_nothing_out(lie, latest):
+    swarm = Swarm(seed=13)
+    reader, liar, *others = await swarm.grow(6, num_replicas=6, cache_locally=False, cache_on_store=False)
+    honest = {str(other.peer_id) for other in others}
+    for other in others:
+        await other.store("d", 1, later(40), subkey=str(other.peer_id))
+    for node in (reader, liar):
+        node.protocol.storage.clear()
+    liar.protocol.records.answer = lambda *_: lie()
+    # The liar answers first.
+    swarm.network.delay = lambda source, target, _: 0.01 if liar.peer_id in (source, target) else 0.2
+    found = await reader.get("d", latest=latest)
+    assert found is not None
+    assert found.value
+    assert honest <= set(found.value) or not latest
+    assert found.expiration_time < later(60)
 
 
 @in_virtual_time

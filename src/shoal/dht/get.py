@@ -84,6 +84,8 @@ class Search:
 
         The exception: a dictionary that has entries with an owner always wins against a plain value.
         """
+        if isinstance(value, DictionaryDHTValue) and not value:
+            return  # all its entries are known here, or have expired: nothing is behind the expiration that it claims
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._unite_with(value)
             if expiration_time > self.expiration_time:

@@ -454,6 +454,7 @@ class LocalRecords:
             ValueError, TypeError: the dictionary is malformed, or one of its entries is invalid.
         """
         dictionary = DictionaryDHTValue.unpackb(packed)
+        dictionary.maxsize = math.inf  # else its sender would limit what others tell of the same key
         with dictionary.freeze():
             for subkey, item in dictionary.items():
                 expiration_time, packed_subkey = check_lifetime(item.expiration_time), MSGPackSerializer.dumps(subkey)
