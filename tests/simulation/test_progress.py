@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
 from shoal.clock import get_dht_time
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
+from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
@@ -23,7 +24,7 @@ class Peer:
     """The tracker of one peer, without its facade."""
 
     def __init__(self, host: Host, p2p: P2P, table: SharedTable) -> None:
-        self.host, self.table, self.id = host, table, p2p.peer_id.to_bytes()
+        self.host, self.p2p, self.table, self.id = host, p2p, table, p2p.peer_id.to_bytes()
         self.now = host.dht_time
         ema = PerformanceEMA(clock=self.now)
         ema.update(1, interval=1.0)
@@ -127,6 +128,32 @@ def test_peers_that_crash_or_leave_are_not_expected(seed):
         for peer in alive:
             peer.declare_over()
         assert await seconds_until(lambda: all(p.expected == len(alive) for p in alive)) < 3.0
+        for peer in alive:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_the_dead_are_not_called_with_each_piece_of_news(seed, caplog):
+    seconds = 40
+
+    async def main() -> None:
+        dead, *alive = peers = await start_swarm(Network(WIDE_AREA), count=5)
+        for peer in peers:
+            peer.report(1)
+        await seconds_until(lambda: all(p.board.introduced and p.expected == len(peers) for p in peers))
+        dead.host.crash()
+        with caplog.at_level(logging.DEBUG, "shoal.optim.progress_exchange"):
+            for _ in range(seconds):
+                for peer in alive:
+                    peer.report(1)
+                    peer.declare_over()
+                    peer.next_epoch({other.id for other in alive if other is not peer})
+                await asyncio.sleep(1)
+        assert all(peer.expected == len(alive) for peer in alive)
+        failures = caplog.text.count(f"peer {dead.p2p.peer_id} cannot be called")
+        tries = 1 + seconds / RefreshPolicy().max_period
+        assert len(alive) <= failures <= DIAL_ATTEMPTS * tries * len(alive)
         for peer in alive:
             await peer.exchange.stop()
 

@@ -380,7 +380,7 @@ class ProgressExchange(ServicerBase):
         self._board.plan_refresh(get_dht_time())
 
     def _peers_to_call(self) -> list[PeerID]:
-        records = self._board.companions_to_call(get_dht_time())
+        records = self._board.companions_to_call(get_dht_time(), or_ended=False)
         if len(records) > MAX_CALLED:
             records = self._p2p.rng.sample(records, MAX_CALLED)
         return [PeerID(record.peer_id) for record in records]
