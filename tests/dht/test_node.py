@@ -544,6 +544,27 @@ async def test_shutdown_ends_what_is_in_progress():
             await attempt
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@in_virtual_time
+async def test_shutdown_at_any_moment_ends_what_is_in_progress(count):
+    for moment in range(30):
+        swarm = Swarm(seed=22, delay=0.0)
+        node = (await swarm.grow(count))[-1]
+        calls = [
+            asyncio.ensure_future(call)
+            for call in (node.store("key", 1, later(100)), node.get("other"), node.find_nearest_nodes([DHTID(1)]))
+        ]
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        await node.shutdown()
+        _, waiting = await asyncio.wait(calls, timeout=1)
+        assert not waiting, f"after {moment} turns of the loop"
+        for other in swarm.nodes:
+            await other.shutdown()
+        for call in calls:
+            assert isinstance(call.exception(), DHTError | None)
+
+
 @in_virtual_time
 async def test_shutdown_before_a_search_has_begun_resolves_its_future():
     swarm = Swarm(seed=21)
