@@ -17,6 +17,7 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.synchronization import Synchronization
 from shoal.p2p import PeerID
 from tests.device import chosen_device
 from tests.optim.conftest import (
@@ -328,7 +329,7 @@ def test_batches_of_a_peer_that_was_behind_count_in_no_later_step(make_trainers,
     """Nobody gave it the state, and those who were ahead are gone: it goes on by itself."""
     (trainer,) = make_trainers(1, grad_averager=GradientAverager, reuse_grad_buffers=reuse_grad_buffers)
     with monkeypatch.context() as behind:
-        behind.setattr(trainer.opt._synchronization, "is_needed", lambda: True)
+        behind.setattr(Synchronization, "is_needed", lambda _: True)
         for _ in range(2):
             trainer.step()
     trainer.samples = 0
