@@ -21,7 +21,14 @@ from dataclasses import dataclass
 
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
-from shoal.errors import BootstrapError, IdentityMismatchError, NotAMemberError, NotCallableError, ValidationError
+from shoal.errors import (
+    BootstrapError,
+    IdentityMismatchError,
+    NoAccessTokenError,
+    NotAMemberError,
+    NotCallableError,
+    ValidationError,
+)
 from shoal.p2p import Multiaddr, PeerID
 
 logger = logging.getLogger(__name__)
@@ -223,10 +230,13 @@ class Reunion:
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
             self._protocol.seat.look()
-            if not self._reception.is_lost:
-                await self._look_around()
-            if self._reception.is_lost:
-                await self._find_back()
+            try:
+                if not self._reception.is_lost:
+                    await self._look_around()
+                if self._reception.is_lost:
+                    await self._find_back()
+            except NoAccessTokenError as e:
+                logger.debug("this node cannot look for others at present: %s", e)
 
     # --- in touch -----------------------------------------------------------------------------------------------------
 
