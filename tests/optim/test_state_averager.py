@@ -356,6 +356,20 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     assert joiner.local_epoch == 0
 
 
+@pytest.mark.parametrize("spoilt", [1, 2, 4, 7], ids=["parameter", "extra tensor", "statistic", "another statistic"])
+def test_what_is_finite_here_must_be_finite_in_a_downloaded_state(make_averagers, spoilt):
+    donor, joiner = (make_averagers([make_model(seed)], extra_tensors=[torch.zeros(2)])[0] for seed in range(2))
+    with torch.no_grad(), joiner.get_tensors():
+        joiner.main_parameters[0][0, 0] = torch.nan
+    metadata, tensors, _ = donor.get_current_state()
+    for place in (0, spoilt):
+        tensors[place].view(-1)[0] = torch.inf
+    with pytest.raises(ValueError, match=rf"values of its (tensor|parameter) {spoilt} are NaN or infinite, and this"):
+        take_over(joiner, metadata, tensors)
+    tensors[spoilt].view(-1)[0] = 1.0
+    take_over(joiner, metadata, tensors)
+
+
 def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be(caplog):
     peers, troubles = [PeerID(b"member %d" % number) for number in range(5)], Counter()
 

@@ -305,14 +305,15 @@ class TrainingState:
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape:
                 raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
-        # Where this peer's own values are not finite either, the other state is no worse.
-        bad = first_not_finite(tensors[: len(setup.optimizer_parameters)])
-        if bad is not None and first_not_finite([own[bad]]) is None:
-            raise ValueError(f"values of its parameter {bad} are NaN or infinite, and this peer's are not")
         if not isinstance(metadata.get("rounds", b""), bytes):
             raise ValueError(f"its rounds are malformed: {quoted(metadata['rounds'])}")
         state = cls.split(metadata, tensors, setup, len(extra_tensors), len(buffers))
         check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
+        _, statistics = dump_optimizer_state(setup.optimizer)
+        bad = first_spoilt([*own, *statistics], tensors)
+        if bad is not None:
+            kind = "parameter" if bad < len(setup.optimizer_parameters) else "tensor"
+            raise ValueError(f"values of its {kind} {bad} are NaN or infinite, and this peer's are not")
         return state
 
     @classmethod
@@ -338,6 +339,19 @@ class TrainingState:
             metadata.get("scheduler"),
             Lineage.unpack(metadata.get("rounds", b"")),
         )
+
+
+def first_spoilt(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int | None:
+    """Position of the first given tensor with a value that is not finite, where this peer's own values are finite.
+
+    Where they are not finite either, the other state is no worse.
+    """
+    start = 0
+    while (found := first_not_finite(given[start:])) is not None:
+        start += found + 1
+        if all_finite(own[start - 1]):
+            return start - 1
+    return None
 
 
 def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | None) -> None:
