@@ -122,6 +122,23 @@ async def test_dead_nodes_are_not_among_the_results():
 
 
 @in_virtual_time
+async def test_all_that_would_be_asked_first_may_be_dead():
+    swarm = Swarm(seed=4)
+    reader, *others = await swarm.grow(70)
+    key = DHTID.generate("key")
+    known = sorted((node_id for node_id, _ in reader.protocol.routing_table), key=key.xor_distance)
+    assert len(known) > 30
+    dead = set(known[:25])
+    for node in others:
+        if node.node_id in dead:
+            await swarm.kill(node)
+    assert await reader.store("key", "value", later(100))
+    alive = [node for node in swarm.nodes if node.is_alive]
+    nearest = sorted(alive, key=lambda node: node.node_id ^ key)
+    assert holders(swarm, key) == [node for node in alive if node in nearest[:5]]
+
+
+@in_virtual_time
 async def test_everybody_gets_what_anybody_stored():
     swarm = Swarm(seed=3)
     await swarm.grow(20)
