@@ -367,23 +367,25 @@ class LocalRecords:
         key_id, packed_subkey, value, expiration_time, in_cache = record
         try:
             if packed_subkey == WHOLE_DICTIONARY:
-                entries = list(self.unpack_dictionary(key_id, value).items())
-                kept = [self.shelves.put(Place(in_cache, key_id, name), *item, payer) for name, item in entries]
+                entries = self.unpack_dictionary(key_id, value)
+                how = payer, has_owned_entries(self.record_validator, key_id.to_bytes(), entries)
+                kept = [self.shelves.put(Place(in_cache, key_id, name), *item, *how) for name, item in entries.items()]
                 return any(kept)
-            check_lifetime(expiration_time)
-            if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
+            checked = DHTRecord(key_id.to_bytes(), packed_subkey, value, check_lifetime(expiration_time))
+            if not self.is_valid(checked):
                 return False
-            subkey = None
+            subkey, is_owned = None, False
             if packed_subkey == PLAIN_VALUE:
                 if any(self._has_owned_entries(key_id, present) for present in (self.storage, self.cache)):
                     return False
             else:
                 subkey = MSGPackSerializer.loads(packed_subkey)
                 check_subkey(subkey, packed_subkey)
+                is_owned = self.record_validator is not None and self.record_validator.is_owned(checked)
         except (ValueError, TypeError) as e:
             logger.debug("refused a record for key %s: %s", key_id, e)
             return False
-        return self.shelves.put(Place(in_cache, key_id, subkey), value, expiration_time, payer)
+        return self.shelves.put(Place(in_cache, key_id, subkey), value, expiration_time, payer, is_owned)
 
     def _has_owned_entries(self, key_id: DHTID, storage: DHTLocalStorage) -> bool:
         present = storage.get(key_id)

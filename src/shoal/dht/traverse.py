@@ -51,7 +51,7 @@ def walk_line() -> asyncio.Semaphore:
 MAX_REQUESTS_PER_BEAM = 10
 
 
-# A query keeps at least this many nodes, however narrow its beam is. Nobody tells it again of those that it has dropped.
+# A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
 LEAST_KEPT = 60
 
 # A request is suspicious only after this many times the mean response time.
