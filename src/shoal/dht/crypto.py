@@ -277,6 +277,9 @@ class SignatureValidator(RecordValidatorBase):
         is_signed = start >= 0 and _SIGNATURE.fullmatch(record.value, start) is not None
         return record.value[:start] if is_signed else record.value
 
+    def is_forged(self, record: DHTRecord) -> bool:
+        return not self.validate(record)
+
     def is_owned(self, record: DHTRecord) -> bool:
         return bool(self._owners(record))
 

@@ -101,6 +101,10 @@ class RecordValidatorBase(ABC):
         """The value without what :meth:`sign_value` added."""
         return record.value
 
+    def is_forged(self, record: DHTRecord) -> bool:
+        """Whether the record breaks a rule that every node applies, whatever its run: whoever passes it on lies."""
+        return False
+
     def is_owned(self, record: DHTRecord) -> bool:
         """Whether only one owner may write this record. Then others cannot replace its dictionary by a plain value."""
         return False
@@ -161,6 +165,9 @@ class CompositeValidator(RecordValidatorBase):
         for validator in reversed(self.validators):
             record = _with_value(record, validator.strip_value(record))
         return record.value
+
+    def is_forged(self, record: DHTRecord) -> bool:
+        return any(validator.is_forged(record) for validator in self.validators)
 
     def is_owned(self, record: DHTRecord) -> bool:
         return any(validator.is_owned(record) for validator in self.validators)
