@@ -684,7 +684,8 @@ ORIGINS = [bytes([i]) * 20 for i in range(3)]
         ([(ORIGINS[1], 5), (ORIGINS[2], 5), (ORIGINS[1], 5)], (ORIGINS[1], True, 5)),
         ([(ORIGINS[1], 5), (ORIGINS[2], 5)], (ORIGINS[2], True, 5)),
         ([(ORIGINS[1], 6), (ORIGINS[2], 5)], (ORIGINS[1], True, 6)),
-        ([(ORIGINS[1], 5), (ORIGINS[1], 5), (ORIGINS[2], 10**9)], (ORIGINS[1], True, 10**9)),  # perhaps a lie
+        ([(ORIGINS[1], 5), (ORIGINS[1], 5), (ORIGINS[2], 10**9)], (ORIGINS[1], True, 7)),  # perhaps a lie
+        ([(ORIGINS[1], 5), (ORIGINS[1], 5), (None, 10**9)], (ORIGINS[1], True, 7)),
         ([(NEVER, 0), (NEVER, 0)], (NEVER, False, 0)),
         ([(None, 7), (ORIGINS[1], 5)], (ORIGINS[1], True, 7)),  # one is in another round and cannot tell
         ([(None, 0), (ORIGINS[1], 5)], (ORIGINS[1], False, 5)),  # an auxiliary peer has no state

@@ -96,6 +96,8 @@ NEVER = bytes(GROUP_ID_BYTES)
 
 # Upper limit for the rounds that a statement, a checkpoint or a donor may claim.
 MAX_ROUNDS = 2**53
+# A member may have made so many rounds more than others: one that they have missed, and one that it is about to end.
+MOST_ROUNDS_AHEAD = 2
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8
 _ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
@@ -231,5 +233,6 @@ def agree(statements: Sequence[Statement]) -> Agreement:
         return Agreement(None, bool(present), rounds, False)
     differs = len({s.made_by for s in present}) > 1
     same_bits = not differs and len({s.digest for s in present}) == 1 and present[0].digest != b""
-    (made_by, _), _ = max(known.items(), key=lambda item: (item[0][0] != NEVER, item[1], item[0][1], item[0][0]))
-    return Agreement(made_by, differs, rounds, same_bits)
+    chosen, _ = max(known.items(), key=lambda item: (item[0][0] != NEVER, item[1], item[0][1], item[0][0]))
+    made_by, of_chosen = chosen
+    return Agreement(made_by, differs, min(rounds, of_chosen + MOST_ROUNDS_AHEAD), same_bits)
