@@ -127,6 +127,31 @@ def test_local_steps_survive_averaging_with_the_delta_rule(make_averagers):
         torch.testing.assert_close(values(models[1])[index], mean)
 
 
+def test_with_the_delta_rule_no_variance_becomes_negative(make_averagers):
+    """Second moments of Adam, and running variances of batch norm, shrink during the round, and then by its result."""
+    models, variances = [make_model(seed) for seed in range(2)], [torch.tensor([9.0, 9.0]), torch.tensor([0.0, 8.0])]
+    options = {"optimizer": lambda p: torch.optim.Adam(p, betas=(0.9, 0.5)), "average_opt_statistics": ["exp_avg_sq"]}
+    averagers = [
+        make_averagers([model], extra_tensors=[variance], delta_rule_averaging=True, **options)[0]
+        for model, variance in zip(models, variances, strict=True)
+    ]
+    set_grads(models[0], 10.0)
+    averagers[0].step(optimizer_step=True)
+    controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
+    averagers[0].step(averaging_round=True, delay_averaging=True, averaging_control=controls[0])
+    for _ in range(3):
+        set_grads(models[0], 0.1)
+        averagers[0].step(optimizer_step=True)
+    variances[0].copy_(torch.tensor([1.0, 1.0]))
+    averagers[1].step(averaging_round=True, averaging_control=controls[1])
+    averagers[0].finish_jobs()
+    assert variances[0].tolist() == [1.0, 0.5]
+    assert all(bool((state["exp_avg_sq"] >= 0).all()) for state in averagers[0].optimizer.state.values())
+    set_grads(models[0], 0.1)
+    averagers[0].step(optimizer_step=True)
+    assert all(bool(value.isfinite().all()) for value in values(models[0]))
+
+
 def test_local_steps_in_the_background_survive_averaging_too(make_averagers):
     models = [make_model(seed) for seed in range(2)]
     averagers = make_averagers(

@@ -141,8 +141,10 @@ class StateTensors:
         if not as_difference or self._before_averaging is None:
             self._copy(from_local=False)
             return
-        for local, new, old in zip(self.local(), self.averaged, self._before_averaging, strict=True):
-            add_change(local, new, old)
+        parameters = len(self.setup.optimizer_parameters)
+        triples = zip(self.local(), self.averaged, self._before_averaging, strict=True)
+        for index, (local, new, old) in enumerate(triples):
+            (add_change if index < parameters else add_change_above_zero)(local, new, old)
         self._before_averaging = None
 
     def _copy(self, from_local: bool) -> None:
@@ -178,6 +180,19 @@ def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> Non
         local[spoilt.to(local.device)] = new[spoilt].to(local.device, local.dtype)
         change = torch.where(spoilt, 0, without_overflow(change))
     local.add_(change.to(local.device))
+
+
+def add_change_above_zero(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
+    """As :func:`add_change`, but no variance becomes negative.
+
+    Such a statistic may shrink here and by averaging, and together by more than there is. Then the smaller one of both
+    results stands.
+    """
+    is_variance = not any(bool((tensor < 0).any()) for tensor in (local, new, old))
+    before = local.clone()
+    add_change(local, new, old)
+    if is_variance:
+        local.copy_(torch.where(local < 0, torch.minimum(before, new.to(local.device, local.dtype)), local))
 
 
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
