@@ -423,7 +423,7 @@ class ProgressExchange(ServicerBase):
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
                     await _sleep(DIAL_PAUSE)
-            except (TimeoutError, ValueError) as e:
+            except (ShoalError, TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
