@@ -224,13 +224,8 @@ class ProgressExchange(ServicerBase):
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
         rounds = self._board.kinship.lineage(get_dht_time()).pack()
-        more: dict[str, Any] = {
-            "addresses": addresses,
-            "endorsement": self._endorsement,
-            "rounds": rounds,
-            "depth": self.spread.depth,
-        }
-        record = ProgressRecord(**own.to_dict(), **more)
+        more: dict[str, Any] = {"endorsement": self._endorsement, "rounds": rounds, "depth": self.spread.depth}
+        record = ProgressRecord(**own.to_dict(), addresses=addresses, **more)
         for place in self.spread.places_to_write():
             try:
                 key, expiration = key_at(self.key, place), get_dht_time() + self._metadata_expiration
@@ -339,7 +334,9 @@ class ProgressExchange(ServicerBase):
             if record.peer_id != self._board.own.peer_id:
                 known = found.get(record.peer_id)
                 if known is None or known[0].time < record.time:
-                    self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
+                    for address in record.addresses:
+                        with contextlib.suppress(ValueError):  # perhaps of a kind that this version does not know
+                            self._p2p.add_addresses(PeerID(record.peer_id), [address])
                     found[record.peer_id] = (record, float(entry.expiration_time))
         if not self.spread.learn(place, list(depths.values())):
             return False
