@@ -193,6 +193,18 @@ def test_who_answers_with_nonsense_breaks_no_call_to_others(seed, caplog):
     assert "never retrieved" not in caplog.text
 
 
+def test_a_tracker_that_fails_says_so(seed, caplog):
+    async def main() -> None:
+        (peer,) = await start_swarm(Network(WIDE_AREA), count=1)
+        peer.exchange.on_fetch = lambda: 1 / 0
+        await seconds_until(lambda: not peer.exchange.is_alive)
+        await peer.exchange.stop()
+
+    run(main(), seed=seed)
+    assert "this peer no longer follows the progress of others" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_clients_learn_in_the_end_what_others_are_told(seed):
     async def main() -> None:
         peers = await start_swarm(Network(WIDE_AREA), clients=6)

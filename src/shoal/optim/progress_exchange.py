@@ -38,7 +38,7 @@ from shoal.optim.progress import (
 from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
-from shoal.tasks import cancel_and_wait
+from shoal.tasks import cancel_and_wait, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.optim.progress_board import ProgressBoard
@@ -149,6 +149,8 @@ class ProgressExchange(ServicerBase):
         self._tasks = [
             loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
         ]
+        for task in self._tasks:
+            task.add_done_callback(_tell_failure)
 
     def _tell_change(self) -> None:
         """Call the watchers. They look at all peers, so in a large swarm they are not called at every message."""
@@ -186,7 +188,7 @@ class ProgressExchange(ServicerBase):
 
     async def _keep_publishing(self) -> None:
         while True:
-            await _wait_for(self.report_due, self._metadata_expiration / 2)
+            await wait_at_most(self.report_due, self._metadata_expiration / 2)
             self.report_due.clear()
             now = get_dht_time()
             if self._others_are_wrong(now):
@@ -487,10 +489,10 @@ def _check_time(progress: LocalTrainingProgress, now: float) -> None:
         raise ValueError(f"progress from {progress.time - now:.1f} s in the future")
 
 
-async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("this peer no longer follows the progress of others: make its optimizer anew", exc_info=error)
 
 
 async def _sleep(seconds: float) -> None:
