@@ -409,7 +409,8 @@ class LocalRecords:
             if found is Found.DICTIONARY:
                 return self.unpack_dictionary(key_id, value)
             if found is Found.PLAIN:
-                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, check_lifetime(expiration_time))
+                expires = check_lifetime(expiration_time, is_kept=True)
+                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, expires)
                 return value if self.is_valid(record) else None
         except (ValueError, TypeError) as e:
             logger.debug("ignored what another node found for key %s: %s", key_id, e)
@@ -462,7 +463,8 @@ class LocalRecords:
         left_out = []
         with dictionary.freeze():
             for subkey, item in dictionary.items():
-                expiration_time, packed_subkey = check_lifetime(item.expiration_time), MSGPackSerializer.dumps(subkey)
+                expiration_time = check_lifetime(item.expiration_time, is_kept=True)
+                packed_subkey = MSGPackSerializer.dumps(subkey)
                 check_subkey(subkey, packed_subkey)
                 if not isinstance(item.value, bytes):
                     raise ValueError(f"entry {quoted(subkey)} of a dictionary is not bytes")

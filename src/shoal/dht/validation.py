@@ -203,8 +203,11 @@ def check_expiration(expiration_time: Any) -> float:
     return seconds
 
 
-def check_lifetime(expiration_time: Any) -> float:
+def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
     """Check the expiration of another peer's record, and return it as a float.
+
+    Args:
+        is_kept: another node keeps the record already. Its clock may be ahead of this one's, too.
 
     Raises:
         ValueError: it is negative, not finite, or too far in the future.
@@ -212,7 +215,7 @@ def check_lifetime(expiration_time: Any) -> float:
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
-    if left > MAX_LIFETIME_SECONDS + _TOLERANCE_SECONDS:
+    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * _TOLERANCE_SECONDS:
         raise ValueError(f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}")
     return seconds
 
