@@ -45,6 +45,10 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def values_of(averager: TrainingStateAverager) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in averager.main_parameters]
+
+
 def take_over(joiner: TrainingStateAverager, metadata: object, tensors: list[torch.Tensor]) -> None:
     """As at the end of a download."""
     joiner.take_over(State(metadata, tensors), accept_older=False, run=joiner.lineage_keeper)
@@ -696,6 +700,24 @@ def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
     with pytest.raises(ValueError, match="50"):
         take_over(joiner, {**metadata, "epoch": 10**9}, tensors)
     assert everything(joiner, extra) == before
+
+
+@pytest.mark.parametrize("own_epoch", [0, 1])
+def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_averagers, own_epoch):
+    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
+    joiner.local_epoch = own_epoch
+    before, rates = values_of(joiner), joiner.learning_rates()
+    donor.local_epoch = 4
+    metadata, tensors, _ = donor.get_current_state()
+    metadata["scheduler"] |= {"step_size": 0, "last_epoch": 3}
+    with pytest.raises(ValueError, match="it cannot be put in place: ZeroDivisionError"):
+        take_over(joiner, metadata, tensors)
+    assert joiner.local_epoch == own_epoch
+    if own_epoch:
+        assert all(torch.equal(a, b) for a, b in zip(values_of(joiner), before, strict=True))
+        assert joiner.learning_rates() == rates
+    joiner.step(increment_epoch=True)
+    assert joiner.learning_rates()[0] == own_epoch + 1, "its own schedule goes on"
 
 
 def test_nobody_holds_the_state_for_long_by_claiming_an_epoch(make_averagers):
