@@ -352,7 +352,7 @@ class StateHolder(DecentralizedAverager):
 
         Raises:
             ValueError: it is not good; this peer has its own state back. (A peer that has not trained yet and has no
-                hook keeps no copy of its state. If a state fits but then cannot be put in place, tensors of it may stay,
+                hook keeps no copy of its state. If a state fits but then cannot be put in place, its tensors may stay,
                 but neither its epoch nor its schedule.)
         """
         metadata, tensors = downloaded
