@@ -25,8 +25,10 @@ from shoal.errors import (
     BootstrapError,
     IdentityMismatchError,
     NoAccessTokenError,
+    NoReservationError,
     NotAMemberError,
     NotCallableError,
+    RefusedDialError,
     ValidationError,
 )
 from shoal.p2p import Multiaddr, PeerID
@@ -174,6 +176,9 @@ IDLE_SECONDS = 20.0
 FIRST_PAUSE_SECONDS = 5.0
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
 LONGEST_PAUSE_SECONDS = 30.0
+# The same for a suspect whose program has ended, as a refusal shows: when it is started again, it joins by itself. Not
+# so initial peers, which may be started again without knowing anybody.
+LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
 # Pause between two pings of an initial peer that answers, but has no place in the table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
 # With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
@@ -194,6 +199,7 @@ class _Probe:
 
     due: float
     pause: float = FIRST_PAUSE_SECONDS
+    has_ended: bool = False
 
 
 class Reunion:
@@ -262,7 +268,7 @@ class Reunion:
         for peer in chosen:
             probe = self._probes[peer]
             probe.due = now + probe.pause
-            probe.pause = min(2 * probe.pause, longest)
+            probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
         if self._reception.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
             chosen += self._rng.sample(members, min(PROBES_PER_TICK, len(members)))
@@ -280,7 +286,11 @@ class Reunion:
     async def _ping_one(self, peer: PeerID) -> None:
         try:
             await self._protocol.ping(peer, validate=False)
-        except NO_ANSWER:
+        except NO_ANSWER as e:
+            # Whose relay has no reservation of it may have moved to others.
+            is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
+            if is_refused and peer in self._probes and peer not in self._addresses:
+                self._probes[peer].has_ended = True
             return
         if peer in self._probes:
             self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
