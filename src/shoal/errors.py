@@ -14,6 +14,7 @@
     │   │   │   └── NoReservationError  relays answer, and none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
+    │   ├── NoAccessTokenError  this peer has no valid token of its authority, so it calls and answers nobody
     │   ├── IdentityTakenError  another process is online with the identity of this peer
     │   └── StreamClosedError   the connection to a peer ended before an operation was complete
     ├── P2PHandlerError         the other side received the call and its handler raised
@@ -96,6 +97,10 @@ class NotAMemberError(DialError):
     def __init__(self, text: str, *, reason: str = "not a member") -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class NoAccessTokenError(P2PDaemonError, RuntimeError):
+    """This peer has no valid access token, because its authority gives it none; the text says why."""
 
 
 class IdentityTakenError(P2PDaemonError):

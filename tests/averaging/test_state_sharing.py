@@ -28,7 +28,7 @@ from shoal.averaging.state.download import (
 from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
 from shoal.averaging.state.places import MAX_DOWNLOADS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorMetadata, base
-from shoal.errors import P2PHandlerError
+from shoal.errors import NoAccessTokenError, P2PHandlerError
 from shoal.p2p import Identity
 from shoal.tasks import cancel_and_wait
 from shoal.testing import run
@@ -460,6 +460,42 @@ async def test_a_version_is_its_shapes_and_values():
     assert len({*versions, await version([values], Float16Compression())}) == 7
 
 
+def make_sharing(table: object) -> StateSharing:
+    p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [], is_callable=True)
+    return StateSharing(
+        p2p,
+        table,
+        "donors",
+        lambda: (None, []),
+        NoCompression(),
+        declare_period=30,
+        chunk_timeout=5,
+        max_bytes=2**20,
+        get_stub=lambda peer: None,
+    )
+
+
+def test_a_donor_whose_authority_was_away_declares_itself_again():
+    class Table:
+        stored = 0
+
+        async def store(self, *args: object, **kwargs: object) -> None:
+            self.stored += 1
+            if self.stored < 3:
+                raise NoAccessTokenError("the authority is away")
+
+    async def main() -> None:
+        table = Table()
+        sharing = make_sharing(table)
+        sharing.set(allowed=True)
+        declaring = asyncio.ensure_future(sharing.declare_forever())
+        await asyncio.sleep(100)
+        assert table.stored == 4
+        declaring.cancel()
+
+    run(main())
+
+
 def test_a_donor_that_leaves_waits_for_nobody_long():
     """Those that keep its declaration may be frozen."""
 
@@ -473,18 +509,7 @@ def test_a_donor_that_leaves_waits_for_nobody_long():
 
     async def main() -> float:
         table = Table()
-        p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [], is_callable=True)
-        sharing = StateSharing(
-            p2p,
-            table,
-            "donors",
-            lambda: (None, []),
-            NoCompression(),
-            declare_period=30,
-            chunk_timeout=5,
-            max_bytes=2**20,
-            get_stub=lambda peer: None,
-        )
+        sharing = make_sharing(table)
         sharing.set(allowed=True)
         declaring = asyncio.ensure_future(sharing.declare_forever())
         await asyncio.sleep(1)

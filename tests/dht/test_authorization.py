@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import pickle
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta, timezone
@@ -19,6 +20,7 @@ from shoal.clock import get_dht_time
 from shoal.dht import DHT, DHTID, DHTNode, authorization
 from shoal.dht.authorization import (
     MAX_REQUEST_AGE,
+    RETRY_SECONDS,
     AccessToken,
     AuthorizedRequest,
     AuthorizedResponse,
@@ -27,10 +29,20 @@ from shoal.dht.authorization import (
     RequestAuth,
     TokenAuthorizerBase,
 )
-from shoal.dht.crypto import PrivateKey
+from shoal.dht.crypto import PrivateKey, tag_of
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
-from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import (
+    BootstrapError,
+    NoAccessTokenError,
+    NotAMemberError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+)
+from shoal.optim.progress import PerformanceEMA, RefreshPolicy, endorse
+from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_exchange import ProgressExchange
 from shoal.p2p import Call, Header, P2PContext, ServicerBase
 from shoal.p2p.tokens import Token
 from shoal.p2p.transport import decode_header
@@ -152,6 +164,70 @@ async def test_who_loses_membership_is_told_by_each_call():
     assert await nodes[0].store("key", 1, get_dht_time() + 10)  # the others carry on
     authorizers[1].fails = False
     assert await nodes[1].get("key") is not None
+
+
+def make_exchange(node: DHTNode) -> tuple[ProgressBoard, ProgressExchange]:
+    now, tag = get_dht_time(), tag_of(node.peer_id)
+    board = ProgressBoard(
+        node.peer_id.to_bytes(), False, 10**9, RefreshPolicy(), PerformanceEMA(clock=get_dht_time), now
+    )
+    return board, ProgressExchange(
+        *(node, node.p2p, "run", board),
+        owner_tag=tag,
+        endorsement=endorse(node.p2p.identity, tag),
+        min_period=0.5,
+        metadata_expiration=60.0,
+    )
+
+
+@in_virtual_time
+async def test_who_was_without_a_token_for_a_while_takes_part_again_by_itself(caplog):
+    swarm, authority = Swarm(), Authority()
+    authorizers = [Member(authority, lifetime=60.0) for _ in range(4)]
+    nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]
+    boards, exchanges = zip(*map(make_exchange, nodes), strict=True)
+    for board, exchange in zip(boards, exchanges, strict=True):
+        await exchange.start()
+        board.report(0, 1, get_dht_time())
+        exchange.report_due.set()
+    others = boards[1:]
+    await asyncio.sleep(30)
+    assert all(len(board.expected_members(get_dht_time())) == 3 for board in others)
+    authorizers[0].fails = True
+    await asyncio.sleep(300)
+    assert any(nodes[0].node_id not in node.protocol.routing_table for node in nodes[1:])
+    authorizers[0].fails = False
+    await asyncio.sleep(60)
+    assert all(nodes[0].node_id in node.protocol.routing_table for node in nodes[1:])
+    assert all(len(board.expected_members(get_dht_time())) == 3 for board in others)
+    assert all(exchange.is_alive for exchange in exchanges)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    for exchange in exchanges:
+        await exchange.stop()
+
+
+@in_virtual_time
+async def test_while_the_token_is_good_a_failed_refresh_holds_up_nobody(caplog):
+    authorizer = Member(Authority(), lifetime=60.0)
+    token = await authorizer.refresh_token_if_needed()
+    authorizer.fails = True
+    await asyncio.sleep(40)
+    for _ in range(20):
+        assert await authorizer.refresh_token_if_needed() is token
+    assert caplog.text.count("could not be refreshed") == 1
+    authorizer.fails = False
+    await asyncio.sleep(RETRY_SECONDS)
+    assert await authorizer.refresh_token_if_needed() is not token
+
+
+@in_virtual_time
+async def test_those_who_wait_for_the_same_attempt_hear_of_its_failure_together():
+    authorizer = Member(Authority())
+    authorizer.fails = True
+    began = asyncio.get_running_loop().time()
+    errors = await asyncio.gather(*(authorizer.refresh_token_if_needed() for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(error, NoAccessTokenError) for error in errors)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(0.01)
 
 
 @in_virtual_time

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.joining import IDLE_SECONDS
-from shoal.dht.records import records_for_newcomer
+from shoal.dht.joining import IDLE_SECONDS, LONGEST_PAUSE_OF_ENDED_SECONDS
 from shoal.dht.routing import RoutingTable
+from shoal.dht.seat import records_for_newcomer
 from shoal.dht.storage import DHTLocalStorage
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError
 from shoal.p2p import Identity, PeerID
@@ -318,3 +318,25 @@ def test_what_is_handed_over_is_what_the_rule_says(seed):
 
     expected = [key for key, _ in storage.items() if should_go(key)]
     assert [key for key, _, _ in records_for_newcomer(newcomer, storage, table, num_replicas)] == expected
+
+
+@in_virtual_time
+async def test_those_whose_program_has_ended_are_seldom_looked_for():
+    swarm = Swarm(seed=9)
+    *alive, gone = await swarm.grow(6)
+    await swarm.kill(gone)
+    delay, dials = swarm.network.delay, []
+
+    def note(source: PeerID, target: PeerID, size: int) -> float:
+        if target == gone.peer_id:
+            dials.append(get_dht_time())
+        return delay(source, target, size)
+
+    swarm.network.delay = note
+    for node in alive:
+        await node.find_nearest_nodes([gone.node_id])  # it notices
+    await asyncio.sleep(300)
+    assert len(dials) >= len(alive), "nobody has heard a goodbye"
+    dials.clear()
+    await asyncio.sleep(1800)
+    assert len(dials) <= len(alive) * (1 + 1800 / LONGEST_PAUSE_OF_ENDED_SECONDS)

@@ -12,9 +12,11 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
+from shoal.dht.records import FindResult, Found
 from shoal.errors import DHTError
 from shoal.p2p import P2P
 from shoal.p2p.memory import MemoryNetwork
+from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm, holders
 from tests.dht.virtual_time import in_virtual_time
 
@@ -117,6 +119,23 @@ async def test_dead_nodes_are_not_among_the_results():
 
 
 # --- storing and getting ----------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_all_that_would_be_asked_first_may_be_dead():
+    swarm = Swarm(seed=4)
+    reader, *others = await swarm.grow(70)
+    key = DHTID.generate("key")
+    known = sorted((node_id for node_id, _ in reader.protocol.routing_table), key=key.xor_distance)
+    assert len(known) > 30
+    dead = set(known[:25])
+    for node in others:
+        if node.node_id in dead:
+            await swarm.kill(node)
+    assert await reader.store("key", "value", later(100))
+    alive = [node for node in swarm.nodes if node.is_alive]
+    nearest = sorted(alive, key=lambda node: node.node_id ^ key)
+    assert holders(swarm, key) == [node for node in alive if node in nearest[:5]]
 
 
 @in_virtual_time
@@ -326,6 +345,42 @@ async def test_dictionaries_are_united_from_all_replicas():
     assert {subkey: item.value for subkey, item in found.value.items()} == {("peer", n): n for n in range(12)}
 
 
+def told(entries: dict[str, float], latest: float, maxsize: int | None = None) -> FindResult:
+    """What a node may say of a dictionary."""
+    content = [maxsize, latest, [[name, b"\x01", expires] for name, expires in entries.items()]]
+    return FindResult(Found.DICTIONARY, MSGPackSerializer.dumps(content), latest, [])
+
+
+@pytest.mark.parametrize("latest", [True, False])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda: told({}, math.inf),
+        lambda: told({}, later(86_000)),
+        lambda: told({"x": later(50)}, later(50), maxsize=1),
+        lambda: told({"x": later(50)}, later(50), maxsize=0),
+    ],
+    ids=["for ever", "for a day", "at most one", "at most none"],
+)
+@in_virtual_time
+async def test_a_node_that_tells_nothing_leaves_nothing_out(lie, latest):
+    swarm = Swarm(seed=13)
+    reader, liar, *others = await swarm.grow(6, num_replicas=6, cache_locally=False, cache_on_store=False)
+    honest = {str(other.peer_id) for other in others}
+    for other in others:
+        await other.store("d", 1, later(40), subkey=str(other.peer_id))
+    for node in (reader, liar):
+        node.protocol.storage.clear()
+    liar.protocol.records.answer = lambda *_: lie()
+    # The liar answers first.
+    swarm.network.delay = lambda source, target, _: 0.01 if liar.peer_id in (source, target) else 0.2
+    found = await reader.get("d", latest=latest)
+    assert found is not None
+    assert found.value
+    assert honest <= set(found.value) or not latest
+    assert found.expiration_time < later(60)
+
+
 @in_virtual_time
 async def test_entries_expire_one_by_one_and_are_replaced_by_later_ones_only():
     swarm = Swarm(seed=11)
@@ -504,6 +559,27 @@ async def test_shutdown_ends_what_is_in_progress():
     ):
         with pytest.raises(DHTError, match="create a new one"):
             await attempt
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@in_virtual_time
+async def test_shutdown_at_any_moment_ends_what_is_in_progress(count):
+    for moment in range(30):
+        swarm = Swarm(seed=22, delay=0.0)
+        node = (await swarm.grow(count))[-1]
+        calls = [
+            asyncio.ensure_future(call)
+            for call in (node.store("key", 1, later(100)), node.get("other"), node.find_nearest_nodes([DHTID(1)]))
+        ]
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        await node.shutdown()
+        _, waiting = await asyncio.wait(calls, timeout=1)
+        assert not waiting, f"after {moment} turns of the loop"
+        for other in swarm.nodes:
+            await other.shutdown()
+        for call in calls:
+            assert isinstance(call.exception(), DHTError | None)
 
 
 @in_virtual_time

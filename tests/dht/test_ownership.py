@@ -237,6 +237,22 @@ async def test_nor_does_one_that_was_there_before(in_cache):
         assert found.value == {owned.subkey: ("mine", owned.expires)}
 
 
+@pytest.mark.parametrize("in_cache", [False, True], ids=["storage", "cache"])
+@in_virtual_time
+async def test_a_plain_value_that_came_first_keeps_no_owner_out(in_cache):
+    owned = await OwnedRecord.create()
+    plain = NewRecord(DHTID.generate("taken"), PLAIN_VALUE, MSGPackSerializer.dumps("plain"), later(1000), in_cache)
+    for node in owned.nodes:
+        assert node.protocol.records.keep(plain)
+    assert not await owned.owner.store("taken", "too late", later(-1), subkey=owned.subkey)
+    for reader in owned.nodes:
+        assert (await reader.get("taken", latest=True)).value == "plain"
+    assert await owned.owner.store("taken", "mine", owned.expires, subkey=owned.subkey)
+    for reader in owned.nodes:
+        found = await reader.get("taken", latest=True)
+        assert found.value == {owned.subkey: ("mine", owned.expires)}
+
+
 @in_virtual_time
 async def test_plain_values_replace_dictionaries_that_nobody_owns():
     owned = await OwnedRecord.create()

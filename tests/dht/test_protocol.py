@@ -331,12 +331,14 @@ async def test_invalid_records_are_not_believed_but_their_neighbors_are():
     await third.call_ping(server.p2p.peer_id)
     peer = server.p2p.peer_id
     await caller.call_store(peer, [plain(b"bad", later(9))])
-    for subkey, value in [("a", b"good"), ("b", b"bad")]:
-        await caller.call_store(peer, [NewRecord(DHTID(5), MSGPackSerializer.dumps(subkey), value, later(9))])
+    for subkey, value, seconds in [("a", b"good", 9), ("b", b"bad", 99)]:
+        await caller.call_store(peer, [NewRecord(DHTID(5), MSGPackSerializer.dumps(subkey), value, later(seconds))])
     answer = await caller.call_find(peer, [KEY, DHTID(5)])
     for key in (KEY, DHTID(5)):
-        assert answer.records[key].value is None
         assert answer.records[key].neighbors == [third.node_id]
+    assert answer.records[KEY].value is None
+    assert [subkey for subkey, _ in answer.records[DHTID(5)].value.items()] == ["a"], "that node knows no such rule"
+    assert answer.records[DHTID(5)].expiration_time < later(10)
 
 
 @in_virtual_time

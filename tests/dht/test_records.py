@@ -133,6 +133,23 @@ async def test_what_lives_longer_is_not_believed():
 
 
 @in_virtual_time
+async def test_what_a_node_with_a_faster_clock_has_accepted_is_no_reason_to_refuse_the_rest():
+    """Else anybody could hide all that stands under a key from those whose clocks are slower."""
+    fast, slow, key = LocalRecords(None, None), LocalRecords(None, None), DHTID.generate("key")
+    assert fast.keep(NewRecord(key, MSGPackSerializer.dumps("honest"), b"value", later(100)))
+    assert fast.keep(NewRecord(key, MSGPackSerializer.dumps("longest"), b"value", later(MAX_LIFETIME_SECONDS + 60)))
+    dictionary, _ = fast.find(key)
+    # The slower clock shows what this one has shown three seconds ago.
+    longest = DictionaryDHTValue()
+    for subkey, item in dictionary.items():
+        longest.store(subkey, item.value, item.expiration_time + 3)
+    found = slow.read(key, Found.DICTIONARY, longest.packb(), later(100))
+    assert {subkey for subkey, _ in found.items()} == {"honest", "longest"}
+    assert slow.keep(NewRecord(key, WHOLE_DICTIONARY, longest.packb(), later(100)))
+    assert slow.read(key, Found.PLAIN, b"value", later(MAX_LIFETIME_SECONDS + 63)) == b"value"
+
+
+@in_virtual_time
 async def test_who_wants_more_is_told_once(caplog, monkeypatch):
     # Another test may have caused that line already.
     monkeypatch.setattr(store, "warn_seldom", Seldom(store.logger.warning))

@@ -91,3 +91,19 @@ async def test_a_result_serves_those_who_ask_for_no_more():
     assert not stranger.finished
     assert pending[KEY] == [others[2]]
     assert others[0].future.result() == ("found", later(10))
+
+
+@in_virtual_time
+async def test_a_sample_of_the_entries_serves_only_those_who_ask_for_no_more_of_them():
+    pending = PendingSearches()
+    most = [8, 0, 9, 8, 3]
+    sample, *others = (Search(KEY, float("inf"), None, most_entries=number) for number in most)
+    for search in (sample, *others):
+        pending.join(search)
+    sample.add_candidate(dictionary(a=(1, later(10))), later(10), NODES[0])
+    pending.share_result(sample)
+    assert [other.finished for other in others] == [False, False, True, True]
+    everything = others[0]
+    everything.add_candidate(dictionary(a=(1, later(10)), b=(2, later(10))), later(10), NODES[0])
+    pending.share_result(everything)
+    assert others[1].finished

@@ -103,6 +103,14 @@ async def test_nodes_that_do_not_respond_are_replaced_by_the_next_nearest():
 
 
 @in_virtual_time
+async def test_a_narrow_beam_gets_past_many_that_do_not_respond():
+    world = World()
+    world.dead = dict.fromkeys(world.nearest(TARGET, 12))
+    [found] = (await walk(world, [TARGET], beam_size=2, num_workers=1)).values()
+    assert found == world.nearest(TARGET, 2)
+
+
+@in_virtual_time
 async def test_enough_responses_end_a_query_early():
     world = World()
     results = await walk(world, [TARGET], enough_responses=5)

@@ -361,6 +361,23 @@ def test_a_newcomer_gets_the_state_with_its_first_round(make_averagers, make_dht
         torch.testing.assert_close(averages(newcomer)[0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_no_single_member_replaces_the_estimates_of_the_others(make_averagers):
+    averagers = make_averagers(PowerEFGradientAverager, 3)
+    for number in range(2):
+        for averager in averagers:
+            contribute(averager, make_grads(number, averager.parameters))
+        run_round(averagers)
+    liar, *honest = averagers
+    state = state_of(liar)
+    made_up = tuple(1e6 * torch.randn_like(estimate) for estimate in state.estimates)
+    put_state(liar, state._replace(estimates=made_up, made_by=b"!" * 20, rounds=10**6))
+    for averager in averagers:
+        contribute(averager, make_grads(2, averager.parameters))
+    run_round(averagers)
+    for averager in honest:
+        assert max(float(average.abs().max()) for average in averages(averager)) < 100
+
+
 @pytest.mark.parametrize("cls", BOTH)
 def test_a_newcomer_may_download_the_state(make_averagers, cls):
     averagers = make_averagers(cls, 2)
@@ -666,6 +683,10 @@ ORIGINS = [bytes([i]) * 20 for i in range(3)]
         ([(ORIGINS[1], 5), (NEVER, 0), (NEVER, 0)], (ORIGINS[1], True, 5)),
         ([(ORIGINS[1], 5), (ORIGINS[2], 5), (ORIGINS[1], 5)], (ORIGINS[1], True, 5)),
         ([(ORIGINS[1], 5), (ORIGINS[2], 5)], (ORIGINS[2], True, 5)),
+        ([(ORIGINS[1], 6), (ORIGINS[2], 5)], (ORIGINS[1], True, 6)),
+        ([(ORIGINS[1], 5), (ORIGINS[1], 5), (ORIGINS[2], 10**9)], (ORIGINS[1], True, 7)),  # perhaps a lie
+        ([(ORIGINS[1], 5), (ORIGINS[1], 5), (None, 10**9)], (ORIGINS[1], True, 7)),
+        ([(NEVER, 0), (NEVER, 0)], (NEVER, False, 0)),
         ([(None, 7), (ORIGINS[1], 5)], (ORIGINS[1], True, 7)),  # one is in another round and cannot tell
         ([(None, 0), (ORIGINS[1], 5)], (ORIGINS[1], False, 5)),  # an auxiliary peer has no state
         ([(None, 0), (None, 3)], (None, True, 3)),

@@ -17,6 +17,7 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.synchronization import Synchronization
 from shoal.p2p import PeerID
 from tests.device import chosen_device
 from tests.optim.conftest import (
@@ -323,6 +324,20 @@ def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
     assert trainer.opt.local_epoch == 1
 
 
+@pytest.mark.parametrize("reuse_grad_buffers", [False, True])
+def test_batches_of_a_peer_that_was_behind_count_in_no_later_step(make_trainers, monkeypatch, reuse_grad_buffers):
+    """Nobody gave it the state, and those who were ahead are gone: it goes on by itself."""
+    (trainer,) = make_trainers(1, grad_averager=GradientAverager, reuse_grad_buffers=reuse_grad_buffers)
+    with monkeypatch.context() as behind:
+        behind.setattr(Synchronization, "is_needed", lambda _: True)
+        for _ in range(2):
+            trainer.step()
+    trainer.samples = 0
+    trainer.train_until(1)
+    reference = local_reference(trainer, [8] * (2 + trainer.samples // 8), seed=0, left_out=2)
+    torch.testing.assert_close(values(trainer.model), reference)
+
+
 @over_sockets
 def test_the_record_of_a_dead_peer_does_not_hold_up_a_newcomer(make_trainers):
     (first,) = make_trainers(1)
@@ -343,10 +358,10 @@ def expect_company(trainer: Trainer, companion: ProgressTracker) -> None:
     wait_until(lambda: tracker.expected_group_size == 2 and tracker.is_introduced, "the peers know each other")
 
 
-def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int) -> torch.Tensor:
+def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int, left_out: int = 0) -> torch.Tensor:
     model = make_model()
     optimizer, rng = sgd(model.parameters()), torch.Generator().manual_seed(seed)
-    backward(model, torch.cat([torch.randn(size, 6, generator=rng) for size in batch_sizes]))
+    backward(model, torch.cat([torch.randn(size, 6, generator=rng) for size in batch_sizes][left_out:]))
     optimizer.step()
     return values(model)
 

@@ -448,6 +448,23 @@ def test_whom_to_ask_in_passing():
     assert [companion.peer_id for companion in board.companions_to_ask(later)] == [b"silent", b"unused"]
 
 
+def test_news_go_at_once_to_all_but_those_whose_program_has_ended():
+    board = make_board()
+    board.hear_many([(record(name), NOW + 60) for name in ("there", "silent", "ended", "frozen, then ended")], NOW)
+    board.hear_many([(record("client", client=True), NOW + 60)], NOW)
+    for peer, is_refused in ((b"silent", False), (b"ended", True), (b"frozen, then ended", False)):
+        board.mark_unreachable(peer, NOW + 1, is_refused=is_refused)
+    board.mark_unreachable(b"frozen, then ended", NOW + 2, is_refused=True)
+    board.mark_unreachable(b"ended", NOW + 2, is_refused=False)
+    assert [each.peer_id for each in board.companions_to_call(NOW + 3, or_ended=False)] == [b"there", b"silent"]
+    board.hear(record("ended", time=NOW + 4), NOW + 64, NOW + 4)
+    assert [each.peer_id for each in board.companions_to_call(NOW + 5, or_ended=False)] == [
+        b"there",
+        b"silent",
+        b"ended",
+    ]
+
+
 def test_members_of_a_group_count_until_they_move_on():
     board = make_board()
     board.hear(record("a"), NOW + 60, NOW)

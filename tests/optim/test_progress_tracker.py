@@ -147,6 +147,23 @@ def test_an_honest_record_is_believed(stranger):
     wait_until(lambda: stranger.a.global_progress.num_clients == 0, "the goodbye has been read")
 
 
+@pytest.mark.parametrize("is_later", [False, True], ids=["first", "later"])
+def test_addresses_that_nobody_understands_end_no_tracker(stranger, is_later):
+    """They may be of a kind that a newer version knows."""
+    trackers = stranger.a, stranger.b
+    odd = {
+        **stranger.honest,
+        "addresses": ["nowhere", "/ip4/1.2.3.4/tcp/5/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"],
+    }
+    if is_later:
+        in_parallel(*(lambda t=t: t.report_local_progress(0, 1) for t in trackers))
+        wait_until(lambda: all(t.is_introduced for t in trackers), "they know each other")
+    assert stranger.dht.store("run_progress", odd, get_dht_time() + 60, subkey=stranger.tag)
+    for tracker in trackers:
+        wait_until(lambda t=tracker: t.global_progress.samples_accumulated == 7 + 2 * is_later, "it has been read")
+        assert tracker.is_alive()
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -45,6 +45,10 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def values_of(averager: TrainingStateAverager) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in averager.main_parameters]
+
+
 def take_over(joiner: TrainingStateAverager, metadata: object, tensors: list[torch.Tensor]) -> None:
     """As at the end of a download."""
     joiner.take_over(State(metadata, tensors), accept_older=False, run=joiner.lineage_keeper)
@@ -125,6 +129,31 @@ def test_local_steps_survive_averaging_with_the_delta_rule(make_averagers):
         mean = (old[0] + old[1]) / 2
         torch.testing.assert_close(values(models[0])[index], mean - 3.0)
         torch.testing.assert_close(values(models[1])[index], mean)
+
+
+def test_with_the_delta_rule_no_variance_becomes_negative(make_averagers):
+    """Second moments of Adam, and running variances of batch norm, shrink during the round, and then by its result."""
+    models, variances = [make_model(seed) for seed in range(2)], [torch.tensor([9.0, 9.0]), torch.tensor([0.0, 8.0])]
+    options = {"optimizer": lambda p: torch.optim.Adam(p, betas=(0.9, 0.5)), "average_opt_statistics": ["exp_avg_sq"]}
+    averagers = [
+        make_averagers([model], extra_tensors=[variance], delta_rule_averaging=True, **options)[0]
+        for model, variance in zip(models, variances, strict=True)
+    ]
+    set_grads(models[0], 10.0)
+    averagers[0].step(optimizer_step=True)
+    controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
+    averagers[0].step(averaging_round=True, delay_averaging=True, averaging_control=controls[0])
+    for _ in range(3):
+        set_grads(models[0], 0.1)
+        averagers[0].step(optimizer_step=True)
+    variances[0].copy_(torch.tensor([1.0, 1.0]))
+    averagers[1].step(averaging_round=True, averaging_control=controls[1])
+    averagers[0].finish_jobs()
+    assert variances[0].tolist() == [1.0, 0.5]
+    assert all(bool((state["exp_avg_sq"] >= 0).all()) for state in averagers[0].optimizer.state.values())
+    set_grads(models[0], 0.1)
+    averagers[0].step(optimizer_step=True)
+    assert all(bool(value.isfinite().all()) for value in values(models[0]))
 
 
 def test_local_steps_in_the_background_survive_averaging_too(make_averagers):
@@ -354,6 +383,20 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     assert joiner.load_state_from_peers(timeout=50) is False
     assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
     assert joiner.local_epoch == 0
+
+
+@pytest.mark.parametrize("spoilt", [1, 2, 4, 7], ids=["parameter", "extra tensor", "statistic", "another statistic"])
+def test_what_is_finite_here_must_be_finite_in_a_downloaded_state(make_averagers, spoilt):
+    donor, joiner = (make_averagers([make_model(seed)], extra_tensors=[torch.zeros(2)])[0] for seed in range(2))
+    with torch.no_grad(), joiner.get_tensors():
+        joiner.main_parameters[0][0, 0] = torch.nan
+    metadata, tensors, _ = donor.get_current_state()
+    for place in (0, spoilt):
+        tensors[place].view(-1)[0] = torch.inf
+    with pytest.raises(ValueError, match=rf"values of its (tensor|parameter) {spoilt} are NaN or infinite, and this"):
+        take_over(joiner, metadata, tensors)
+    tensors[spoilt].view(-1)[0] = 1.0
+    take_over(joiner, metadata, tensors)
 
 
 def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be(caplog):
@@ -657,6 +700,24 @@ def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
     with pytest.raises(ValueError, match="50"):
         take_over(joiner, {**metadata, "epoch": 10**9}, tensors)
     assert everything(joiner, extra) == before
+
+
+@pytest.mark.parametrize("own_epoch", [0, 1])
+def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_averagers, own_epoch):
+    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
+    joiner.local_epoch = own_epoch
+    before, rates = values_of(joiner), joiner.learning_rates()
+    donor.local_epoch = 4
+    metadata, tensors, _ = donor.get_current_state()
+    metadata["scheduler"] |= {"step_size": 0, "last_epoch": 3}
+    with pytest.raises(ValueError, match="it cannot be put in place: ZeroDivisionError"):
+        take_over(joiner, metadata, tensors)
+    assert joiner.local_epoch == own_epoch
+    if own_epoch:
+        assert all(torch.equal(a, b) for a, b in zip(values_of(joiner), before, strict=True))
+        assert joiner.learning_rates() == rates
+    joiner.step(increment_epoch=True)
+    assert joiner.learning_rates()[0] == own_epoch + 1, "its own schedule goes on"
 
 
 def test_nobody_holds_the_state_for_long_by_claiming_an_epoch(make_averagers):

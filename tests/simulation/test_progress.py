@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from collections.abc import Sequence
 
 import pytest
 
 from shoal.clock import get_dht_time
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.p2p import P2P
+from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
+from shoal.optim.progress_message import ProgressMessage
+from shoal.p2p import P2P, P2PContext
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
 from tests.drills import mostly_drills
@@ -22,13 +26,13 @@ PEERS = 24
 class Peer:
     """The tracker of one peer, without its facade."""
 
-    def __init__(self, host: Host, p2p: P2P, table: SharedTable) -> None:
-        self.host, self.table, self.id = host, table, p2p.peer_id.to_bytes()
+    def __init__(self, host: Host, p2p: P2P, table: SharedTable, kind: type[ProgressExchange]) -> None:
+        self.host, self.p2p, self.table, self.id = host, p2p, table, p2p.peer_id.to_bytes()
         self.now = host.dht_time
         ema = PerformanceEMA(clock=self.now)
         ema.update(1, interval=1.0)
         self.board = ProgressBoard(self.id, p2p.client_mode, 10**9, RefreshPolicy(), ema, self.now())
-        self.exchange = ProgressExchange(
+        self.exchange = kind(
             table,
             p2p,
             "run",
@@ -56,13 +60,16 @@ class Peer:
         return 1 + len(self.board.expected_members(self.now()))
 
 
-async def start_swarm(network: Network, clients: int = 0, count: int = PEERS) -> list[Peer]:
+async def start_swarm(
+    network: Network, clients: int = 0, count: int = PEERS, kinds: Sequence[type[ProgressExchange]] = ()
+) -> list[Peer]:
     table = SharedTable(delay=0.2)
     peers = []
     for index in range(count):
         host = network.add_host()
         create = P2P.create(transport=host.transport(), rng=host.rng, no_listen=index < clients)
-        peer = Peer(host, await host.run(create), table)
+        kind = kinds[index] if index < len(kinds) else ProgressExchange
+        peer = Peer(host, await host.run(create), table, kind)
         await host.run(peer.exchange.start())
         peers.append(peer)
     return peers
@@ -131,6 +138,71 @@ def test_peers_that_crash_or_leave_are_not_expected(seed):
             await peer.exchange.stop()
 
     run(main(), seed=seed)
+
+
+def test_the_dead_are_not_called_with_each_piece_of_news(seed, caplog):
+    seconds = 40
+
+    async def main() -> None:
+        dead, *alive = peers = await start_swarm(Network(WIDE_AREA), count=5)
+        for peer in peers:
+            peer.report(1)
+        await seconds_until(lambda: all(p.board.introduced and p.expected == len(peers) for p in peers))
+        dead.host.crash()
+        with caplog.at_level(logging.DEBUG, "shoal.optim.progress_exchange"):
+            for _ in range(seconds):
+                for peer in alive:
+                    peer.report(1)
+                    peer.declare_over()
+                    peer.next_epoch({other.id for other in alive if other is not peer})
+                await asyncio.sleep(1)
+        assert all(peer.expected == len(alive) for peer in alive)
+        failures = caplog.text.count(f"peer {dead.p2p.peer_id} cannot be called")
+        tries = 1 + seconds / RefreshPolicy().max_period
+        assert len(alive) <= failures <= DIAL_ATTEMPTS * tries * len(alive)
+        for peer in alive:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+class TalksNonsense(ProgressExchange):
+    """Answers with a progress that cannot be."""
+
+    async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
+        return ProgressMessage(0, 0, -1.0, 0.0, False)
+
+
+def test_who_answers_with_nonsense_breaks_no_call_to_others(seed, caplog):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA), count=4, kinds=(TalksNonsense,))
+        for peer in peers:
+            peer.report(1)
+        honest = peers[1:]
+        await seconds_until(lambda: all(peer.board.introduced for peer in peers))
+        for peer in peers:
+            peer.declare_over()
+        await asyncio.sleep(5)
+        ids = {peer.id for peer in honest}
+        assert all(ids - {peer.id} <= peer.board.expected_members(peer.now()) for peer in honest)
+        for peer in peers:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_tracker_that_fails_says_so(seed, caplog):
+    async def main() -> None:
+        (peer,) = await start_swarm(Network(WIDE_AREA), count=1)
+        peer.exchange.on_fetch = lambda: 1 / 0
+        await seconds_until(lambda: not peer.exchange.is_alive)
+        await peer.exchange.stop()
+
+    run(main(), seed=seed)
+    assert "this peer no longer follows the progress of others" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_clients_learn_in_the_end_what_others_are_told(seed):

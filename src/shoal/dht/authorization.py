@@ -32,7 +32,7 @@ from msgspec import Meta
 
 from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
-from shoal.errors import P2PDaemonError, P2PHandlerError
+from shoal.errors import NoAccessTokenError, P2PDaemonError, P2PHandlerError
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Connection
@@ -53,6 +53,9 @@ MAX_REQUEST_AGE = 60.0
 NONCE_BYTES = 16
 # Timeout for the proof of membership on a new connection: the other side may have vanished.
 ENTER_SECONDS = 15.0
+# While the old token is good, the next attempt to get a new one comes so long after one that has failed: otherwise each
+# call would wait for the authority.
+RETRY_SECONDS = 10.0
 # Most requests of the last minutes that are remembered, so that each is answered only once.
 MAX_NONCES = 2**18
 
@@ -158,6 +161,9 @@ class TokenAuthorizerBase(AuthorizerBase):
         self._local_public_key = self._local_private_key.get_public_key()
         self._local_token: AccessToken | None = None
         self._refreshing = asyncio.Lock()
+        # The last attempt to get a token that has failed, and when, by the loop's time.
+        self._failure: Exception | None = None
+        self._failed_at = float("-inf")
         self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(MAX_NONCES)
 
     @abstractmethod
@@ -184,19 +190,27 @@ class TokenAuthorizerBase(AuthorizerBase):
         """This member's token; a new one if the old one needs refreshing.
 
         Raises:
-            RuntimeError: there is no token, because ``get_token`` failed or returned one that is not valid.
+            NoAccessTokenError: there is no token, because ``get_token`` failed or returned one that is not valid.
         """
+        now = asyncio.get_running_loop().time
+        began_at = now()
         async with self._refreshing:
             token = self._local_token
-            if token is None or self.does_token_need_refreshing(token):
+            if token is not None and not self.does_token_need_refreshing(token):
+                return token
+            waits = token is not None and now() - self._failed_at < RETRY_SECONDS and self._accepts(token)
+            if not waits and self._failed_at <= began_at:  # else this call has waited for that very attempt
                 try:
-                    self._local_token = self._checked(await self.get_token())
+                    token = self._local_token = self._checked(await self.get_token())
+                    return token
                 except Exception as e:  # the user's code, which may ask a server
-                    if token is None or not self._accepts(token):
-                        raise RuntimeError(f"no access token to take part with: {type(e).__name__}: {e}") from e
-                    logger.warning("the access token could not be refreshed: %s: %s", type(e).__name__, e)
-            assert self._local_token is not None
-            return self._local_token
+                    self._failure, self._failed_at = e, now()
+                    if token is not None and self._accepts(token):
+                        logger.warning("the access token could not be refreshed: %s: %s", type(e).__name__, e)
+            if token is not None and self._accepts(token):
+                return token
+            reason = f"{type(self._failure).__name__}: {self._failure}"
+            raise NoAccessTokenError(f"no access token to take part with: {reason}") from self._failure
 
     async def _log_in_first(self) -> None:
         """Get a token first if there was no :meth:`prepare`: the authority's key may come along with it."""

@@ -3,7 +3,7 @@
 A record is protected if its subkey contains ``[owner:<public key>]``, with the public key in OpenSSH's text form. Its
 value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. So a
 captured record can be repeated, but neither changed nor prolonged. A plain value cannot replace a dictionary in which
-somebody owns an entry. An owner tag in a *key* protects nothing, because keys travel as hashes.
+somebody owns an entry, and makes way for it. An owner tag in a *key* protects nothing, because keys travel as hashes.
 
 Every node checks such records, and signs those with the tag of its own peer. Averagers and donors use them to declare
 themselves.
@@ -276,6 +276,9 @@ class SignatureValidator(RecordValidatorBase):
         start = len(record.value) - _SIGNATURE_LENGTH
         is_signed = start >= 0 and _SIGNATURE.fullmatch(record.value, start) is not None
         return record.value[:start] if is_signed else record.value
+
+    def is_forged(self, record: DHTRecord) -> bool:
+        return not self.validate(record)
 
     def is_owned(self, record: DHTRecord) -> bool:
         return bool(self._owners(record))

@@ -70,6 +70,11 @@ class Search:
         self._owns_found = False
 
     @property
+    def most(self) -> float:
+        """How many entries its caller wants."""
+        return self.most_entries or math.inf
+
+    @property
     def finished(self) -> bool:
         """The caller has the result, or has cancelled the search."""
         return self.future.done()
@@ -84,6 +89,8 @@ class Search:
 
         The exception: a dictionary that has entries with an owner always wins against a plain value.
         """
+        if isinstance(value, DictionaryDHTValue) and not value:
+            return  # all its entries are known here, or have expired: nothing is behind the expiration that it claims
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._unite_with(value)
             if expiration_time > self.expiration_time:
@@ -175,7 +182,7 @@ class PendingSearches:
             return
         reached = max(search.expiration_time, search.sufficient_expiration_time)
         for other in list(self._by_key.get(search.key_id, ())):
-            if other.sufficient_expiration_time <= reached and not other.finished:
+            if other.sufficient_expiration_time <= reached and not other.finished and search.most >= other.most:
                 other.adopt(search)
                 other.finish()
                 self.leave(other)

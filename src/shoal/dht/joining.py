@@ -21,7 +21,16 @@ from dataclasses import dataclass
 
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
-from shoal.errors import BootstrapError, IdentityMismatchError, NotAMemberError, NotCallableError, ValidationError
+from shoal.errors import (
+    BootstrapError,
+    IdentityMismatchError,
+    NoAccessTokenError,
+    NoReservationError,
+    NotAMemberError,
+    NotCallableError,
+    RefusedDialError,
+    ValidationError,
+)
 from shoal.p2p import Multiaddr, PeerID
 
 logger = logging.getLogger(__name__)
@@ -167,6 +176,9 @@ IDLE_SECONDS = 20.0
 FIRST_PAUSE_SECONDS = 5.0
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
 LONGEST_PAUSE_SECONDS = 30.0
+# The same for a suspect whose program has ended, as a refusal shows: when it is started again, it joins by itself. Not
+# so initial peers, which may be started again without knowing anybody.
+LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
 # Pause between two pings of an initial peer that answers, but has no place in the table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
 # With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
@@ -187,6 +199,7 @@ class _Probe:
 
     due: float
     pause: float = FIRST_PAUSE_SECONDS
+    has_ended: bool = False
 
 
 class Reunion:
@@ -223,10 +236,13 @@ class Reunion:
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
             self._protocol.seat.look()
-            if not self._reception.is_lost:
-                await self._look_around()
-            if self._reception.is_lost:
-                await self._find_back()
+            try:
+                if not self._reception.is_lost:
+                    await self._look_around()
+                if self._reception.is_lost:
+                    await self._find_back()
+            except NoAccessTokenError as e:
+                logger.debug("this node cannot look for others at present: %s", e)
 
     # --- in touch -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +268,7 @@ class Reunion:
         for peer in chosen:
             probe = self._probes[peer]
             probe.due = now + probe.pause
-            probe.pause = min(2 * probe.pause, longest)
+            probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
         if self._reception.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
             chosen += self._rng.sample(members, min(PROBES_PER_TICK, len(members)))
@@ -270,7 +286,11 @@ class Reunion:
     async def _ping_one(self, peer: PeerID) -> None:
         try:
             await self._protocol.ping(peer, validate=False)
-        except NO_ANSWER:
+        except NO_ANSWER as e:
+            # Whose relay has no reservation of it may have moved to others.
+            is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
+            if is_refused and peer in self._probes and peer not in self._addresses:
+                self._probes[peer].has_ended = True
             return
         if peer in self._probes:
             self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)

@@ -20,7 +20,7 @@ from shoal.dht.known import MAX_KNOWN, pack_known
 from shoal.dht.records import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, peer_of_contact, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import TimedStorage
-from shoal.dht.traverse import Answer, OnFinished, Traversal, walk_line
+from shoal.dht.traverse import LEAST_KEPT, Answer, OnFinished, Traversal, walk_line
 from shoal.errors import DHTError
 from shoal.logs import Seldom
 from shoal.p2p import PeerID
@@ -62,7 +62,7 @@ class Lookup:
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
         """The nearest nodes to a target that are known without asking anybody; suspects only if there are no others."""
         table = self._protocol.routing_table
-        nearest = dict(table.get_nearest_neighbors(target, self._neighbors)) or table.suspects
+        nearest = dict(table.get_nearest_neighbors(target, max(self._neighbors, LEAST_KEPT))) or table.suspects
         for node_id, peer in nearest.items():
             self._peers[node_id] = peer
             self._hops[node_id] = 1

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Deposits, Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
-from shoal.errors import DHTError
+from shoal.errors import DHTError, NoAccessTokenError
 from shoal.facade import options_from
 from shoal.logs import setting
 from shoal.p2p import P2P, Multiaddr, PeerID
@@ -255,9 +256,10 @@ class DHTNode:
                 bucket.last_updated = get_dht_time()
             far = [bucket for bucket in due_now if not bucket.has_in_range(self.node_id)]
             targets = [DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)) for bucket in far]
-            if len(far) < len(due_now):
-                await self._meet_neighbors()
-            await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
+            with suppress(NoAccessTokenError):  # it comes again after a period
+                if len(far) < len(due_now):
+                    await self._meet_neighbors()
+                await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
             oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
             await asyncio.sleep(max(oldest + period - get_dht_time(), 0.01 * period))
 

@@ -42,6 +42,7 @@ from shoal.errors import (
     DHTError,
     DialError,
     InterruptedDialError,
+    NoAccessTokenError,
     NotAMemberError,
     NotCallableError,
     StreamClosedError,
@@ -191,7 +192,8 @@ class DHTProtocol(ServicerBase):
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, NoAccessTokenError):  # which those who wait are told
             logger.error("a background task of a DHT node failed", exc_info=error)
 
     # --- learning which nodes are alive -------------------------------------------------------------------------------
@@ -294,7 +296,8 @@ class DHTProtocol(ServicerBase):
                             raise
                         logger.debug("%s at peer %s is tried again: %s", method, peer, e)
         except NO_ANSWER as e:
-            if is_trial or (isinstance(e, NotAMemberError) and e.reason == "wrong role"):
+            has_wrong_role = isinstance(e, NotAMemberError) and e.reason == "wrong role"
+            if is_trial or has_wrong_role or isinstance(e, NoAccessTokenError):
                 pass
             elif not self.p2p.is_reachable(peer):  # there was no address, so nobody was asked
                 self._note_nonsense(peer, is_walk=is_walk)
@@ -389,6 +392,8 @@ class DHTProtocol(ServicerBase):
             request = StoreRequest.of_records(batch, self._announced_id)
             try:
                 response = await self._call(peer, "rpc_store", request, StoreResponse, self.wait_timeout)
+            except NoAccessTokenError:
+                raise
             except NO_ANSWER:
                 return None
             if len(response.accepted) != len(batch):
@@ -407,12 +412,12 @@ class DHTProtocol(ServicerBase):
         validator refuses count as not found. Other ``fields`` are those of :class:`FindRequest`.
         """
         asked = list(keys)[:MAX_KEYS_PER_FIND]
-        packed = [key.to_bytes() for key in asked]
-        request = FindRequest(
-            keys=packed, node_id=self._announced_id, neighbors=min(neighbors, MAX_NEIGHBORS), **fields
-        )
+        packed, count = [key.to_bytes() for key in asked], min(neighbors, MAX_NEIGHBORS)
+        request = FindRequest(keys=packed, node_id=self._announced_id, neighbors=count, **fields)
         try:
             response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
+        except NoAccessTokenError:
+            raise
         except NO_ANSWER:
             return None
         if len(response.results) != len(asked) or len(response.node_ids) != 20 * len(response.contacts):

@@ -261,11 +261,15 @@ class Shelves:
         for in_cache, storage in ((False, self.storage), (True, self.cache)):
             storage.on_drop = functools.partial(self._release, in_cache)
 
-    def put(self, place: Place, value: bytes, expiration_time: DHTExpiration, payer: Payer | None) -> bool:
+    def put(
+        self, place: Place, value: bytes, expiration_time: DHTExpiration, payer: Payer | None, is_owned: bool = False
+    ) -> bool:
         """Keep a valid record if it is newer than the present one and there is room for it.
 
         Args:
             payer: the peer that asks to store it; ``None``: this node itself.
+            is_owned: it has an owner, or other entries of its dictionary have: a plain value, which is anybody's, makes
+                way for it, however long it would live.
         """
         self.ledger.drop_expired()
         in_cache, key_id, subkey = place
@@ -279,6 +283,8 @@ class Shelves:
         if reason is not None and payer is not None:
             self._note_refusal(reason, payer)
             return False
+        if is_owned and expiration_time >= get_dht_time():
+            storage.drop(key_id, None)
         if not storage.store(key_id, value, expiration_time, subkey):
             return False
         if present is not None and isinstance(present.value, DictionaryDHTValue) is (subkey is None):

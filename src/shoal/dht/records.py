@@ -18,7 +18,7 @@ from shoal.clock import DHTExpiration
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 from shoal.dht.known import MAX_KNOWN_BYTES, Known
 from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
-from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
+from shoal.dht.routing import DHTID
 from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DHTLocalStorage, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
     MAX_SUBKEY_BYTES,
@@ -367,23 +367,25 @@ class LocalRecords:
         key_id, packed_subkey, value, expiration_time, in_cache = record
         try:
             if packed_subkey == WHOLE_DICTIONARY:
-                entries = list(self.unpack_dictionary(key_id, value).items())
-                kept = [self.shelves.put(Place(in_cache, key_id, name), *item, payer) for name, item in entries]
+                entries = self.unpack_dictionary(key_id, value)
+                how = payer, has_owned_entries(self.record_validator, key_id.to_bytes(), entries)
+                kept = [self.shelves.put(Place(in_cache, key_id, name), *item, *how) for name, item in entries.items()]
                 return any(kept)
-            check_lifetime(expiration_time)
-            if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
+            checked = DHTRecord(key_id.to_bytes(), packed_subkey, value, check_lifetime(expiration_time))
+            if not self.is_valid(checked):
                 return False
-            subkey = None
+            subkey, is_owned = None, False
             if packed_subkey == PLAIN_VALUE:
                 if any(self._has_owned_entries(key_id, present) for present in (self.storage, self.cache)):
                     return False
             else:
                 subkey = MSGPackSerializer.loads(packed_subkey)
                 check_subkey(subkey, packed_subkey)
+                is_owned = self.record_validator is not None and self.record_validator.is_owned(checked)
         except (ValueError, TypeError) as e:
             logger.debug("refused a record for key %s: %s", key_id, e)
             return False
-        return self.shelves.put(Place(in_cache, key_id, subkey), value, expiration_time, payer)
+        return self.shelves.put(Place(in_cache, key_id, subkey), value, expiration_time, payer, is_owned)
 
     def _has_owned_entries(self, key_id: DHTID, storage: DHTLocalStorage) -> bool:
         present = storage.get(key_id)
@@ -407,7 +409,8 @@ class LocalRecords:
             if found is Found.DICTIONARY:
                 return self.unpack_dictionary(key_id, value)
             if found is Found.PLAIN:
-                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, check_lifetime(expiration_time))
+                expires = check_lifetime(expiration_time, is_kept=True)
+                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, expires)
                 return value if self.is_valid(record) else None
         except (ValueError, TypeError) as e:
             logger.debug("ignored what another node found for key %s: %s", key_id, e)
@@ -450,48 +453,26 @@ class LocalRecords:
     def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
         """Read and check a dictionary from another node.
 
+        Entries that only the rules of this run refuse are left out: that node need not know these rules.
+
         Raises:
-            ValueError, TypeError: the dictionary is malformed, or one of its entries is invalid.
+            ValueError, TypeError: the dictionary is malformed, or an entry is forged, which every node would notice.
         """
         dictionary = DictionaryDHTValue.unpackb(packed)
+        dictionary.maxsize = math.inf  # else its sender would limit what others tell of the same key
+        left_out = []
         with dictionary.freeze():
             for subkey, item in dictionary.items():
-                expiration_time, packed_subkey = check_lifetime(item.expiration_time), MSGPackSerializer.dumps(subkey)
+                expiration_time = check_lifetime(item.expiration_time, is_kept=True)
+                packed_subkey = MSGPackSerializer.dumps(subkey)
                 check_subkey(subkey, packed_subkey)
                 if not isinstance(item.value, bytes):
                     raise ValueError(f"entry {quoted(subkey)} of a dictionary is not bytes")
-                if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, item.value, expiration_time)):
-                    raise ValueError(f"entry {quoted(subkey)} of a dictionary was refused by the validator")
+                record = DHTRecord(key_id.to_bytes(), packed_subkey, item.value, expiration_time)
+                if not self.is_valid(record):
+                    if self.record_validator is not None and self.record_validator.is_forged(record):
+                        raise ValueError(f"entry {quoted(subkey)} of a dictionary is forged")
+                    left_out.append(subkey)
+        if left_out:
+            dictionary.leave_out(left_out)
         return dictionary
-
-
-def records_for_newcomer(
-    newcomer: DHTID, storage: DHTLocalStorage, table: RoutingTable, num_replicas: int
-) -> Iterator[tuple[DHTID, StoredValue, DHTExpiration]]:
-    """The records that this node passes on: the newcomer should hold them, and this node is nearest to their keys."""
-    own_id = table.node_id
-    bits_not_shared = ID_BITS - _bits_shared_by_neighborhood(newcomer, table, num_replicas)
-    newcomer_is_near = not (own_id ^ newcomer) >> bits_not_shared
-    for key, item in storage.items():
-        # All replicas of a key from the own neighborhood are inside it, so a newcomer from outside is not one of them.
-        if not newcomer_is_near and not (own_id ^ key) >> bits_not_shared:
-            continue
-        if _should_pass_on(key, newcomer, table, num_replicas):
-            yield key, item.value, item.expiration_time
-
-
-def _bits_shared_by_neighborhood(newcomer: DHTID, table: RoutingTable, num_replicas: int) -> int:
-    """Leading bits that this node has in common with its ``num_replicas`` nearest neighbors; 0 if it has fewer."""
-    nearest = table.get_nearest_neighbors(table.node_id, num_replicas, exclude=newcomer)
-    if len(nearest) < num_replicas:
-        return 0
-    return DHTID.longest_common_prefix_length(table.node_id, *(node_id for node_id, _ in nearest))
-
-
-def _should_pass_on(key: DHTID, newcomer: DHTID, table: RoutingTable, num_replicas: int) -> bool:
-    neighbors = table.get_nearest_neighbors(key, num_replicas, exclude=newcomer)
-    if not neighbors:
-        return True
-    nearest, farthest = (table.rank(node_id, key) for node_id, _ in (neighbors[0], neighbors[-1]))
-    is_replica = len(neighbors) < num_replicas or table.rank(newcomer, key) < farthest
-    return is_replica and table.rank(table.node_id, key) < nearest

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.dht.records import NewRecord, records_for_newcomer
-from shoal.dht.routing import DHTID
+from shoal.clock import DHTExpiration
+from shoal.dht.records import NewRecord
+from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
+from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.errors import ShoalError
 from shoal.p2p import PeerID
 from shoal.p2p.reachability import Reach, Reachability
@@ -156,3 +159,35 @@ class Seat:
         await asyncio.gather(*(protocol.call_store(peer, records) for peer, records in due.items()))
         for key in [key for key, _ in protocol.storage.items()]:
             del protocol.storage[key]
+
+
+def records_for_newcomer(
+    newcomer: DHTID, storage: DHTLocalStorage, table: RoutingTable, num_replicas: int
+) -> Iterator[tuple[DHTID, StoredValue, DHTExpiration]]:
+    """The records that this node passes on: the newcomer should hold them, and this node is nearest to their keys."""
+    own_id = table.node_id
+    bits_not_shared = ID_BITS - _bits_shared_by_neighborhood(newcomer, table, num_replicas)
+    newcomer_is_near = not (own_id ^ newcomer) >> bits_not_shared
+    for key, item in storage.items():
+        # All replicas of a key from the own neighborhood are inside it, so a newcomer from outside is not one of them.
+        if not newcomer_is_near and not (own_id ^ key) >> bits_not_shared:
+            continue
+        if _should_pass_on(key, newcomer, table, num_replicas):
+            yield key, item.value, item.expiration_time
+
+
+def _bits_shared_by_neighborhood(newcomer: DHTID, table: RoutingTable, num_replicas: int) -> int:
+    """Leading bits that this node has in common with its ``num_replicas`` nearest neighbors; 0 if it has fewer."""
+    nearest = table.get_nearest_neighbors(table.node_id, num_replicas, exclude=newcomer)
+    if len(nearest) < num_replicas:
+        return 0
+    return DHTID.longest_common_prefix_length(table.node_id, *(node_id for node_id, _ in nearest))
+
+
+def _should_pass_on(key: DHTID, newcomer: DHTID, table: RoutingTable, num_replicas: int) -> bool:
+    neighbors = table.get_nearest_neighbors(key, num_replicas, exclude=newcomer)
+    if not neighbors:
+        return True
+    nearest, farthest = (table.rank(node_id, key) for node_id, _ in (neighbors[0], neighbors[-1]))
+    is_replica = len(neighbors) < num_replicas or table.rank(newcomer, key) < farthest
+    return is_replica and table.rank(table.node_id, key) < nearest

@@ -234,6 +234,12 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         """Remove an entry if it is there, whether or not it has expired."""
         self._data.pop(key, None)
 
+    def leave_out(self, keys: Iterable[Subkey]) -> None:
+        """Remove entries as if they had never been here: the dictionary lives only as long as the others."""
+        for key in keys:
+            self.drop(key)
+        self.latest_expiration_time = max((item.expiration_time for item in self._data.values()), default=-math.inf)
+
     @property
     def is_empty(self) -> bool:
         """Whether there are no entries, not even expired ones."""

@@ -83,8 +83,11 @@ class Publication:
         finally:
             for attempt in in_flight:
                 attempt.cancel()
-            self.has_answer.set()
-            self.is_finished.set()
+
+    def end(self) -> None:
+        """Nobody will answer any more, also if :meth:`run` was cancelled before it began."""
+        self.has_answer.set()
+        self.is_finished.set()
 
     def is_accepted(self, position: int) -> bool:
         """Whether most of the replicas that answered keep this record.
@@ -258,7 +261,8 @@ class Writer:
 
         def publish(key_id: DHTID, nearest: list[DHTID]) -> None:
             nodes = nearest if without_self else lookup.with_own(nearest, key_id)
-            self._protocol.spawn(publications[key_id].run(nodes, store_at))
+            publication = publications[key_id]
+            self._protocol.spawn(publication.run(nodes, store_at)).add_done_callback(lambda _: publication.end())
 
         await lookup.find_nearest(
             publications,

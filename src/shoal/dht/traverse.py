@@ -51,6 +51,9 @@ def walk_line() -> asyncio.Semaphore:
 MAX_REQUESTS_PER_BEAM = 10
 
 
+# A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
+LEAST_KEPT = 60
+
 # A request is suspicious only after this many times the mean response time.
 STALLED_OVER_MEAN = 3.0
 # Most suspicious requests per worker that give up their slots; further ones keep theirs.
@@ -109,7 +112,7 @@ class Query:
         self.beam_size = beam_size
         self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
-        # The nearest nodes that have not failed, sorted; up to three times the beam.
+        # The nearest nodes that have not failed, sorted: three times the beam, or more in case that many are dead.
         self.nearest: list[int] = []
         self.asked: set[int] = set()
         self.responded: set[int] = set()
@@ -133,7 +136,7 @@ class Query:
 
     def add(self, nodes: Iterable[int]) -> None:
         """Learn of nodes."""
-        limit = 3 * self.beam_size
+        limit = max(3 * self.beam_size, LEAST_KEPT)
         target, chosen = self.target, self.chosen
         for node in nodes:
             distance = node ^ target

@@ -101,6 +101,10 @@ class RecordValidatorBase(ABC):
         """The value without what :meth:`sign_value` added."""
         return record.value
 
+    def is_forged(self, record: DHTRecord) -> bool:
+        """Whether the record breaks a rule that every node applies, whatever its run: whoever passes it on lies."""
+        return False
+
     def is_owned(self, record: DHTRecord) -> bool:
         """Whether only one owner may write this record. Then others cannot replace its dictionary by a plain value."""
         return False
@@ -162,6 +166,9 @@ class CompositeValidator(RecordValidatorBase):
             record = _with_value(record, validator.strip_value(record))
         return record.value
 
+    def is_forged(self, record: DHTRecord) -> bool:
+        return any(validator.is_forged(record) for validator in self.validators)
+
     def is_owned(self, record: DHTRecord) -> bool:
         return any(validator.is_owned(record) for validator in self.validators)
 
@@ -196,8 +203,11 @@ def check_expiration(expiration_time: Any) -> float:
     return seconds
 
 
-def check_lifetime(expiration_time: Any) -> float:
+def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
     """Check the expiration of another peer's record, and return it as a float.
+
+    Args:
+        is_kept: another node keeps the record already. Its clock may be ahead of this one's, too.
 
     Raises:
         ValueError: it is negative, not finite, or too far in the future.
@@ -205,7 +215,7 @@ def check_lifetime(expiration_time: Any) -> float:
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
-    if left > MAX_LIFETIME_SECONDS + _TOLERANCE_SECONDS:
+    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * _TOLERANCE_SECONDS:
         raise ValueError(f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}")
     return seconds
 

@@ -259,11 +259,15 @@ class LossScaling:
         self._accumulated = scaler
         if scaler is not None and not scaler.are_grads_finite(optimizer):
             logger.debug("a batch is dropped: its gradients are not finite")
-            if self._in_place:  # its gradients cannot be separated from those before it
-                averager.reset_accumulated_grads_()
+            self.leave_out(averager)
             return False
         averager.accumulate_grads_(batch_size, 1.0 if scaler is None or self._in_place else scaler.get_scale())
         return True
+
+    def leave_out(self, averager: GradientAverager) -> None:
+        """Do not count the latest batch, nor those before it from which its gradients cannot be separated."""
+        if self._in_place:
+            averager.reset_accumulated_grads_()
 
     def before_global_step(self, optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
         """Unscale the accumulated gradients, if that has not been done.

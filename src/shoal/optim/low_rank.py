@@ -96,6 +96,8 @@ NEVER = bytes(GROUP_ID_BYTES)
 
 # Upper limit for the rounds that a statement, a checkpoint or a donor may claim.
 MAX_ROUNDS = 2**53
+# A member may have made so many rounds more than others: one that they have missed, and one that it is about to end.
+MOST_ROUNDS_AHEAD = 2
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8
 _ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
@@ -219,13 +221,18 @@ class Agreement(NamedTuple):
 
 
 def agree(statements: Sequence[Statement]) -> Agreement:
-    """Choose the state with the most rounds behind it; among several, the one of most members."""
+    """Choose the state of most members, and among several the one with the most rounds behind it.
+
+    Rounds are only claimed: whoever claims most must not replace what the others have in common. A state before any
+    round counts only if there is no other one.
+    """
     present = [s for s in statements if s.made_by is not None or s.rounds > 0]
     rounds = max((s.rounds for s in present), default=0)
-    known = Counter((s.rounds, s.made_by) for s in present if s.made_by is not None)
+    known = Counter((s.made_by, s.rounds) for s in present if s.made_by is not None)
     if not known:
         return Agreement(None, bool(present), rounds, False)
     differs = len({s.made_by for s in present}) > 1
     same_bits = not differs and len({s.digest for s in present}) == 1 and present[0].digest != b""
-    (_, made_by), _ = max(known.items(), key=lambda item: (item[0][0], item[1], item[0][1]))
-    return Agreement(made_by, differs, rounds, same_bits)
+    chosen, _ = max(known.items(), key=lambda item: (item[0][0] != NEVER, item[1], item[0][1], item[0][0]))
+    made_by, of_chosen = chosen
+    return Agreement(made_by, differs, min(rounds, of_chosen + MOST_ROUNDS_AHEAD), same_bits)

@@ -288,7 +288,11 @@ class Optimizer(JointOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._catch_up() or not self._count_samples(batch_size, scaler):
+        if self._catch_up():
+            if self.grad_averager is not None and batch_size > 0:
+                self._scaling.leave_out(self.grad_averager)
+            return loss
+        if not self._count_samples(batch_size, scaler):
             return loss
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
@@ -327,13 +331,7 @@ class Optimizer(JointOptimizer):
         if scaler is not None:
             self._scaling.unscale(self, scaler)
         delay = self.settings.delay_optimizer_step
-        self.state_averager.step(
-            optimizer_step=True,
-            delay_optimizer_step=delay,
-            delay_averaging=delay,
-            zero_grad=False,
-            grad_scaler=scaler,
-        )
+        self.state_averager.step(optimizer_step=True, delay_optimizer_step=delay, grad_scaler=scaler)
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
         # This peer is about to tell others that it is ready, so the device must have finished its batches.

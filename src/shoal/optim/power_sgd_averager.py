@@ -82,7 +82,7 @@ class LowRankAverager(GradientAverager):
 
     All members of a group must begin with the same state: the matrices Q, and anything that a subclass adds. Before a
     round, each member states which rounds have made its state. If these differ, because a member is new or has missed
-    a round, the round begins with a phase in which all get the state with the most rounds behind it.
+    a round, the round begins with a phase in which all get the state of most members.
 
     With a lossy codec the shared state differs between members by as much as the codec loses.
 

@@ -379,7 +379,8 @@ class Companion:
     unreachable_since: float | None = None
     """DHT time of the first failed call since its last sign of life; ``None`` if it can be reached."""
     is_refused: bool = False
-    """That call was refused: its program has ended. Silence may also mean that this peer's own line is down."""
+    """That call, or one after it, was refused: its program has ended. Silence may also mean that this peer's own line
+    is down."""
     kept_until: float = field(default=-math.inf)
     """DHT time until which the record counts even if it has expired, because the next reading is only then."""
     lineage: Lineage = field(default_factory=Lineage)
@@ -404,6 +405,20 @@ class Companion:
         """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
         record = msgspec.structs.replace(self.record, epoch=epoch, samples_accumulated=0, time=began_at)
         return replace(self, record=record)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its program has ended, as far as this peer knows."""
+        return self.unreachable_since is not None and self.is_refused
+
+    def note_failed_call(self, called_at: float, *, is_refused: bool) -> bool:
+        """A call to it has failed; returns whether that says anything new."""
+        if self.heard_at >= called_at or (self.unreachable_since is not None and not is_refused) or self.has_ended:
+            return False
+        if self.unreachable_since is None:
+            self.unreachable_since = called_at
+        self.is_refused = is_refused  # it may have been frozen before
+        return True
 
     def is_reachable(self, now: float) -> bool:
         """Whether it is still there, as far as this peer knows."""

@@ -229,11 +229,11 @@ class ProgressBoard:
         companion = self._companions.get(peer)
         return None if companion is None else companion.record.time
 
-    def companions_to_call(self, now: float) -> list[LocalTrainingProgress]:
-        """Records of the peers that can be called directly."""
+    def companions_to_call(self, now: float, *, or_ended: bool = True) -> list[LocalTrainingProgress]:
+        """Records of the peers that can be called directly; with ``or_ended`` also of those whose program has ended."""
         with self._lock:
             self._drop_expired(now)
-            return [companion.record for companion in self._callable()]
+            return [companion.record for companion in self._callable() if or_ended or not companion.has_ended]
 
     def companions_to_ask(self, now: float) -> list[LocalTrainingProgress]:
         """Records of the peers that can be called and were not heard of lately.
@@ -431,9 +431,8 @@ class ProgressBoard:
         """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
         with self._lock:
             companion = self._companions.get(peer)
-            if companion is None or companion.heard_at >= called_at or companion.unreachable_since is not None:
+            if companion is None or not companion.note_failed_call(called_at, is_refused=is_refused):
                 return
-            companion.unreachable_since, companion.is_refused = called_at, is_refused
             self.kinship.changed = True
         self.tell_change()
 

@@ -38,7 +38,7 @@ from shoal.optim.progress import (
 from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
-from shoal.tasks import cancel_and_wait
+from shoal.tasks import cancel_and_wait, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.optim.progress_board import ProgressBoard
@@ -149,6 +149,8 @@ class ProgressExchange(ServicerBase):
         self._tasks = [
             loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
         ]
+        for task in self._tasks:
+            task.add_done_callback(_tell_failure)
 
     def _tell_change(self) -> None:
         """Call the watchers. They look at all peers, so in a large swarm they are not called at every message."""
@@ -186,7 +188,7 @@ class ProgressExchange(ServicerBase):
 
     async def _keep_publishing(self) -> None:
         while True:
-            await _wait_for(self.report_due, self._metadata_expiration / 2)
+            await wait_at_most(self.report_due, self._metadata_expiration / 2)
             self.report_due.clear()
             now = get_dht_time()
             if self._others_are_wrong(now):
@@ -224,13 +226,8 @@ class ProgressExchange(ServicerBase):
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
         rounds = self._board.kinship.lineage(get_dht_time()).pack()
-        more: dict[str, Any] = {
-            "addresses": addresses,
-            "endorsement": self._endorsement,
-            "rounds": rounds,
-            "depth": self.spread.depth,
-        }
-        record = ProgressRecord(**own.to_dict(), **more)
+        more: dict[str, Any] = {"endorsement": self._endorsement, "rounds": rounds, "depth": self.spread.depth}
+        record = ProgressRecord(**own.to_dict(), addresses=addresses, **more)
         for place in self.spread.places_to_write():
             try:
                 key, expiration = key_at(self.key, place), get_dht_time() + self._metadata_expiration
@@ -339,7 +336,9 @@ class ProgressExchange(ServicerBase):
             if record.peer_id != self._board.own.peer_id:
                 known = found.get(record.peer_id)
                 if known is None or known[0].time < record.time:
-                    self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
+                    for address in record.addresses:
+                        with contextlib.suppress(ValueError):  # perhaps of a kind that this version does not know
+                            self._p2p.add_addresses(PeerID(record.peer_id), [address])
                     found[record.peer_id] = (record, float(entry.expiration_time))
         if not self.spread.learn(place, list(depths.values())):
             return False
@@ -380,7 +379,7 @@ class ProgressExchange(ServicerBase):
         self._board.plan_refresh(get_dht_time())
 
     def _peers_to_call(self) -> list[PeerID]:
-        records = self._board.companions_to_call(get_dht_time())
+        records = self._board.companions_to_call(get_dht_time(), or_ended=False)
         if len(records) > MAX_CALLED:
             records = self._p2p.rng.sample(records, MAX_CALLED)
         return [PeerID(record.peer_id) for record in records]
@@ -423,7 +422,7 @@ class ProgressExchange(ServicerBase):
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
                     await _sleep(DIAL_PAUSE)
-            except (TimeoutError, ValueError) as e:
+            except (ShoalError, TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
@@ -490,10 +489,10 @@ def _check_time(progress: LocalTrainingProgress, now: float) -> None:
         raise ValueError(f"progress from {progress.time - now:.1f} s in the future")
 
 
-async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("this peer no longer follows the progress of others: make its optimizer anew", exc_info=error)
 
 
 async def _sleep(seconds: float) -> None:

@@ -24,7 +24,7 @@ from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.errors import StateRefusedError
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.lineage import LineageKeeper
-from shoal.optim.schedules import catch_up
+from shoal.optim.schedules import catch_up, dump_scheduler_state, load_scheduler_state
 from shoal.optim.training_setup import names_in
 from shoal.optim.training_state import (
     OlderStateError,
@@ -352,7 +352,8 @@ class StateHolder(DecentralizedAverager):
 
         Raises:
             ValueError: it is not good; this peer has its own state back. (A peer that has not trained yet and has no
-                hook keeps no copy of its state. If a state fits but then cannot be put in place, a part of it stays.)
+                hook keeps no copy of its state. If a state fits but then cannot be put in place, its tensors may stay,
+                but neither its epoch nor its schedule.)
         """
         metadata, tensors = downloaded
         state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
@@ -361,12 +362,19 @@ class StateHolder(DecentralizedAverager):
             # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
             has_trained = self._local_epoch > 0
             own = self._copy_own_state(downloaded, state.epoch) if has_trained or self._check_state else None
+            epochs, schedule = (self._local_epoch, self._stepped_epoch), dump_scheduler_state(self.scheduler)
             try:
-                self._put_in_place(state)
+                try:
+                    self._put_in_place(state)
+                except (ArithmeticError, LookupError, TypeError) as e:
+                    raise ValueError(f"it cannot be put in place: {type(e).__name__}: {e}") from e
                 check(self._check_state)
             except BaseException:
                 if own is not None:
                     self._put_back(own)
+                else:
+                    self._local_epoch, self._stepped_epoch = epochs
+                    load_scheduler_state(self.scheduler, schedule)
                 raise
             self._own_state = own if has_trained else None
             if self.lineage_keeper is not None:

@@ -141,8 +141,10 @@ class StateTensors:
         if not as_difference or self._before_averaging is None:
             self._copy(from_local=False)
             return
-        for local, new, old in zip(self.local(), self.averaged, self._before_averaging, strict=True):
-            add_change(local, new, old)
+        parameters = len(self.setup.optimizer_parameters)
+        triples = zip(self.local(), self.averaged, self._before_averaging, strict=True)
+        for index, (local, new, old) in enumerate(triples):
+            (add_change if index < parameters else add_change_above_zero)(local, new, old)
         self._before_averaging = None
 
     def _copy(self, from_local: bool) -> None:
@@ -178,6 +180,19 @@ def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> Non
         local[spoilt.to(local.device)] = new[spoilt].to(local.device, local.dtype)
         change = torch.where(spoilt, 0, without_overflow(change))
     local.add_(change.to(local.device))
+
+
+def add_change_above_zero(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
+    """As :func:`add_change`, but no variance becomes negative.
+
+    Such a statistic may shrink here and by averaging, and together by more than there is. Then the smaller one of both
+    results stands.
+    """
+    is_variance = not any(bool((tensor < 0).any()) for tensor in (local, new, old))
+    before = local.clone()
+    add_change(local, new, old)
+    if is_variance:
+        local.copy_(torch.where(local < 0, torch.minimum(before, new.to(local.device, local.dtype)), local))
 
 
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,14 +320,15 @@ class TrainingState:
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape:
                 raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
-        # Where this peer's own values are not finite either, the other state is no worse.
-        bad = first_not_finite(tensors[: len(setup.optimizer_parameters)])
-        if bad is not None and first_not_finite([own[bad]]) is None:
-            raise ValueError(f"values of its parameter {bad} are NaN or infinite, and this peer's are not")
         if not isinstance(metadata.get("rounds", b""), bytes):
             raise ValueError(f"its rounds are malformed: {quoted(metadata['rounds'])}")
         state = cls.split(metadata, tensors, setup, len(extra_tensors), len(buffers))
         check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
+        _, statistics = dump_optimizer_state(setup.optimizer)
+        bad = first_spoilt([*own, *statistics], tensors)
+        if bad is not None:
+            kind = "parameter" if bad < len(setup.optimizer_parameters) else "tensor"
+            raise ValueError(f"values of its {kind} {bad} are NaN or infinite, and this peer's are not")
         return state
 
     @classmethod
@@ -338,6 +354,19 @@ class TrainingState:
             metadata.get("scheduler"),
             Lineage.unpack(metadata.get("rounds", b"")),
         )
+
+
+def first_spoilt(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int | None:
+    """Position of the first given tensor with a value that is not finite, where this peer's own values are finite.
+
+    Where they are not finite either, the other state is no worse.
+    """
+    start = 0
+    while (found := first_not_finite(given[start:])) is not None:
+        start += found + 1
+        if all_finite(own[start - 1]):
+            return start - 1
+    return None
 
 
 def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | None) -> None:

@@ -55,7 +55,7 @@ from shoal.averaging.messages import (
 )
 from shoal.clock import get_dht_time
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
-from shoal.errors import AllreduceException, DHTError, P2PHandlerError, ProtocolError, ReactorError, StreamClosedError
+from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
 from shoal.logs import Seldom, counted, one_line, quoted
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.tasks import cancel_and_wait, first_completed
@@ -180,7 +180,7 @@ class Matchmaking:
             await self.keys.declare_averager(
                 search.key, self.p2p.peer_id, search.declared_until, looking_for_group=False
             )
-        except (DHTError, ReactorError) as e:
+        except ShoalError as e:
             # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 

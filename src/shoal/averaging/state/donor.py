@@ -31,7 +31,7 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.dht.spread import any_place, key_at, places_to_write
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
-from shoal.errors import ProtocolError
+from shoal.errors import NoAccessTokenError, ProtocolError
 from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -131,7 +131,10 @@ class StateSharing:
             self._changed.clear()
             allowed = self.allowed and self._p2p.is_callable
             if allowed or self._is_declared:
-                await self.declare(allowed)
+                try:
+                    await self.declare(allowed)
+                except NoAccessTokenError as e:
+                    logger.debug("could not declare that this peer shares its state: %s", e)
             try:
                 async with asyncio.timeout(self._declare_period):
                     await self._changed.wait()
