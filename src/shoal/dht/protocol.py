@@ -350,8 +350,7 @@ class DHTProtocol(ServicerBase):
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
-        asked_at = now()
-        request = PingRequest(node_id=self._announced_id, validate=validate)
+        asked_at, request = now(), PingRequest(node_id=self._announced_id, validate=validate)
         limit = self.wait_timeout if timeout is None else timeout
         announced, arrivals = self.p2p.get_addresses(self.p2p.peer_id), self.p2p.transport.arrivals
         response = await self._call(peer, "rpc_ping", request, PingResponse, limit, is_trial=is_trial)
@@ -363,8 +362,8 @@ class DHTProtocol(ServicerBase):
                 if not response.available or self.p2p.transport.arrivals > arrivals:
                     self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
                 if not response.available:
-                    told = list(map(str, announced))
-                    raise NotCallableError(": ".join(explain_unreachable(peer, told, response.seen_at)))
+                    reasons = explain_unreachable(peer, list(map(str, announced)), response.seen_at)
+                    raise NotCallableError(": ".join(reasons))
             self._check_clock(peer, response, now() - asked_at)
         return response
 
