@@ -152,6 +152,23 @@ async def test_several_rounds_in_a_row_reuse_connections():
 
 
 @alone_in_virtual_time
+async def test_a_client_in_no_hurry_is_not_sent_back_to_the_group_before():
+    """All its searches have the same deadline, none."""
+    swarm = Swarm()
+    for mode in (NODE, CLIENT):
+        await swarm.add(random_tensors(mode), mode=mode)
+    groups = []
+    for _ in range(3):
+        controls = [make_control(node, timeout=math.inf) for node in swarm.nodes]
+        await run_round(swarm, controls)
+        assert controls[0].round.group_id == controls[1].round.group_id
+        groups.append(controls[0].round.group_id)
+    assert len(set(groups)) == 3
+    assert not sum(node.p2p.metrics.rounds_failed for node in swarm.nodes)
+    await swarm.close()
+
+
+@alone_in_virtual_time
 async def test_too_few_peers_fail_in_time():
     swarm = Swarm()
     node = await swarm.add(random_tensors(0), min_matchmaking_time=0.1)

@@ -93,6 +93,8 @@ class JoinRequest(Header):
     """How others call the follower, see :class:`shoal.p2p.reachability.Reach`."""
     relay_rate: Amount = 0.0
     """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
+    search: Count = 0
+    """The number of the follower's search. Those of a client in no hurry do not differ in anything else."""
 
 
 class Expectation(Header):

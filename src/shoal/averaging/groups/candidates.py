@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSettings
-from shoal.averaging.messages import Code, GroupStart, JoinReply, JoinRequest
+from shoal.averaging.messages import Code, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID
@@ -97,15 +97,6 @@ class Offer:
             self.close(None)
 
 
-@dataclass(frozen=True)
-class StartedGroup:
-    """A group that this peer has started."""
-
-    start: GroupStart
-    followers: dict[PeerID, float]
-    """By follower: the promised time in its request, which tells that search from a later one of the same peer."""
-
-
 @dataclass
 class Search:
     """The state of one search for a group."""
@@ -117,6 +108,8 @@ class Search:
     expiration: float
     """This peer's promised time: the DHT time at which it starts at the latest, if it leads."""
     group: asyncio.Future[GroupInfo]
+    number: int = 0
+    """Of this peer's searches, in order."""
     began_at: float = field(default_factory=get_dht_time)
     followers: dict[PeerID, Follower] = field(default_factory=dict)
     leader: tuple[PeerID, float] | None = None
@@ -351,6 +344,7 @@ class Search:
             reach=int(settings.reach),
             relay_rate=settings.relay_rate,
             expected_group_size=control.expected_group_size,
+            search=self.number,
         )
 
     # --- which peer to ask --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.averaging.allreduce.parts import load_balance_peers, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
@@ -75,6 +76,19 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
         except ValueError as e:
             raise ProtocolError(f"an address of {peer} makes no sense: {e}") from None
     return peer
+
+
+@dataclass(frozen=True)
+class StartedGroup:
+    """A group that this peer has started, and the requests of its followers."""
+
+    start: GroupStart
+    requests: dict[PeerID, JoinRequest]
+
+    def is_for(self, peer: PeerID, request: JoinRequest) -> bool:
+        """Whether a peer was in it with this request, and does not begin another search."""
+        known = self.requests.get(peer)
+        return known is not None and (known.expiration, known.search) == (request.expiration, request.search)
 
 
 def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest, trust: Trust) -> Follower:

@@ -18,6 +18,7 @@ sees the other (see :mod:`shoal.averaging.groups.leading`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Coroutine
@@ -25,13 +26,14 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup, Trust
+from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, Trust
 from shoal.averaging.groups.former_members import FormerMembers
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
     REFUSAL,
     Invitations,
     Refusals,
+    StartedGroup,
     describe_group,
     follower_of,
     injustice_of,
@@ -91,6 +93,7 @@ class Matchmaking:
         self.search: Search | None = None
         """The search in progress."""
         self._started: StartedGroup | None = None
+        self._numbers = itertools.count(1)
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
         self.background: dict[asyncio.Task[Any], None] = {}
@@ -118,6 +121,7 @@ class Matchmaking:
             *(self.p2p.peer_id, self.settings.at_this_step(self.p2p), control, self.keys.draw_key(self._trust.depth())),
             self._promised_time(control),
             asyncio.get_running_loop().create_future(),
+            next(self._numbers),
             refused=self.refusals.next_search(),
             may_lead=self.p2p.behaviour.may_lead,
             trust=self._trust,
@@ -379,7 +383,7 @@ class Matchmaking:
         """Answer a peer that asks this one to lead it, and tell it the outcome later."""
         search, started = self.search, self._started
         # A follower whose connection broke asks again: the group has started, but the news did not reach it.
-        if started is not None and started.followers.get(remote) == request.expiration:
+        if started is not None and started.is_for(remote, request):
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
@@ -473,7 +477,7 @@ class Matchmaking:
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
-        self._started = StartedGroup(start, {peer: each.request.expiration for peer, each in search.followers.items()})
+        self._started = StartedGroup(start, {peer: each.request for peer, each in search.followers.items()})
         search.followers.clear()
         search.group.set_result(self._adopt(start))
 
