@@ -242,6 +242,13 @@ class Search:
         awaited = self.control.awaited
         return awaited is None or peer == self.own or peer in awaited or self._is_proven(peer)
 
+    def note_loss(self, peer: PeerID, follower: Follower) -> None:
+        """Note that a follower is gone, perhaps by chance. Those that have had their time to return are forgotten."""
+        now = get_dht_time()
+        self.lost = {p: (at, f) for p, (at, f) in self.lost.items() if at + self.return_seconds > now}
+        if not follower.has_left:
+            self.lost[peer] = (now, follower)
+
     # --- which peers to invite ----------------------------------------------------------------------------------------
 
     def whom_to_invite(self) -> list[PeerID]:

@@ -110,6 +110,14 @@ def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> boo
     return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
 
 
+def take_back_lost(search: Search, p2p: P2P) -> None:
+    """Make followers whose connections have just broken members, as far as there is still room: they may return."""
+    for peer, (lost_at, follower) in search.lost.items():
+        may_return = lost_at + search.return_seconds > get_dht_time()
+        if may_return and not is_full(search, p2p, peer, follower.request):
+            search.followers[peer] = follower
+
+
 def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings

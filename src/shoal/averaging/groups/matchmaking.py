@@ -43,6 +43,7 @@ from shoal.averaging.groups.leading import (
     read_group,
     receive_answer,
     record_of,
+    take_back_lost,
 )
 from shoal.averaging.groups.settings import difference_of
 from shoal.averaging.messages import (
@@ -181,9 +182,8 @@ class Matchmaking:
 
     async def _withdraw(self, search: Search) -> None:
         try:
-            await self.keys.declare_averager(
-                search.key, self.p2p.peer_id, search.declared_until, looking_for_group=False
-            )
+            record = search.key, self.p2p.peer_id, search.declared_until
+            await self.keys.declare_averager(*record, looking_for_group=False)
         except ShoalError as e:
             # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
@@ -253,9 +253,8 @@ class Matchmaking:
             search.expiration = self._promised_time(search.control)
             search.redeclare.set()
         until = search.next_moment()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if until is None else max(0.001, until - get_dht_time())):
-                await search.control.changed.wait()
+        timeout = None if until is None else max(0.001, until - get_dht_time())
+        await first_completed(search.control.changed.wait(), timeout=timeout)
 
     # --- following ----------------------------------------------------------------------------------------------------
 
@@ -408,8 +407,7 @@ class Matchmaking:
             await cancel_and_wait(news)
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
-                if not follower.has_left:
-                    search.lost[remote] = (get_dht_time(), follower)
+                search.note_loss(remote, follower)
                 search.control.changed.set()
 
     async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
@@ -470,9 +468,7 @@ class Matchmaking:
 
     def start_group(self, search: Search) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
-        for peer, (lost_at, follower) in search.lost.items():
-            if lost_at + search.return_seconds > get_dht_time():
-                search.followers[peer] = follower
+        take_back_lost(search, self.p2p)
         start = describe_group(self.p2p, search, self._trust)
         for follower in search.followers.values():
             if not follower.outcome.done():
