@@ -19,6 +19,7 @@ from shoal.averaging.messages import (
     MAX_GATHERED_BYTES,
     BeginReduce,
     Code,
+    GroupStart,
     Invitation,
     JoinReply,
     JoinRequest,
@@ -121,6 +122,35 @@ async def test_who_lies_to_those_who_ask_to_be_led_keeps_nobody_from_averaging(l
     await swarm.close()
 
 
+async def look_for_ever(liar):
+    """Promise to start before all others, again and again."""
+    keys = liar.lanes[""].keys
+    while True:
+        await keys.declare_averager(keys.current_key, liar.p2p.peer_id, get_dht_time() + 1.0)
+        await asyncio.sleep(0.5)
+
+
+@in_virtual_time
+async def test_who_starts_groups_without_itself_is_not_followed_again():
+    swarm = Swarm()
+    tensors = [torch.full([8], float(i)) for i in range(2)]
+    honest = [await swarm.add([tensor]) for tensor in tensors]
+    liar = await swarm.add([torch.full([8], 100.0)])
+
+    async def answer(call, request, remote):
+        members = [Member(PeerRecord(remote.to_bytes()), 0, 8), Member(PeerRecord(b"nobody"), 0, 0)]
+        await call.send(JoinReply(code=Code.GROUP_STARTS, group=GroupStart(bytes(20), members)), end=True)
+
+    liar.lanes[""].matchmaking.answer_join = answer
+    looking = asyncio.ensure_future(look_for_ever(liar))
+    controls = [make_control(node, timeout=3.0, allow_retries=False) for node in honest]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(honest, controls, strict=True)])
+    assert [len(control.result()) for control in controls] == [2, 2]
+    assert [node.p2p.metrics.members_untrue for node in honest] == [1, 1]
+    await cancel_and_wait(looking)
+    await swarm.close()
+
+
 @pytest.mark.parametrize("code", [Code.BAD_EXPIRATION_TIME, Code.NOT_A_LEADER])
 @in_virtual_time
 async def test_two_who_have_something_new_to_say_each_time_are_not_asked_for_ever(code):
@@ -137,19 +167,13 @@ async def test_two_who_have_something_new_to_say_each_time_are_not_asked_for_eve
 
         return answer
 
-    async def declare_for_ever(liar):
-        keys = liar.lanes[""].keys
-        while True:
-            await keys.declare_averager(keys.current_key, liar.p2p.peer_id, get_dht_time() + 1.0)
-            await asyncio.sleep(0.5)
-
     for liar, other in (liars, liars[::-1]):
         liar.lanes[""].matchmaking.answer_join = answer_for(other)
-    declaring = [asyncio.ensure_future(declare_for_ever(liar)) for liar in liars]
+    looking = [asyncio.ensure_future(look_for_ever(liar)) for liar in liars]
     controls = [make_control(node, timeout=3.0, expected_group_size=3, allow_retries=False) for node in honest]
     await asyncio.gather(*[node.run_step(control) for node, control in zip(honest, controls, strict=True)])
     assert [len(control.result()) for control in controls] == [3, 3, 3]
-    await cancel_and_wait(*declaring)
+    await cancel_and_wait(*looking)
     await swarm.close()
 
 

@@ -147,16 +147,18 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
 
 
 def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
-    """An unfair weight limit in a leader's group, in words; ``None``: there is none.
+    """What a leader has done to the members of its group, in words; ``None``: nothing.
 
-    A limit is unfair if it is below the weight that the leader itself has seen the member bring.
+    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring. A leader that
+    is not in the group could lead others to peers that do not exist, and would never be among those that fail.
     """
-    if trust.least_limit is None:
-        return None
-    for member in start.members:
-        peer, limit = PeerID(member.peer.peer_id), member.largest_weight
-        if limit is not None and limit < (least := trust.least_limit(leader, peer)):
-            return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
+    limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
+    if leader not in limits:
+        return "it leads a group in which it is not itself"
+    if trust.least_limit is not None:
+        for peer, limit in limits.items():
+            if limit is not None and limit < (least := trust.least_limit(leader, peer)):
+                return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
     return None
 
 
