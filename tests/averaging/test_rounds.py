@@ -19,6 +19,10 @@ NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
 
 
+def now():
+    return asyncio.get_running_loop().time()
+
+
 def random_tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -320,8 +324,12 @@ async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kin
         for i in (0, 1):
             monkeypatch.setattr(swarm.nodes[i], "average", None)
     controls = [make_control(node, expected_group_size=5, allow_retries=False) for node in swarm.nodes]
-    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    running, began_at = (
+        [asyncio.ensure_future(n.run_step(c)) for n, c in zip(swarm.nodes, controls, strict=True)],
+        now(),
+    )
     await asyncio.gather(*running[2:])
+    assert now() - began_at < 5.0, "two that wait for each other do not hold up the rest"
     for task in running[:2]:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
