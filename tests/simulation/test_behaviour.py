@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups import matchmaking
@@ -34,6 +35,8 @@ class Watched:
     """They say that they live, take parts, and give no averages."""
     never_starting: set[PeerID] = field(default_factory=set)
     """They accept followers, and start no group."""
+    never_ending: set[PeerID] = field(default_factory=set)
+    """They coordinate rounds, and end none."""
     groups: list[tuple[PeerID, dict[PeerID, int]]] = field(default_factory=list)
     """Leader and shares of each."""
 
@@ -41,10 +44,11 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched = Watched()
-    begin_stripe, describe_group, may_start = (
+    begin_stripe, describe_group, may_start, commit = (
         AllReduce.begin_stripe,
         matchmaking.describe_group,
         Matchmaking.may_start,
+        Coordination.commit,
     )
 
     def begin(self, sender, begin):
@@ -61,6 +65,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def may(self, search, now):
         return self.p2p.peer_id not in watched.never_starting and may_start(self, search, now)
 
+    async def end(self):
+        if self.group.peer_ids[self.own] in watched.never_ending:
+            await asyncio.Event().wait()
+        await commit(self)
+
+    monkeypatch.setattr(Coordination, "commit", end)
     monkeypatch.setattr(AllReduce, "begin_stripe", begin)
     monkeypatch.setattr(matchmaking, "describe_group", describe)
     monkeypatch.setattr(Matchmaking, "may_start", may)
@@ -84,11 +94,14 @@ async def make_swarm(
     return nodes, tensors
 
 
-async def average(network: Network, nodes: list[AveragerNode], first: AveragerNode | None = None) -> float:
+async def average(
+    network: Network, nodes: list[AveragerNode], first: AveragerNode | None = None, *, timed: int | None = None
+) -> float:
     """All of them make a step; returns how many seconds it took.
 
     Args:
         first: the one that promises to start before all others, so that it should lead.
+        timed: it counts how long it took so many of them; ``None``: all.
     """
     loop, now = asyncio.get_running_loop(), network.hosts[0].dht_time()
     began_at = loop.time()
@@ -101,8 +114,11 @@ async def average(network: Network, nodes: list[AveragerNode], first: AveragerNo
         )
         for index, node in enumerate(nodes)
     ]
-    await asyncio.gather(*map(asyncio.wrap_future, steps), return_exceptions=True)
-    return loop.time() - began_at
+    work = [asyncio.wrap_future(step) for step in steps]
+    await asyncio.gather(*work[:timed], return_exceptions=True)
+    seconds = loop.time() - began_at
+    await asyncio.gather(*work, return_exceptions=True)
+    return seconds
 
 
 @pytest.mark.parametrize("seed", mostly_drills(range(5)))
@@ -151,6 +167,34 @@ def test_who_withholds_averages_soon_reduces_nothing(watched, caplog, seed, want
         assert all(node.p2p.behaviour.may_lead(liar) for node in nodes)
 
     run(main(), seed=seed, time_limit=3000)
+
+
+@pytest.mark.parametrize("seed", mostly_drills(range(5)))
+@pytest.mark.parametrize("clients", [0, 1])
+def test_who_coordinates_and_ends_no_round_does_so_once(watched, caplog, seed, clients):
+    """It lives, and has all averages. So the others could wait for it as long as it likes."""
+
+    async def main() -> None:
+        network = Network()
+        nodes, tensors = await make_swarm(network)
+        if clients:
+            nodes[0].lanes[""].matchmaking.settings.mode = AveragingMode.CLIENT
+        liar, honest, seconds = nodes[3].p2p.peer_id, nodes[:3], []
+        watched.never_ending.add(liar)
+        nodes[3].config.allreduce_timeout = 2 * REDUCER_TIMEOUT  # it gives itself up, too
+        for _ in range(12):
+            for index, tensor in enumerate(tensors):
+                tensor.fill_(index)
+            seconds.append(await average(network, nodes, timed=len(honest)))
+            assert {tensor[0].item() for tensor in tensors[:3]} == {1.5}
+            assert all(len(node.last_round.peers) == MEMBERS for node in honest), "it is a member as before"
+        assert sum(each > FAST for each in seconds) == clients, f"who reduces knows that all have all: {seconds}"
+        await asyncio.sleep(2 * REDUCER_TIMEOUT)
+        assert not any(node.p2p.behaviour.may_lead(liar) for node in honest)
+        assert not sum(map(len, (node.rounds for node in honest))), "no round goes on"
+
+    run(main(), seed=seed, time_limit=10_000)
+    assert "although all others only waited for that" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(3))

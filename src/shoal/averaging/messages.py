@@ -338,6 +338,8 @@ class StatusReply(Header, omit_defaults=True):
     status: int
     has_given_up: bool = False
     """The one who answers exchanges nothing more with the asker in this round."""
+    is_waiting: bool = False
+    """The one who answers has nothing left to do in this round but to wait for its coordinator."""
 
 
 # A full donor names at most so many other donors.

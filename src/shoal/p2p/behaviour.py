@@ -196,6 +196,17 @@ class Behaviour:
         known.deeds.excluded += 1
         self._metrics.troubles["leaders not followed"] += 1
 
+    def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
+        """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
+        self.note_injustice(coordinator, seconds)
+        self._warn_seldom(
+            "peer %s did not end a round although all others only waited for that, which took %.0f s: it neither leads "
+            "nor coordinates for a while. Is its machine stuck, or its shoal changed?",
+            coordinator,
+            seconds,
+            about=coordinator,
+        )
+
     def note_time(self, peer: PeerID, seconds: float) -> None:
         """A peer goes on saying that it is so many seconds later than the swarm has agreed about; 0: it does not."""
         if seconds:

@@ -253,7 +253,7 @@ class Coordination:
                 if not plan.missing:
                     break
                 await self._execute(plan)
-            await self._commit()
+            await self.commit()
         finally:
             await cancel_and_wait(*background)
 
@@ -377,7 +377,8 @@ class Coordination:
             # The handler of this link sees the failure, too, and deals with it.
             logger.debug("could not tell %s: %r", link.shared.call.remote, e)
 
-    async def _commit(self) -> None:
+    async def commit(self) -> None:
+        """Tell all members that the round is over."""
         self._committed = True
         # If not, another coordinator has committed, and this member only serves members that could not reach that one.
         is_first = not self.allreduce.weights

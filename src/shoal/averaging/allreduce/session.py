@@ -106,6 +106,11 @@ class Round:
         """Whether all members that stayed to the end have the same averages, as far as this member knows."""
         return bool(self.allreduce.weights) or self.allreduce.roster.all_complete.is_set()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this member has nothing left to do but to wait for its coordinator."""
+        return self._completion.is_waiting
+
     async def _complete(self) -> None:
         try:
             await self._completion.run()
@@ -319,6 +324,8 @@ class GroupSession:
             )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._sign, self._accuse, self._notary = sign, accuse, notary
+        self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
+        """Called with a coordinator that has not ended a round for so many seconds, perhaps later than the session."""
         self.not_finite: str | None = None
         """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
         self.seen_not_finite: set[PeerID] = set()
@@ -409,6 +416,7 @@ class GroupSession:
         # A receipt shows the weights of members. If a phase has weights of its own, these say nothing about members.
         allreduce.notary = self._notary if weight is None else None
         allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
+        allreduce.roster.on_stuck = lambda member, seconds: self.on_stuck(group.peer_ids[member], seconds)
         await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
         try:

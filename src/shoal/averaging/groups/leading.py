@@ -129,8 +129,10 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
         links[peer] = request.reach, request.relay_rate
         is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
         entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
-    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance.
+    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance,
+    # but those that are not fit to lead come last.
     p2p.rng.shuffle(entries)
+    entries.sort(key=lambda entry: not p2p.behaviour.may_lead(entry[0]))
     wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
