@@ -141,10 +141,10 @@ class Coordination:
                     raise ProtocolError("left the round early")
                 self._note_confirmed(member)
                 return False
-            if message.kind == RoundKind.LATE and member.late:
-                await self.latecomers.send_result(link)
             if message.kind == RoundKind.PART:
                 await self._receive_for_plan(link, member, message)
+        if message.kind == RoundKind.LATE and member.late:
+            await self.latecomers.send_result(link, self._silence)
         if message.kind == RoundKind.REPORT and not member.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
