@@ -163,7 +163,7 @@ class AveragerNode(ServicerBase):
         """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
         self.next_epoch: Callable[[], int] = lambda: 0
         """Tells the epoch to which the next round leads."""
-        self.rounds = Rounds(p2p.behaviour.has_delivered)
+        self.rounds = Rounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
             tag: Lane(
@@ -481,7 +481,7 @@ class AveragerNode(ServicerBase):
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
         has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
-        is_waiting = current is not None and current.is_waiting
+        is_waiting = current is not None and current.completion.is_waiting
         return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting)
 
     @patient

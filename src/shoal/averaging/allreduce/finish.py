@@ -48,7 +48,7 @@ from shoal.averaging.messages import (
 from shoal.averaging.redialling import REDIAL_PAUSE, open_again
 from shoal.errors import DialError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
-from shoal.tasks import cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
@@ -293,6 +293,8 @@ class Completion:
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
         self._has_given_up = False
+        self.is_outdated = asyncio.Event()
+        """Set when members that are late would not find their way back into the run by this result any more."""
         self._began_at = asyncio.get_running_loop().time()
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
@@ -304,10 +306,10 @@ class Completion:
         self._coordination.latecomers.release(keep=self.roster.closed_early)
 
     async def linger(self, seconds: float) -> None:
-        """Wait until all living members know the result; if some were late, wait for them so many seconds."""
+        """Wait until all living members know the result; if some were late, wait for them so many seconds at most."""
         await self._coordination.wait_until_confirmed()
         if self.roster.closed_early:
-            await asyncio.sleep(seconds)
+            await wait_at_most(self.is_outdated, seconds)
 
     async def run(self) -> None:
         """Run until every living member that is not late has every average that could be saved."""

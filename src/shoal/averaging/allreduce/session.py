@@ -71,7 +71,7 @@ class Round:
     """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
 
     def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self._completion = allreduce, Completion(allreduce)
+        self.allreduce, self.completion = allreduce, Completion(allreduce)
         self._work: asyncio.Future[None] | None = None
 
     async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
@@ -95,7 +95,7 @@ class Round:
             if work.done():
                 work.result()
             else:
-                self._completion.release()
+                self.completion.release()
         except BaseException:
             await cancel_and_wait(work)
             raise
@@ -106,14 +106,9 @@ class Round:
         """Whether all members that stayed to the end have the same averages, as far as this member knows."""
         return bool(self.allreduce.weights) or self.allreduce.roster.all_complete.is_set()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this member has nothing left to do but to wait for its coordinator."""
-        return self._completion.is_waiting
-
     async def _complete(self) -> None:
         try:
-            await self._completion.run()
+            await self.completion.run()
         finally:
             self.allreduce.end()
 
@@ -127,7 +122,7 @@ class Round:
             return
         try:
             await asyncio.wait([self._work])
-            await self._completion.linger(linger)
+            await self.completion.linger(linger)
         finally:
             await cancel_and_wait(self._work)
 
@@ -144,7 +139,7 @@ class Round:
         peers = self.allreduce.group.peer_ids
         if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
             raise ProtocolError("not the greeting of a member of this round")
-        await self._completion.serve(call, hello, peers.index(member))
+        await self.completion.serve(call, hello, peers.index(member))
 
 
 class Rounds:
@@ -154,10 +149,11 @@ class Rounds:
 
     Args:
         is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
+        most_kept: the results of so many groups are kept for late members; each takes as much memory as the tensors.
     """
 
-    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False) -> None:
-        self._is_of_use = is_of_use
+    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False, most_kept: int = 2) -> None:
+        self._is_of_use, self._most_kept = is_of_use, most_kept
         self.running: dict[bytes, Round] = {}
         """Rounds that have no result yet."""
         # By round id: the calls that wait for the round to begin here, and their callers.
@@ -188,6 +184,10 @@ class Rounds:
             del self.running[round_id]
             self._remember(round_id, is_committed=current.is_committed)
             self.lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
+            groups = [*dict.fromkeys(each[:GROUP_ID_BYTES] for each in self.lingering)]
+            for each, (earlier, _) in self.lingering.items():
+                if each[:GROUP_ID_BYTES] in groups[: -self._most_kept]:
+                    earlier.completion.is_outdated.set()
 
     async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
         try:
