@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shoal.averaging.allreduce import sending
 from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups import matchmaking
 from shoal.averaging.groups.matchmaking import Matchmaking
@@ -152,7 +154,7 @@ def test_who_withholds_averages_soon_reduces_nothing(watched, caplog, seed, want
             assert deeds.excluded > 2
             assert node.p2p.metrics.troubles["reducers without a share"] == 1
             assert node.p2p.behaviour.has_delivered(nodes[(nodes.index(node) + 1) % 3].p2p.peer_id)
-        named = [record for record in caplog.records if f"the averages of peer {liar}" in record.getMessage()]
+        named = [record for record in caplog.records if f"the averages or parts of peer {liar}" in record.getMessage()]
         assert len(named) == 3, "each honest member tells its user, once"
 
         # It behaves again.
@@ -239,6 +241,35 @@ def test_rounds_that_are_cut_short_teach_too(watched):
         assert seconds[0] > FAST
         assert seconds[-1] < FAST, f"{seconds}"
         assert watched.groups[-1][1][nodes[3].p2p.peer_id] == 0
+
+    run(main(), seed=1, time_limit=3000)
+
+
+def test_who_sends_so_slowly_that_rounds_are_cut_short_is_blamed_and_those_who_wait_are_not(watched, monkeypatch):
+    """It gives averages, and takes almost as long for each piece as a member may: it is not given up before."""
+    monkeypatch.setattr(sending, "BUNDLE_BYTES", 1000)
+
+    async def main() -> None:
+        network = Network()
+        nodes, _ = await make_swarm(network, allreduce_timeout=REDUCER_TIMEOUT)
+        honest, slow, send = nodes[:3], nodes[3], Traffic.send
+
+        async def send_slowly(self, call, usual, calls):
+            is_slow = any(each.allreduce.vector is self.vector for each in slow.rounds.running.values())
+            while is_slow and usual is self.parts_out and not usual.is_taken:
+                await asyncio.sleep(0.8 * SENDER_TIMEOUT)
+                await usual.send_next(call)
+            await send(self, call, usual, calls)
+
+        monkeypatch.setattr(Traffic, "send", send_slowly)
+        for _ in range(2):
+            await average(network, nodes)
+        for each in honest:
+            memory = each.p2p.behaviour
+            assert all(memory.may_lead(other.p2p.peer_id) for other in honest)
+            assert {memory.share_of(other.p2p.peer_id) for other in honest} == {1.0}
+            assert memory.share_of(slow.p2p.peer_id) == 0.25
+            assert not memory.may_lead(slow.p2p.peer_id)
 
     run(main(), seed=1, time_limit=3000)
 

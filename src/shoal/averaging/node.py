@@ -298,7 +298,7 @@ class AveragerNode(ServicerBase):
         except _RETRIABLE as e:
             is_late = isinstance(e, TimeoutError)
             if is_late:
-                session.blame_slow_reducers()
+                session.blame_slow_members()
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
             share = session.share_averaged(lane.tensors)
             if share:

@@ -152,8 +152,8 @@ class Behaviour:
     def _tell_of_reducer(self, peer: PeerID, trial: _Trial) -> None:
         self._metrics.troubles["reducers without a share"] += 1
         self._warn_seldom(
-            "the averages of peer %s did not arrive in %d rounds: for the next %.0f s it reduces nothing in groups "
-            "that this peer leads, and does not lead it. Is its line too slow, or its machine stuck?",
+            "the averages or parts of peer %s did not arrive in %d rounds: for the next %.0f s it reduces nothing in "
+            "groups that this peer leads, and does not lead it. Is its line too slow, or its machine stuck?",
             peer,
             trial.failures,
             trial.rests_until - self._now(),
@@ -163,7 +163,7 @@ class Behaviour:
     def _tell_of_wait(self, peer: PeerID, seconds: float) -> None:
         self._metrics.troubles["averages that did not come"] += 1
         self._warn_seldom(
-            "peer %s gave no averages in a round that took %.0f s because of that: it reduces less from now on, and is "
+            "peer %s kept a round waiting, which took %.0f s because of that: it reduces less from now on, and is "
             "asked to lead only if nobody else can. Is its line too slow, or its machine stuck?",
             peer,
             seconds,

@@ -122,6 +122,8 @@ class Roster:
         """Reducers among these whose averages did not come."""
         self.cut_off: set[int] = set()
         """Reducers whose averages had not come when the exchange with them was cancelled, for whatever reason."""
+        self.held_up_by: set[int] = set()
+        """Senders for whose parts this member waited when the round was cut short."""
         self.delivered = asyncio.Event()
         """This member has sent its parts to all reducers. With a quorum, to all but as many as may be late."""
         self.received = asyncio.Event()

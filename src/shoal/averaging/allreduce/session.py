@@ -97,6 +97,7 @@ class Round:
             else:
                 self.completion.release()
         except BaseException:
+            self.allreduce.roster.held_up_by = self.allreduce.reducer.find_who_holds_up()
             await cancel_and_wait(work)
             raise
         return self.allreduce.result(asyncio.get_running_loop().time() - started)
@@ -428,7 +429,7 @@ class GroupSession:
             self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
             self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
             self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
-            self._cut_off.update(group.peer_ids[member] for member in roster.cut_off)
+            self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
             self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
             self._seen_withholding.update(group.peer_ids[member] for member in roster.seen_withholding)
         self._phases.append(result)
@@ -458,10 +459,11 @@ class GroupSession:
             (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
         )
 
-    def blame_slow_reducers(self) -> None:
-        """Count reducers as failed whose averages had not come when the time for the whole round was over.
+    def blame_slow_members(self) -> None:
+        """Count members as failed for which this one waited when the time for the whole round was over.
 
-        That is fair: a reducer that was only slow because of others has given these up long before.
+        These are senders whose parts it needed as a reducer. If there are none, they are reducers whose averages had
+        not come; otherwise these have most likely waited for the same senders.
         """
         self._seen_failing |= self._cut_off
         self._seen_withholding |= self._cut_off
