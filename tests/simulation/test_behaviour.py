@@ -263,13 +263,18 @@ def test_who_sends_so_slowly_that_rounds_are_cut_short_is_blamed_and_those_who_w
 
         monkeypatch.setattr(Traffic, "send", send_slowly)
         for _ in range(2):
-            await average(network, nodes)
+            await average(network, nodes, timed=3)
         for each in honest:
             memory = each.p2p.behaviour
             assert all(memory.may_lead(other.p2p.peer_id) for other in honest)
             assert {memory.share_of(other.p2p.peer_id) for other in honest} == {1.0}
             assert memory.share_of(slow.p2p.peer_id) == 0.25
             assert not memory.may_lead(slow.p2p.peer_id)
+        await average(network, nodes, timed=3)
+        for _ in range(3):
+            assert await average(network, nodes, timed=3) < FAST
+            assert {node.last_round.peers for node in honest} == {honest[0].last_round.peers}
+            assert slow.p2p.peer_id not in honest[0].last_round.peers
 
     run(main(), seed=1, time_limit=3000)
 

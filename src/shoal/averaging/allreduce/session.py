@@ -336,9 +336,9 @@ class GroupSession:
         self.overstating: dict[PeerID, float] = {}
         """Members that have claimed a larger weight than their leader allows, and which."""
         # What this member has seen itself, see :class:`~shoal.averaging.allreduce.members.Roster`.
-        self._seen_failing: set[PeerID] = set()
-        self._seen_withholding: set[PeerID] = set()
-        self._cut_off: set[PeerID] = set()
+        self._seen_failing, self._seen_withholding = set[PeerID](), set[PeerID]()
+        self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
+        self._is_cut_short = False
         self._began_at = math.nan
         self._phases: list[RoundResult] = []
         # By phase: its tensors, and the vector that knows how much of them is averaged.
@@ -430,6 +430,7 @@ class GroupSession:
             self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
             self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
             self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
+            self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
             self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
             self._seen_withholding.update(group.peer_ids[member] for member in roster.seen_withholding)
         self._phases.append(result)
@@ -460,11 +461,11 @@ class GroupSession:
         )
 
     def blame_slow_members(self) -> None:
-        """Count members as failed for which this one waited when the time for the whole round was over.
+        """The time for the whole round is over: count the senders as failed for which this member waited as a reducer.
 
-        These are senders whose parts it needed as a reducer. If there are none, they are reducers whose averages had
-        not come; otherwise these have most likely waited for the same senders.
+        If there are none, count reducers whose averages had not come. Otherwise these have waited for the same senders.
         """
+        self._is_cut_short = True
         self._seen_failing |= self._cut_off
         self._seen_withholding |= self._cut_off
 
@@ -481,6 +482,8 @@ class GroupSession:
             }
             seconds = asyncio.get_running_loop().time() - self._began_at
             behaviour.note_round(others, self._seen_failing, reducers, self._seen_withholding, seconds)
+            for peer in self._held_up_by if self._is_cut_short else ():
+                behaviour.note_delay(peer, seconds)
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}

@@ -46,7 +46,8 @@ NARROW_SHARE = 0.25
 
 REFUSAL = (
     "in a round it has sent values that are NaN or infinite, although peers check theirs before, or other values than "
-    "it said. Is it of an older version, or its machine broken? It is taken again after some rounds"
+    "it said, or several rounds ended without a result because it sent too slowly. Is it of an older version, its "
+    "machine broken, or its line slow? It is taken again after some rounds"
 )
 # The description of a group must fit into one message.
 MAX_GROUP_BYTES = 3 * 2**18

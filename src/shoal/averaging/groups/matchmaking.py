@@ -123,7 +123,7 @@ class Matchmaking:
             self._promised_time(control),
             asyncio.get_running_loop().create_future(),
             next(self._numbers),
-            refused=self.refusals.next_search(),
+            refused={**dict.fromkeys(self.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()},
             may_lead=self.p2p.behaviour.may_lead,
             trust=self._trust,
         )
