@@ -139,12 +139,14 @@ class Metrics:
     ``epochs that cannot be``: other peers claimed impossible epochs;
     ``no place for a connection``: another peer found all places taken;
     ``reducers without a share``: their averages did not arrive;
-    ``averages that did not come``: a round took long because a reducer gave none;
+    ``averages that did not come``: a round took long because a reducer gave none, or a sender sent too slowly;
     ``weights that cannot be``: members claimed more than they can have brought;
     ``clocks that differ``: peers told another time than the settled one;
     ``records that are not told``: nodes of the table did not tell records of this peer that they had agreed to keep;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
-    ``leaders not followed``: they accepted followers and did not start the group, or understated somebody's weight."""
+    ``leaders not followed``: they accepted followers and did not start the group, understated somebody's weight, or did
+    not end a round that they coordinated;
+    ``members too slow``: rounds were cut short because of them."""
     peers: dict[str, Deeds] = field(default_factory=dict)
     """By peer id, what is known of the peers that took part in rounds; a few thousand at most."""
     strangers: dict[str, Demands] = field(default_factory=dict)

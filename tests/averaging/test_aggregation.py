@@ -122,6 +122,18 @@ def test_centered_clip_is_that_of_its_formula():
 RULES = [ClipToMedianNorm(), TrimmedMean(0.3), CenteredClip(2.0)]
 
 
+@pytest.mark.parametrize("huge", [1e150, 1e200, 1.7e308, -1.7e308])
+@pytest.mark.parametrize("rule", [CenteredClip(0.5), TrimmedMean(0.25)], ids=repr)
+def test_the_largest_lie_counts_no_more_than_a_large_one(rule, huge):
+    """Its square is more than the largest number."""
+    honest = [torch.full((10,), value, dtype=torch.float64) for value in (0.9, 1.0, 1.1)]
+
+    def average_with(lie):
+        return rule.aggregate([*honest, torch.full((10,), lie, dtype=torch.float64)], [1.0] * 4, [1.0] * 4, 1.0)
+
+    torch.testing.assert_close(average_with(huge), average_with(math.copysign(1e6, huge)))
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.complex64]

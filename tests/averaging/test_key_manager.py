@@ -85,13 +85,14 @@ async def test_nobody_withdraws_what_another_one_has_declared(dht, other_dht):
     assert await keys.get_averagers(keys.current_key, only_active=True) == [(dht.peer_id, expiration)]
 
 
-async def test_records_that_make_no_sense_are_skipped_and_said(dht, other_dht, caplog):
+@pytest.mark.parametrize("nonsense", [5, {}, {"a": 1}])
+async def test_records_that_make_no_sense_are_skipped_and_said(dht, other_dht, caplog, nonsense):
     keys = GroupKeyManager(dht, "run", "", None)
     expiration = get_dht_time() + 60
     assert await keys.declare_averager(keys.current_key, dht.peer_id, expiration)
     for store, subkey, value in (
         (dht.store, b"no peer", ["/ip4/nowhere/tcp/1"]),
-        (other_dht.store, tag_of(other_dht.peer_id), 5),
+        (other_dht.store, tag_of(other_dht.peer_id), nonsense),
     ):
         assert await store(keys.current_key, value, expiration, subkey=subkey, return_future=True)
     with caplog.at_level(logging.WARNING):

@@ -19,6 +19,10 @@ NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
 
 
+def now():
+    return asyncio.get_running_loop().time()
+
+
 def random_tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -148,6 +152,23 @@ async def test_several_rounds_in_a_row_reuse_connections():
         assert node.p2p.pool.in_use_count == 0
         await until(lambda node=node: len(node.rounds) == 0)  # they end politely in the background
         assert node.p2p.metrics.rounds_succeeded == 10
+    await swarm.close()
+
+
+@alone_in_virtual_time
+async def test_a_client_in_no_hurry_is_not_sent_back_to_the_group_before():
+    """All its searches have the same deadline, none."""
+    swarm = Swarm()
+    for mode in (NODE, CLIENT):
+        await swarm.add(random_tensors(mode), mode=mode)
+    groups = []
+    for _ in range(3):
+        controls = [make_control(node, timeout=math.inf) for node in swarm.nodes]
+        await run_round(swarm, controls)
+        assert controls[0].round.group_id == controls[1].round.group_id
+        groups.append(controls[0].round.group_id)
+    assert len(set(groups)) == 3
+    assert not sum(node.p2p.metrics.rounds_failed for node in swarm.nodes)
     await swarm.close()
 
 
@@ -303,8 +324,12 @@ async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kin
         for i in (0, 1):
             monkeypatch.setattr(swarm.nodes[i], "average", None)
     controls = [make_control(node, expected_group_size=5, allow_retries=False) for node in swarm.nodes]
-    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    running, began_at = (
+        [asyncio.ensure_future(n.run_step(c)) for n, c in zip(swarm.nodes, controls, strict=True)],
+        now(),
+    )
     await asyncio.gather(*running[2:])
+    assert now() - began_at < 5.0, "two that wait for each other do not hold up the rest"
     for task in running[:2]:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)

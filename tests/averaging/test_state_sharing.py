@@ -27,7 +27,9 @@ from shoal.averaging.state.download import (
 )
 from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
 from shoal.averaging.state.places import MAX_DOWNLOADS
+from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorMetadata, base
+from shoal.dht.crypto import tag_of
 from shoal.errors import NoAccessTokenError, P2PHandlerError
 from shoal.p2p import Identity
 from shoal.tasks import cancel_and_wait
@@ -357,6 +359,17 @@ async def test_a_donor_whose_state_cannot_be_made_is_skipped_and_stays_usable():
     await until(lambda: donor.state_sharing.places.sharings == [])
     fails[0] = False
     assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    await swarm.close()
+
+
+async def test_a_crowd_of_false_donors_does_not_fill_the_log(caplog):
+    swarm = Swarm()
+    newcomer = await swarm.add([torch.zeros(1)])
+    for _ in range(20):
+        tag = tag_of(Identity.generate().peer_id)
+        await swarm.table.store(newcomer.state_sharing.key, [1.0, []], get_dht_time() + 60, subkey=tag)
+    assert await newcomer.state_sharing.download() is None
+    assert 0 < caplog.text.count("could not download the state of") <= 5
     await swarm.close()
 
 

@@ -12,13 +12,14 @@ import torch
 
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.groups.candidates import Trust
-from shoal.averaging.groups.leading import MAX_GROUP_BYTES, follower_of, is_full, learn
+from shoal.averaging.groups.leading import MAX_GROUP_BYTES, follower_of, is_full, learn, record_of
 from shoal.averaging.groups.settings import MAX_SETTINGS, difference_of
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
     MAX_GATHERED_BYTES,
     BeginReduce,
     Code,
+    GroupStart,
     Invitation,
     JoinReply,
     JoinRequest,
@@ -32,6 +33,7 @@ from shoal.dht import DHT
 from shoal.errors import ProtocolError
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST, decode_header
+from shoal.tasks import cancel_and_wait
 from tests.averaging.swarm import Swarm, make_control
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
@@ -117,6 +119,61 @@ async def test_who_lies_to_those_who_ask_to_be_led_keeps_nobody_from_averaging(l
     await asyncio.gather(*[node.run_step(make_control(node, timeout=60.0)) for node in honest])
     assert asked
     assert all(torch.equal(tensor, torch.full([8], 0.5)) for tensor in tensors)
+    await swarm.close()
+
+
+async def look_for_ever(liar):
+    """Promise to start before all others, again and again."""
+    keys = liar.lanes[""].keys
+    while True:
+        await keys.declare_averager(keys.current_key, liar.p2p.peer_id, get_dht_time() + 1.0)
+        await asyncio.sleep(0.5)
+
+
+@in_virtual_time
+async def test_who_starts_groups_without_itself_is_not_followed_again():
+    swarm = Swarm()
+    tensors = [torch.full([8], float(i)) for i in range(2)]
+    honest = [await swarm.add([tensor]) for tensor in tensors]
+    liar = await swarm.add([torch.full([8], 100.0)])
+
+    async def answer(call, request, remote):
+        members = [Member(PeerRecord(remote.to_bytes()), 0, 8), Member(PeerRecord(b"nobody"), 0, 0)]
+        await call.send(JoinReply(code=Code.GROUP_STARTS, group=GroupStart(bytes(20), members)), end=True)
+
+    liar.lanes[""].matchmaking.answer_join = answer
+    looking = asyncio.ensure_future(look_for_ever(liar))
+    controls = [make_control(node, timeout=3.0, allow_retries=False) for node in honest]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(honest, controls, strict=True)])
+    assert [len(control.result()) for control in controls] == [2, 2]
+    assert [node.p2p.metrics.members_untrue for node in honest] == [1, 1]
+    await cancel_and_wait(looking)
+    await swarm.close()
+
+
+@pytest.mark.parametrize("code", [Code.BAD_EXPIRATION_TIME, Code.NOT_A_LEADER])
+@in_virtual_time
+async def test_two_who_have_something_new_to_say_each_time_are_not_asked_for_ever(code):
+    """They always seem to start a little earlier than those who ask them, or to follow each other."""
+    swarm = Swarm(delay=0.05)
+    honest = [await swarm.add([torch.full([8], float(i))]) for i in range(3)]
+    liars = [await swarm.add([torch.full([8], 100.0)]) for _ in range(2)]
+
+    def answer_for(other):
+        async def answer(call, request, remote):
+            soon = min(get_dht_time() + 0.3, request.expiration - 0.01)
+            named = record_of(other.p2p, other.p2p.peer_id) if code == Code.NOT_A_LEADER else None
+            await call.send(JoinReply(code=code, expiration=soon, better_leader=named), end=True)
+
+        return answer
+
+    for liar, other in (liars, liars[::-1]):
+        liar.lanes[""].matchmaking.answer_join = answer_for(other)
+    looking = [asyncio.ensure_future(look_for_ever(liar)) for liar in liars]
+    controls = [make_control(node, timeout=3.0, expected_group_size=3, allow_retries=False) for node in honest]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(honest, controls, strict=True)])
+    assert [len(control.result()) for control in controls] == [3, 3, 3]
+    await cancel_and_wait(*looking)
     await swarm.close()
 
 

@@ -178,6 +178,14 @@ def test_a_friend_that_lies_vouches_for_one_group_in_an_epoch():
     assert peer.evidence.is_proven(SYBILS[3])
 
 
+@pytest.mark.parametrize(("epoch", "is_sealed"), [(EPOCH + 1, True), (EPOCH, True), (EPOCH + 4, False)])
+def test_nobody_seals_a_receipt_of_an_epoch_far_away(epoch, is_sealed):
+    """Whoever has sealed one does not count as a witness until then, so a coordinator could silence its members."""
+    peer = Peer()
+    peer.vouching.take(receipt_of(FRIEND, OWN, ANOTHER, epoch=epoch))
+    assert (peer.vouching.word_for(ANOTHER) is not None) == is_sealed
+
+
 def test_what_was_not_asked_for_is_not_looked_at():
     peer = Peer()
     peer.vouching.hear(OTHERS[0], Word(shown=sealed(RECEIPT)))

@@ -362,7 +362,7 @@ async def test_error_of_a_handler_is_logged_where_it_happened(kind: str, caplog:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("text", ["", "x" * 100_000, "\udc80 is half a character", "line\nline"])
+@pytest.mark.parametrize("text", ["", "x" * 100_000, "\udc80 is half a character", "line\nline", "\x1b[31mred"])
 async def test_odd_texts_of_errors(kind: str, text: str) -> None:
     class Odd(ServicerBase):
         async def rpc_fail(self, request: Empty, context: P2PContext) -> Empty:
@@ -374,6 +374,7 @@ async def test_odd_texts_of_errors(kind: str, text: str) -> None:
         with pytest.raises(P2PHandlerError, match="RuntimeError") as error:
             await Odd.get_stub(caller, server.peer_id).rpc_fail(Empty(), timeout=PATIENCE)
         assert len(str(error.value)) < 3000
+        assert str(error.value).isprintable(), "it ends up in a log, where it must not look like a line of its own"
 
 
 @pytest.mark.usefixtures("quiet")

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shoal.averaging.allreduce import sending
+from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups import matchmaking
 from shoal.averaging.groups.matchmaking import Matchmaking
@@ -34,6 +37,8 @@ class Watched:
     """They say that they live, take parts, and give no averages."""
     never_starting: set[PeerID] = field(default_factory=set)
     """They accept followers, and start no group."""
+    never_ending: set[PeerID] = field(default_factory=set)
+    """They coordinate rounds, and end none."""
     groups: list[tuple[PeerID, dict[PeerID, int]]] = field(default_factory=list)
     """Leader and shares of each."""
 
@@ -41,10 +46,11 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched = Watched()
-    begin_stripe, describe_group, may_start = (
+    begin_stripe, describe_group, may_start, commit = (
         AllReduce.begin_stripe,
         matchmaking.describe_group,
         Matchmaking.may_start,
+        Coordination.commit,
     )
 
     def begin(self, sender, begin):
@@ -61,6 +67,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def may(self, search, now):
         return self.p2p.peer_id not in watched.never_starting and may_start(self, search, now)
 
+    async def end(self):
+        if self.group.peer_ids[self.own] in watched.never_ending:
+            await asyncio.Event().wait()
+        await commit(self)
+
+    monkeypatch.setattr(Coordination, "commit", end)
     monkeypatch.setattr(AllReduce, "begin_stripe", begin)
     monkeypatch.setattr(matchmaking, "describe_group", describe)
     monkeypatch.setattr(Matchmaking, "may_start", may)
@@ -84,11 +96,14 @@ async def make_swarm(
     return nodes, tensors
 
 
-async def average(network: Network, nodes: list[AveragerNode], first: AveragerNode | None = None) -> float:
+async def average(
+    network: Network, nodes: list[AveragerNode], first: AveragerNode | None = None, *, timed: int | None = None
+) -> float:
     """All of them make a step; returns how many seconds it took.
 
     Args:
         first: the one that promises to start before all others, so that it should lead.
+        timed: it counts how long it took so many of them; ``None``: all.
     """
     loop, now = asyncio.get_running_loop(), network.hosts[0].dht_time()
     began_at = loop.time()
@@ -101,8 +116,11 @@ async def average(network: Network, nodes: list[AveragerNode], first: AveragerNo
         )
         for index, node in enumerate(nodes)
     ]
-    await asyncio.gather(*map(asyncio.wrap_future, steps), return_exceptions=True)
-    return loop.time() - began_at
+    work = [asyncio.wrap_future(step) for step in steps]
+    await asyncio.gather(*work[:timed], return_exceptions=True)
+    seconds = loop.time() - began_at
+    await asyncio.gather(*work, return_exceptions=True)
+    return seconds
 
 
 @pytest.mark.parametrize("seed", mostly_drills(range(5)))
@@ -136,7 +154,7 @@ def test_who_withholds_averages_soon_reduces_nothing(watched, caplog, seed, want
             assert deeds.excluded > 2
             assert node.p2p.metrics.troubles["reducers without a share"] == 1
             assert node.p2p.behaviour.has_delivered(nodes[(nodes.index(node) + 1) % 3].p2p.peer_id)
-        named = [record for record in caplog.records if f"the averages of peer {liar}" in record.getMessage()]
+        named = [record for record in caplog.records if f"the averages or parts of peer {liar}" in record.getMessage()]
         assert len(named) == 3, "each honest member tells its user, once"
 
         # It behaves again.
@@ -151,6 +169,34 @@ def test_who_withholds_averages_soon_reduces_nothing(watched, caplog, seed, want
         assert all(node.p2p.behaviour.may_lead(liar) for node in nodes)
 
     run(main(), seed=seed, time_limit=3000)
+
+
+@pytest.mark.parametrize("seed", mostly_drills(range(5)))
+@pytest.mark.parametrize("clients", [0, 1])
+def test_who_coordinates_and_ends_no_round_does_so_once(watched, caplog, seed, clients):
+    """It lives, and has all averages. So the others could wait for it as long as it likes."""
+
+    async def main() -> None:
+        network = Network()
+        nodes, tensors = await make_swarm(network)
+        if clients:
+            nodes[0].lanes[""].matchmaking.settings.mode = AveragingMode.CLIENT
+        liar, honest, seconds = nodes[3].p2p.peer_id, nodes[:3], []
+        watched.never_ending.add(liar)
+        nodes[3].config.allreduce_timeout = 2 * REDUCER_TIMEOUT  # it gives itself up, too
+        for _ in range(12):
+            for index, tensor in enumerate(tensors):
+                tensor.fill_(index)
+            seconds.append(await average(network, nodes, timed=len(honest)))
+            assert {tensor[0].item() for tensor in tensors[:3]} == {1.5}
+            assert all(len(node.last_round.peers) == MEMBERS for node in honest), "it is a member as before"
+        assert sum(each > FAST for each in seconds) == clients, f"who reduces knows that all have all: {seconds}"
+        await asyncio.sleep(2 * REDUCER_TIMEOUT)
+        assert not any(node.p2p.behaviour.may_lead(liar) for node in honest)
+        assert not sum(map(len, (node.rounds for node in honest))), "no round goes on"
+
+    run(main(), seed=seed, time_limit=10_000)
+    assert "although all others only waited for that" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,6 +241,40 @@ def test_rounds_that_are_cut_short_teach_too(watched):
         assert seconds[0] > FAST
         assert seconds[-1] < FAST, f"{seconds}"
         assert watched.groups[-1][1][nodes[3].p2p.peer_id] == 0
+
+    run(main(), seed=1, time_limit=3000)
+
+
+def test_who_sends_so_slowly_that_rounds_are_cut_short_is_blamed_and_those_who_wait_are_not(watched, monkeypatch):
+    """It gives averages, and takes almost as long for each piece as a member may: it is not given up before."""
+    monkeypatch.setattr(sending, "BUNDLE_BYTES", 1000)
+
+    async def main() -> None:
+        network = Network()
+        nodes, _ = await make_swarm(network, allreduce_timeout=REDUCER_TIMEOUT)
+        honest, slow, send = nodes[:3], nodes[3], Traffic.send
+
+        async def send_slowly(self, call, usual, calls):
+            is_slow = any(each.allreduce.vector is self.vector for each in slow.rounds.running.values())
+            while is_slow and usual is self.parts_out and not usual.is_taken:
+                await asyncio.sleep(0.8 * SENDER_TIMEOUT)
+                await usual.send_next(call)
+            await send(self, call, usual, calls)
+
+        monkeypatch.setattr(Traffic, "send", send_slowly)
+        for _ in range(2):
+            await average(network, nodes, timed=3)
+        for each in honest:
+            memory = each.p2p.behaviour
+            assert all(memory.may_lead(other.p2p.peer_id) for other in honest)
+            assert {memory.share_of(other.p2p.peer_id) for other in honest} == {1.0}
+            assert memory.share_of(slow.p2p.peer_id) == 0.25
+            assert not memory.may_lead(slow.p2p.peer_id)
+        await average(network, nodes, timed=3)
+        for _ in range(3):
+            assert await average(network, nodes, timed=3) < FAST
+            assert {node.last_round.peers for node in honest} == {honest[0].last_round.peers}
+            assert slow.p2p.peer_id not in honest[0].last_round.peers
 
     run(main(), seed=1, time_limit=3000)
 

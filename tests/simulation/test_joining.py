@@ -128,6 +128,29 @@ def test_a_full_group_refuses():
     simulate(story)
 
 
+def test_those_whose_connections_broke_do_not_overfill_a_group():
+    """A stranger could join and break off again and again, until the group does not fit into a message."""
+
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(4, target_group_size=3)
+        leading, asked = swarm.step(0), swarm.nodes[0].p2p
+        await asyncio.sleep(1.0)
+
+        async def join_and_break_off() -> None:
+            swarm.nodes[1].p2p.add_addresses(asked.peer_id, asked.get_addresses(asked.peer_id))
+            async with swarm.nodes[1].stub(asked.peer_id).rpc_join_group() as line:
+                await line.send(request_of(swarm))
+                assert (await line.receive(JoinReply)).code == Code.ACCEPTED
+                line.connection.abort()
+
+        others = [swarm.step(2), swarm.step(3)]
+        await swarm.host(1).run(join_and_break_off())
+        await done(leading, *others)
+        assert [size(step) for step in (leading, *others)] == [3, 3, 3]
+
+    simulate(story)
+
+
 # --- invitations ------------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,8 @@ __all__ = ["Aggregation", "CenteredClip", "ClipToMedianNorm", "TrimmedMean"]
 FEWEST_TO_CLIP = 3
 # CenteredClip stops when a step is not longer than this.
 SMALLEST_STEP = 1e-6
+# CenteredClip cuts values to this: their squares add up to a number, and such vectors are cut to τ anyway.
+LARGEST_OFFSET = 1e140
 
 
 def weighted_mean(
@@ -264,6 +266,8 @@ class CenteredClip(Aggregation):
         start = ordered[(members - 1) // 2] * 0.5 + ordered[members // 2] * 0.5
         del ordered
         offsets = values.sub_(start)
+        if offsets.dtype == torch.float64:
+            offsets.clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
         weighed = self._weigh(_gram(offsets), weights.double(), self.tau * math.sqrt(share))
         return start + weighed.to(offsets.dtype) @ offsets
 

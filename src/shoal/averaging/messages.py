@@ -93,6 +93,8 @@ class JoinRequest(Header):
     """How others call the follower, see :class:`shoal.p2p.reachability.Reach`."""
     relay_rate: Amount = 0.0
     """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
+    search: Count = 0
+    """The number of the follower's search. Those of a client in no hurry do not differ in anything else."""
 
 
 class Expectation(Header):
@@ -336,6 +338,8 @@ class StatusReply(Header, omit_defaults=True):
     status: int
     has_given_up: bool = False
     """The one who answers exchanges nothing more with the asker in this round."""
+    is_waiting: bool = False
+    """The one who answers has nothing left to do in this round but to wait for its coordinator."""
 
 
 # A full donor names at most so many other donors.

@@ -163,7 +163,7 @@ class AveragerNode(ServicerBase):
         """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
         self.next_epoch: Callable[[], int] = lambda: 0
         """Tells the epoch to which the next round leads."""
-        self.rounds = Rounds(p2p.behaviour.has_delivered)
+        self.rounds = Rounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
             tag: Lane(
@@ -298,7 +298,7 @@ class AveragerNode(ServicerBase):
         except _RETRIABLE as e:
             is_late = isinstance(e, TimeoutError)
             if is_late:
-                session.blame_slow_reducers()
+                session.blame_slow_members()
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
             share = session.share_averaged(lane.tensors)
             if share:
@@ -395,7 +395,9 @@ class AveragerNode(ServicerBase):
         take, notary = self.on_receipt, None
         if take is not None:
             notary = Notary(config.prefix, self.next_epoch(), sign, take)
-        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, notary)
+        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, notary)
+        made.on_stuck = self.p2p.behaviour.note_stuck
+        return made
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -479,7 +481,8 @@ class AveragerNode(ServicerBase):
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
         has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
-        return StatusReply(status=int(self.rounds.status(request.round_id)), has_given_up=has_given_up)
+        is_waiting = current is not None and current.completion.is_waiting
+        return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting)
 
     @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:

@@ -153,7 +153,7 @@ class ProgressExchange(ServicerBase):
             task.add_done_callback(_tell_failure)
 
     def _tell_change(self) -> None:
-        """Call the watchers. They look at all peers, so in a large swarm they are not called at every message."""
+        """Call the watchers, who look at all peers: in a large swarm not at every message."""
         if self._board.own.client_mode or not self._board.relies_on_records:
             self._board.call_watchers()
         elif self._telling is None:
@@ -236,8 +236,7 @@ class ProgressExchange(ServicerBase):
                     logger.debug("the record of this peer's progress was not accepted by the DHT")
             except ShoalError as e:
                 logger.warning("could not publish this peer's progress: %s", e)
-        now = get_dht_time()
-        self._written_until = {key: until for key, until in self._written_until.items() if until > now}
+        self._written_until = {key: until for key, until in self._written_until.items() if until > get_dht_time()}
 
     async def _withdraw(self) -> None:
         # The DHT keeps the entry that expires last: the goodbye must expire after all records of this peer.
@@ -281,8 +280,8 @@ class ProgressExchange(ServicerBase):
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
         for peer in self.acquaintances.whom_to_call(self._is_known, get_dht_time(), self._p2p.rng):
             self._call_soon(peer)  # nobody waits for it
-        called = self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED))
-        return [self._call_soon(PeerID(peer)) for peer in called]
+        rng = self._p2p.rng
+        return [self._call_soon(PeerID(peer)) for peer in rng.sample(strangers, min(len(strangers), MAX_CALLED))]
 
     async def read(
         self,
@@ -317,9 +316,9 @@ class ProgressExchange(ServicerBase):
         depths, now = dict[bytes, int](), get_dht_time()
         for tag, entry in entries.items():
             if entry.value is None:
-                if tag in self._peers_by_tag:
-                    self._board.forget(self._peers_by_tag[tag], entry.expiration_time)
-                    self.acquaintances.forget(PeerID(self._peers_by_tag[tag]))
+                if (peer := self._peers_by_tag.get(tag)) is not None:
+                    self._board.forget(peer, entry.expiration_time)
+                    self.acquaintances.forget(PeerID(peer))
                 continue
             try:
                 record = parse_record(entry.value)
@@ -353,8 +352,7 @@ class ProgressExchange(ServicerBase):
     # --- directly -----------------------------------------------------------------------------------------------------
 
     async def _keep_calling(self) -> None:
-        while True:
-            await self.call_due.wait()
+        while await self.call_due.wait():
             self.call_due.clear()
             self._told = self._board.own
             for peer in self._peers_to_call():
@@ -372,7 +370,7 @@ class ProgressExchange(ServicerBase):
         records = self._board.companions_to_ask(get_dht_time())
         if len(records) > MAX_CALLED:
             records = self._p2p.rng.sample(records, MAX_ASKED)
-        peers = [PeerID(record.peer_id) for record in records]
+        peers = (PeerID(record.peer_id) for record in records)
         calls = [self._calls.get(peer) or self._call_soon(peer) for peer in peers]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
@@ -389,18 +387,22 @@ class ProgressExchange(ServicerBase):
         if peer in self._calls:
             self._call_again.add(peer)
             return self._calls[peer]
-        task = asyncio.get_running_loop().create_task(self._call_until_told(peer))
-        self._calls[peer] = task
-        task.add_done_callback(lambda _: self._calls.pop(peer, None))
+        self._calls[peer] = task = asyncio.get_running_loop().create_task(self._call_until_told(peer))
         return task
 
     async def _call_until_told(self, peer: PeerID) -> None:
-        await self._call(peer)
-        while peer in self._call_again:
-            self._call_again.discard(peer)
-            await self._call(peer)
+        try:
+            # After one more call both have said all about receipts. A liar would have something new to say each time.
+            if await self._call(peer):
+                await self._call(peer)
+            while peer in self._call_again:
+                self._call_again.discard(peer)
+                await self._call(peer)
+        finally:  # at once: news that come a moment later need a call of their own
+            del self._calls[peer]
 
-    async def _call(self, peer: PeerID, leaving: bool = False) -> None:
+    async def _call(self, peer: PeerID, leaving: bool = False) -> bool:
+        """Tell a peer this one's progress, and hear its own; returns whether there is more to say to it."""
         called_at = get_dht_time()
         self._board.note_call(peer.to_bytes(), called_at)
         stub, is_refused = self.get_stub(self._p2p, peer, namespace=self.key), False
@@ -408,17 +410,14 @@ class ProgressExchange(ServicerBase):
             try:
                 reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=CALL_TIMEOUT)
                 self._hear(peer, reply)
-                if self._hear_receipts(peer, reply):
-                    self._call_again.add(peer)
-                return
+                return self._hear_receipts(peer, reply)
             except P2PHandlerError as e:
                 logger.debug("peer %s refused this peer's progress: %s", peer, e)
-                return  # it has answered, so it can be reached
+                return False  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
                 is_refused = isinstance(e, RefusedDialError)
-                said_at = self._board.time_of_record(peer.to_bytes())
-                if said_at is not None:
+                if (said_at := self._board.time_of_record(peer.to_bytes())) is not None:
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
                     await _sleep(DIAL_PAUSE)
@@ -426,6 +425,7 @@ class ProgressExchange(ServicerBase):
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
+        return False
 
     def _message(self, to: PeerID, leaving: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()

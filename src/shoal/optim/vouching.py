@@ -30,6 +30,7 @@ import msgspec
 
 from shoal.averaging.allreduce.receipts import DIGEST_BYTES, MAX_MEMBERS, Receipt, is_sealed, seal
 from shoal.averaging.messages import Signature
+from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.p2p.transport import Count
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ class Vouching:
     def take(self, receipt: Receipt) -> None:
         """A round of this peer is over, and this is its receipt."""
         is_known = self._receipt is not None and self._receipt.round_id == receipt.round_id
-        if is_known or self._own not in receipt.members or not receipt.is_genuine(self._run):
+        # Who seals a receipt is no witness of earlier epochs, so its coordinator must not claim just any.
+        is_of_now = abs(receipt.epoch - self._epoch()) <= 1 + EPOCHS_AHEAD
+        if is_known or not is_of_now or self._own not in receipt.members or not receipt.is_genuine(self._run):
             return
         self._receipt, self._digest = receipt, receipt.digest(self._run)
         self._seal = seal(self._digest, self._sign)

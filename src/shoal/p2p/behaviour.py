@@ -7,6 +7,7 @@ Rounds and searches report here how each peer has done, and ask here for the con
   row without starting the group. Nor, in a group of three or more, one whose averages did not come the last time: it
   would give itself its whole share. Nor one that has just understated what a member weighs, which is done on purpose:
   once is enough. Such a peer can still be a member;
+* who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 
 *The way back.* A peer without a share is tried again after a rest. The rest is long enough that another failure would
@@ -74,6 +75,7 @@ class _Known:
     seen_at: float
     reduces: _Trial = field(default_factory=_Trial)
     leads: _Trial = field(default_factory=_Trial)
+    sends: _Trial = field(default_factory=_Trial)
     others_lead_until: float = -math.inf
     """Its averages have not come to a group in which others could lead, and would have asked less of it."""
 
@@ -146,14 +148,15 @@ class Behaviour:
                 continue
             if peer not in failed:
                 known.deeds.delivered += 1
+                known.sends.succeed()
             if peer in reducers:
                 known.reduces.succeed()
 
     def _tell_of_reducer(self, peer: PeerID, trial: _Trial) -> None:
         self._metrics.troubles["reducers without a share"] += 1
         self._warn_seldom(
-            "the averages of peer %s did not arrive in %d rounds: for the next %.0f s it reduces nothing in groups "
-            "that this peer leads, and does not lead it. Is its line too slow, or its machine stuck?",
+            "the averages or parts of peer %s did not arrive in %d rounds: for the next %.0f s it reduces nothing in "
+            "groups that this peer leads, and does not lead it. Is its line too slow, or its machine stuck?",
             peer,
             trial.failures,
             trial.rests_until - self._now(),
@@ -163,7 +166,7 @@ class Behaviour:
     def _tell_of_wait(self, peer: PeerID, seconds: float) -> None:
         self._metrics.troubles["averages that did not come"] += 1
         self._warn_seldom(
-            "peer %s gave no averages in a round that took %.0f s because of that: it reduces less from now on, and is "
+            "peer %s kept a round waiting, which took %.0f s because of that: it reduces less from now on, and is "
             "asked to lead only if nobody else can. Is its line too slow, or its machine stuck?",
             peer,
             seconds,
@@ -195,6 +198,32 @@ class Behaviour:
         known.leads.fail(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
         known.deeds.excluded += 1
         self._metrics.troubles["leaders not followed"] += 1
+
+    def note_delay(self, peer: PeerID, seconds: float) -> None:
+        """A round was cut short after so many seconds because this member sent too slowly."""
+        known = self._see(peer)
+        known.sends.fail(self._now(), seconds)
+        if known.sends.is_lost:
+            self._metrics.troubles["members too slow"] += 1
+            self._warn_seldom(
+                "%d rounds were cut short because peer %s sent too slowly: it is in no group for the next %.0f s. Is "
+                "its line too slow for allreduce_timeout, or its machine stuck?",
+                known.sends.failures,
+                peer,
+                known.sends.rests_until - self._now(),
+                about=peer,
+            )
+
+    def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
+        """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
+        self.note_injustice(coordinator, seconds)
+        self._warn_seldom(
+            "peer %s did not end a round although all others only waited for that, which took %.0f s: it neither leads "
+            "nor coordinates for a while. Is its machine stuck, or its shoal changed?",
+            coordinator,
+            seconds,
+            about=coordinator,
+        )
 
     def note_time(self, peer: PeerID, seconds: float) -> None:
         """A peer goes on saying that it is so many seconds later than the swarm has agreed about; 0: it does not."""
@@ -243,6 +272,10 @@ class Behaviour:
             return True
         has_withheld = known.reduces.failures > 0 and self._now() < known.others_lead_until
         return not (has_withheld or self._rests(known.reduces) or self._rests(known.leads))
+
+    def find_too_slow(self) -> list[PeerID]:
+        """Peers that should be in no group for a while, because no round with them comes to an end in time."""
+        return [peer for peer, known in self._known.items() if self._rests(known.sends)]
 
     def has_delivered(self, peer: PeerID) -> bool:
         """Whether a peer has been useful, so that places are kept for it."""

@@ -17,6 +17,7 @@ from shoal.errors import (
     ProtocolError,
     StreamClosedError,
 )
+from shoal.logs import one_line
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
 from shoal.p2p.transport import (
@@ -369,7 +370,7 @@ class Call:
         return response
 
     def _as_exception(self, failure: Failure) -> Exception:
-        text = failure.text[:MAX_FAILURE_CHARACTERS]
+        kind, text = one_line(failure.type), one_line(failure.text)
         if failure.code == NO_HANDLER:
             return P2PDaemonError(f"peer {self.remote} has no handler for this call: {text}")
         if failure.code == REFUSED:
@@ -377,7 +378,7 @@ class Call:
         if failure.code == NOT_A_MEMBER:
             refusal = f"peer {self.remote} does not let this peer in"
             return NotAMemberError(f"{refusal}: {text}", reason=failure.type[:MAX_REASON_CHARACTERS])
-        return P2PHandlerError(f"peer {self.remote}: {failure.type[:MAX_FAILURE_CHARACTERS]}: {text}")
+        return P2PHandlerError(f"peer {self.remote}: {kind}: {text}")
 
     async def read_payload_into(self, *buffers: memoryview, arrived: Callable[[int], object] | None = None) -> None:
         """Receive the payload straight into buffers that together have exactly its size.

@@ -141,10 +141,10 @@ class Coordination:
                     raise ProtocolError("left the round early")
                 self._note_confirmed(member)
                 return False
-            if message.kind == RoundKind.LATE and member.late:
-                await self.latecomers.send_result(link)
             if message.kind == RoundKind.PART:
                 await self._receive_for_plan(link, member, message)
+        if message.kind == RoundKind.LATE and member.late:
+            await self.latecomers.send_result(link, self._silence)
         if message.kind == RoundKind.REPORT and not member.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
@@ -253,7 +253,7 @@ class Coordination:
                 if not plan.missing:
                     break
                 await self._execute(plan)
-            await self._commit()
+            await self.commit()
         finally:
             await cancel_and_wait(*background)
 
@@ -292,11 +292,14 @@ class Coordination:
             if complete and not busy:
                 return
             # The last busy member has nothing left to wait for: all others are done, and have sent what it needs. So
-            # it gets a time limit. With several busy members, one may be waiting for another.
-            patience = self._silence if complete and len(busy) == 1 else None
-            await first_completed(self._changed.wait(), timeout=patience)
-            if patience is not None and not self._changed.is_set():
-                self._drop(self.roster.members[busy[0]], "did not report in time")
+            # it gets a time limit. Of several, one may first have to give another up; or they still take averages.
+            patience = self._silence + (self.allreduce.settings.reducer_timeout if len(busy) > 1 else 0.0)
+            traffic = [self.allreduce.pairs[index].traffic for index in busy] if len(busy) > 1 else []
+            sent = sum(each.bytes_sent for each in traffic)
+            await first_completed(self._changed.wait(), timeout=patience if complete else None)
+            if complete and not self._changed.is_set() and sent == sum(each.bytes_sent for each in traffic):
+                for index in busy:
+                    self._drop(self.roster.members[index], "did not report in time")
 
     def _drop(self, member: Member, reason: str) -> None:
         if member.link is not None:
@@ -337,9 +340,8 @@ class Coordination:
         if member.mode is not AveragingMode.CLIENT:
             stub = self.allreduce.get_stub(member.peer_id)
             try:
-                reply = await stub.rpc_round_status(
-                    StatusRequest(round_id=self.allreduce.round_id), timeout=self._silence
-                )
+                question = StatusRequest(round_id=self.allreduce.round_id)
+                reply = await stub.rpc_round_status(question, timeout=self._silence)
                 status = RoundStatus(reply.status)
             except (InterruptedDialError, StreamClosedError) as e:
                 # The connection may have broken by chance. The next question decides.
@@ -375,7 +377,8 @@ class Coordination:
             # The handler of this link sees the failure, too, and deals with it.
             logger.debug("could not tell %s: %r", link.shared.call.remote, e)
 
-    async def _commit(self) -> None:
+    async def commit(self) -> None:
+        """Tell all members that the round is over."""
         self._committed = True
         # If not, another coordinator has committed, and this member only serves members that could not reach that one.
         is_first = not self.allreduce.weights

@@ -9,7 +9,9 @@ each reducer. When all living members have reported, the coordinator either comm
 - if no member holds it, the coordinator reduces the part again, from the values of all living members.
 
 Then all members report again. So all survivors end with the same values for every part. If the coordinator dies, the
-next member in order takes over. If members have left the round by then, they answer that it was committed.
+next member in order takes over. So it does if the coordinator lives and does nothing: a member that has waited for it
+for ``reducer_timeout`` seconds asks the others, and gives it up if all of them only wait for it, too. If members have
+left the round by then, they answer that it was committed.
 
 A connection may break without a death. So if the coordinator commits without some members that have not left on
 purpose, it keeps the result for them for a while. A member that comes after that, or that finds only others that have
@@ -32,11 +34,21 @@ from shoal.averaging.allreduce.latecomers import Missed, Resigned
 from shoal.averaging.allreduce.members import Member
 from shoal.averaging.allreduce.pair import MAX_RESUMES
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import PEER_FAILURES, RoundKind, RoundMessage, SharedCall, reason_of, show_life
+from shoal.averaging.messages import (
+    ALIVE_PER_TIMEOUT,
+    PEER_FAILURES,
+    RoundKind,
+    RoundMessage,
+    RoundStatus,
+    SharedCall,
+    StatusRequest,
+    reason_of,
+    show_life,
+)
 from shoal.averaging.redialling import REDIAL_PAUSE, open_again
 from shoal.errors import DialError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
-from shoal.tasks import cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
@@ -62,6 +74,11 @@ class Participation:
         self._changed = asyncio.Event()
         # The latest assignment of the coordinator.
         self._assignment: RoundMessage | None = None
+        self._reported_at = self.first_report_at = math.inf
+
+    def has_waited(self, seconds: float) -> bool:
+        """Whether this member reported so many seconds ago, and was asked for nothing since."""
+        return asyncio.get_running_loop().time() - self._reported_at >= seconds
 
     async def run(self, call: Call) -> None:
         """Follow the coordinator at the other end of a call until the round is committed.
@@ -124,10 +141,11 @@ class Participation:
                     await self._report(shared)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
                     # An older assignment sees that it was replaced, and stops between two parts.
-                    self._assignment = message
+                    self._assignment, self._reported_at = message, math.inf
                     self._changed.set()
                     helpers.append(asyncio.ensure_future(self._fulfil(shared, message)))
         finally:
+            self._reported_at = math.inf
             await cancel_and_wait(*helpers)
 
     async def _receive_first(self, call: Call) -> None:
@@ -217,6 +235,8 @@ class Participation:
         if self.allreduce.verification is not None:
             self.allreduce.verification.complete_report(report)
         await shared.send(report)
+        self._reported_at = asyncio.get_running_loop().time()
+        self.first_report_at = min(self.first_report_at, self._reported_at)
 
     async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
         """Send the parts that the coordinator wants, wait for those that it has promised, and report."""
@@ -271,6 +291,11 @@ class Completion:
         self.allreduce, self.roster = allreduce, allreduce.roster
         self._participation, self._coordination = Participation(allreduce), Coordination(allreduce)
         self._quorum = allreduce.settings.quorum
+        # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
+        self._has_given_up = False
+        self.is_outdated = asyncio.Event()
+        """Set when members that are late would not find their way back into the run by this result any more."""
+        self._began_at = asyncio.get_running_loop().time()
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold the call of a member that follows this one as its coordinator."""
@@ -281,10 +306,10 @@ class Completion:
         self._coordination.latecomers.release(keep=self.roster.closed_early)
 
     async def linger(self, seconds: float) -> None:
-        """Wait until all living members know the result; if some were late, wait for them so many seconds."""
+        """Wait until all living members know the result; if some were late, wait for them so many seconds at most."""
         await self._coordination.wait_until_confirmed()
         if self.roster.closed_early:
-            await asyncio.sleep(seconds)
+            await wait_at_most(self.is_outdated, seconds)
 
     async def run(self) -> None:
         """Run until every living member that is not late has every average that could be saved."""
@@ -331,8 +356,55 @@ class Completion:
         Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
         """
         following = asyncio.ensure_future(self._follow(coordinator))
-        await first_completed(following, coordinator.silent.wait())
+        await first_completed(following, coordinator.silent.wait(), self._wait_until_stuck(coordinator))
         return not following.cancelled() and following.result()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this member has nothing left to do but to wait for its coordinator, or has given that one up."""
+        pairs = [pair for index, pair in self.allreduce.pairs.items() if not self.roster.members[index].failed]
+        has_given_all = all(pair.traffic.averages_out.is_taken for pair in pairs)
+        return has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
+
+    async def _wait_until_stuck(self, coordinator: Member) -> None:
+        """Give a coordinator up that does not end the round, although all others only wait for that."""
+        limit, roster = self.allreduce.settings.reducer_timeout, self.roster
+        # Clients cannot be asked. One member that does not wait is enough, and is asked first the next time.
+        others = [roster.members[index] for index in roster.coordinators]
+        others = [member for member in others if member not in (roster.own, coordinator)]
+        busy: Member | None = coordinator
+        while busy is not None and not self._is_overdue:
+            await asyncio.sleep(limit / ALIVE_PER_TIMEOUT)
+            if self.is_waiting and self._participation.has_waited(limit):
+                others.sort(key=lambda member: member is not busy)
+                busy = await self._first_busy(others)
+        self._has_given_up = True
+        self.roster.on_stuck(coordinator.index, limit)
+        self.roster.fail(coordinator.index, "does not end the round, for which all others wait")
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether the round would be over even if a gap had to be filled after each death, whatever others say."""
+        settings, reported_at = self.allreduce.settings, self._participation.first_report_at
+        seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self._began_at
+        now = asyncio.get_running_loop().time()
+        return now - reported_at > (1 + len(self.roster.failed)) * seconds
+
+    async def _first_busy(self, members: list[Member]) -> Member | None:
+        for member in members:
+            if await self._is_busy(member):
+                return member
+        return None
+
+    async def _is_busy(self, member: Member) -> bool:
+        """Whether the coordinator may be waiting for another member, which perhaps has failed only here."""
+        question, stub = StatusRequest(round_id=self.allreduce.round_id), self.allreduce.get_stub(member.peer_id)
+        try:
+            reply = await stub.rpc_round_status(question, timeout=self.allreduce.settings.sender_timeout)
+        except PEER_FAILURES as e:
+            logger.debug("asked %s whether it waits for the coordinator: %r", member.peer_id, e)
+            return not member.failed
+        return not reply.is_waiting and reply.status in (RoundStatus.RUNNING, RoundStatus.UNKNOWN)
 
     async def _follow(self, coordinator: Member) -> bool:
         """Follow a coordinator; returns whether the round was committed."""

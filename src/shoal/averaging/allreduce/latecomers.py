@@ -57,13 +57,18 @@ class Latecomers:
         if not self._weights.done():
             self._weights.cancel()
 
-    async def send_result(self, link: Link) -> None:
-        """Give a late member all averages as soon as the round is over."""
+    async def send_result(self, link: Link, timeout: float) -> None:
+        """Give a late member all averages as soon as the round is over.
+
+        Args:
+            timeout: seconds within which each part must be sent; all of them may take longer.
+        """
         weights = await asyncio.shield(self._weights)
         values = self._values if self._has_averages else None
         for reducer, parts in enumerate(self._vector.parts):
             for index, part in enumerate(parts):
                 is_there = self._vector.has_average(reducer, index)
                 encoded = part.returned.compress(part.of(values)) if values is not None and is_there else None
-                await link.shared.send_part((reducer, index), encoded)
+                async with asyncio.timeout(timeout):
+                    await link.shared.send_part((reducer, index), encoded)
         await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=weights), end=True)

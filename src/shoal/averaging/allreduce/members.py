@@ -102,6 +102,8 @@ class Roster:
         """Called with each member that failed, and again each time its failure is reported again."""
         self.on_untrue: list[Callable[[int, str], object]] = []
         """Called with the position of a member that has lied, and what it has lied about."""
+        self.on_stuck: Callable[[int, float], object] = lambda index, seconds: None
+        """Called with the position of a coordinator that has not ended the round for so many seconds."""
         self.closed_early = False
         """The round goes on without members that may come for the result later."""
         self.missed = False
@@ -120,6 +122,8 @@ class Roster:
         """Reducers among these whose averages did not come."""
         self.cut_off: set[int] = set()
         """Reducers whose averages had not come when the exchange with them was cancelled, for whatever reason."""
+        self.held_up_by: set[int] = set()
+        """Senders for whose parts this member waited when the round was cut short."""
         self.delivered = asyncio.Event()
         """This member has sent its parts to all reducers. With a quorum, to all but as many as may be late."""
         self.received = asyncio.Event()

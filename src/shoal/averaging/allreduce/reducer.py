@@ -241,6 +241,14 @@ class PartReducer:
             state.average = state.encoded = state.messages = None
             state.values.clear()
 
+    def find_who_holds_up(self) -> set[int]:
+        """Senders that lack a part for which others wait: some have delivered later ones, as far as there is room."""
+        for index, state in enumerate(self._states):
+            if not state.is_complete:
+                later = self._states[min(index + self._window // 2, len(self._states) - 1)]
+                return self.waiting_for - state.values.keys() if later.values else set()
+        return set()
+
     def delivered_everything(self, sender: int) -> None:
         """Note that a sender has delivered all its parts and got its averages."""
         self.waiting_for.discard(sender)

@@ -71,7 +71,7 @@ class Round:
     """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
 
     def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self._completion = allreduce, Completion(allreduce)
+        self.allreduce, self.completion = allreduce, Completion(allreduce)
         self._work: asyncio.Future[None] | None = None
 
     async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
@@ -95,8 +95,9 @@ class Round:
             if work.done():
                 work.result()
             else:
-                self._completion.release()
+                self.completion.release()
         except BaseException:
+            self.allreduce.roster.held_up_by = self.allreduce.reducer.find_who_holds_up()
             await cancel_and_wait(work)
             raise
         return self.allreduce.result(asyncio.get_running_loop().time() - started)
@@ -108,7 +109,7 @@ class Round:
 
     async def _complete(self) -> None:
         try:
-            await self._completion.run()
+            await self.completion.run()
         finally:
             self.allreduce.end()
 
@@ -122,7 +123,7 @@ class Round:
             return
         try:
             await asyncio.wait([self._work])
-            await self._completion.linger(linger)
+            await self.completion.linger(linger)
         finally:
             await cancel_and_wait(self._work)
 
@@ -139,7 +140,7 @@ class Round:
         peers = self.allreduce.group.peer_ids
         if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
             raise ProtocolError("not the greeting of a member of this round")
-        await self._completion.serve(call, hello, peers.index(member))
+        await self.completion.serve(call, hello, peers.index(member))
 
 
 class Rounds:
@@ -149,10 +150,11 @@ class Rounds:
 
     Args:
         is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
+        most_kept: the results of so many groups are kept for late members; each takes as much memory as the tensors.
     """
 
-    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False) -> None:
-        self._is_of_use = is_of_use
+    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False, most_kept: int = 2) -> None:
+        self._is_of_use, self._most_kept = is_of_use, most_kept
         self.running: dict[bytes, Round] = {}
         """Rounds that have no result yet."""
         # By round id: the calls that wait for the round to begin here, and their callers.
@@ -183,6 +185,10 @@ class Rounds:
             del self.running[round_id]
             self._remember(round_id, is_committed=current.is_committed)
             self.lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
+            groups = [*dict.fromkeys(each[:GROUP_ID_BYTES] for each in self.lingering)]
+            for each, (earlier, _) in self.lingering.items():
+                if each[:GROUP_ID_BYTES] in groups[: -self._most_kept]:
+                    earlier.completion.is_outdated.set()
 
     async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
         try:
@@ -319,6 +325,8 @@ class GroupSession:
             )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._sign, self._accuse, self._notary = sign, accuse, notary
+        self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
+        """Called with a coordinator that has not ended a round for so many seconds, perhaps later than the session."""
         self.not_finite: str | None = None
         """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
         self.seen_not_finite: set[PeerID] = set()
@@ -328,9 +336,9 @@ class GroupSession:
         self.overstating: dict[PeerID, float] = {}
         """Members that have claimed a larger weight than their leader allows, and which."""
         # What this member has seen itself, see :class:`~shoal.averaging.allreduce.members.Roster`.
-        self._seen_failing: set[PeerID] = set()
-        self._seen_withholding: set[PeerID] = set()
-        self._cut_off: set[PeerID] = set()
+        self._seen_failing, self._seen_withholding = set[PeerID](), set[PeerID]()
+        self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
+        self._is_cut_short = False
         self._began_at = math.nan
         self._phases: list[RoundResult] = []
         # By phase: its tensors, and the vector that knows how much of them is averaged.
@@ -409,6 +417,7 @@ class GroupSession:
         # A receipt shows the weights of members. If a phase has weights of its own, these say nothing about members.
         allreduce.notary = self._notary if weight is None else None
         allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
+        allreduce.roster.on_stuck = lambda member, seconds: self.on_stuck(group.peer_ids[member], seconds)
         await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
         try:
@@ -420,7 +429,8 @@ class GroupSession:
             self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
             self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
             self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
-            self._cut_off.update(group.peer_ids[member] for member in roster.cut_off)
+            self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
+            self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
             self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
             self._seen_withholding.update(group.peer_ids[member] for member in roster.seen_withholding)
         self._phases.append(result)
@@ -450,11 +460,12 @@ class GroupSession:
             (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
         )
 
-    def blame_slow_reducers(self) -> None:
-        """Count reducers as failed whose averages had not come when the time for the whole round was over.
+    def blame_slow_members(self) -> None:
+        """The time for the whole round is over: count the senders as failed for which this member waited as a reducer.
 
-        That is fair: a reducer that was only slow because of others has given these up long before.
+        If there are none, count reducers whose averages had not come. Otherwise these have waited for the same senders.
         """
+        self._is_cut_short = True
         self._seen_failing |= self._cut_off
         self._seen_withholding |= self._cut_off
 
@@ -471,6 +482,8 @@ class GroupSession:
             }
             seconds = asyncio.get_running_loop().time() - self._began_at
             behaviour.note_round(others, self._seen_failing, reducers, self._seen_withholding, seconds)
+            for peer in self._held_up_by if self._is_cut_short else ():
+                behaviour.note_delay(peer, seconds)
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}

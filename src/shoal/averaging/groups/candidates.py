@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSettings
-from shoal.averaging.messages import Code, GroupStart, JoinReply, JoinRequest
+from shoal.averaging.groups.settings import Trust as Trust
+from shoal.averaging.messages import Code, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID
@@ -27,32 +29,14 @@ RETURN_SHARE = 2 / 3
 # A candidate that could not be reached is left alone for so many seconds; twice as long after each further failure.
 RETRY_PAUSE = 0.5
 MAX_RETRY_PAUSE = 2.0
+# A candidate that has given so many answers within ``min_matchmaking_time``, and led nobody, is left alone for as long.
+MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by so many times ``min_matchmaking_time``.
 PATIENCE_FACTOR = 4
 # A peer that sees enough others for a group looks for more of them less often, by this factor.
 PATIENCE_IN_COMPANY = 4
 # The largest group without a target size.
 MAX_GROUP_SIZE = 4096
-
-
-@dataclass
-class Trust:
-    """What this averager knows about other peers beyond their own word. By default it believes them."""
-
-    admits: Callable[[PeerID], Awaitable[bool]] | None = None
-    """Tells whether a peer may join a group that this averager leads; ``None``: all may."""
-    is_proven: Callable[[PeerID], bool] | None = None
-    """Tells whether a peer has taken part in rounds. Only what such followers expect keeps a group waiting."""
-    has_time_for: Callable[[PeerID], bool] | None = None
-    """Tells whether a peer may join or lead. Unknown peers may not once such peers have held up too many rounds."""
-    note_waste: Callable[[PeerID, float], None] | None = None
-    """Called with a leader that has not started its group, and the seconds that this has cost."""
-    largest_weight: Callable[[PeerID], float] | None = None
-    """Tells the upper limit for a member's weight."""
-    depth: Callable[[], int] = lambda: 0
-    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
-    least_limit: Callable[[PeerID, PeerID], float] | None = None
-    """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
 
 
 @dataclass
@@ -97,15 +81,6 @@ class Offer:
             self.close(None)
 
 
-@dataclass(frozen=True)
-class StartedGroup:
-    """A group that this peer has started."""
-
-    start: GroupStart
-    followers: dict[PeerID, float]
-    """By follower: the promised time in its request, which tells that search from a later one of the same peer."""
-
-
 @dataclass
 class Search:
     """The state of one search for a group."""
@@ -117,6 +92,8 @@ class Search:
     expiration: float
     """This peer's promised time: the DHT time at which it starts at the latest, if it leads."""
     group: asyncio.Future[GroupInfo]
+    number: int = 0
+    """Of this peer's searches, in order."""
     began_at: float = field(default_factory=get_dht_time)
     followers: dict[PeerID, Follower] = field(default_factory=dict)
     leader: tuple[PeerID, float] | None = None
@@ -137,6 +114,8 @@ class Search:
     """By candidate: how often the connection to it failed."""
     resting: dict[PeerID, float] = field(default_factory=dict)
     """By candidate that could not be reached: the time until which others come first."""
+    answers: dict[PeerID, deque[float]] = field(default_factory=dict)
+    """By candidate: when it gave its last answers. It could name another time, or another leader, each time."""
     silent: dict[PeerID, None] = field(default_factory=dict)
     """Candidates that did not answer in time."""
     invited: dict[PeerID, tuple[float, float]] = field(default_factory=dict)
@@ -249,6 +228,13 @@ class Search:
         awaited = self.control.awaited
         return awaited is None or peer == self.own or peer in awaited or self._is_proven(peer)
 
+    def note_loss(self, peer: PeerID, follower: Follower) -> None:
+        """Note that a follower is gone, perhaps by chance. Those that have had their time to return are forgotten."""
+        now = get_dht_time()
+        self.lost = {p: (at, f) for p, (at, f) in self.lost.items() if at + self.return_seconds > now}
+        if not follower.has_left:
+            self.lost[peer] = (now, follower)
+
     # --- which peers to invite ----------------------------------------------------------------------------------------
 
     def whom_to_invite(self) -> list[PeerID]:
@@ -351,6 +337,7 @@ class Search:
             reach=int(settings.reach),
             relay_rate=settings.relay_rate,
             expected_group_size=control.expected_group_size,
+            search=self.number,
         )
 
     # --- which peer to ask --------------------------------------------------------------------------------------------
@@ -445,14 +432,21 @@ class Search:
 
     def note_redirection(self, leader: PeerID, expiration: float) -> None:
         """Note a leader that another peer has named. That peer follows it, so it can probably be reached after all."""
-        if leader not in self.silent:
+        if leader not in self.silent and not self._talks_too_much(leader):
             self.resting.pop(leader, None)
         self.note_candidate(leader, expiration)
 
     def note_answer(self, peer: PeerID, promised: float, code: int) -> None:
         """Note a candidate's last answer. It is not asked again as long as it promises the same time."""
         self.spent[peer] = promised
+        self.answers.setdefault(peer, deque(maxlen=MOST_ANSWERS)).append(get_dht_time())
+        if self._talks_too_much(peer):
+            self.resting[peer] = get_dht_time() + self.settings.min_matchmaking_time
         self.is_outdated = self.is_outdated or code == Code.NOT_LOOKING_FOR_GROUP
+
+    def _talks_too_much(self, peer: PeerID) -> bool:
+        times, since = self.answers.get(peer), get_dht_time() - self.settings.min_matchmaking_time
+        return times is not None and len(times) == MOST_ANSWERS and times[0] > since
 
     def note_acceptance(self, peer: PeerID, expiration: float) -> float:
         """Follow a leader that has accepted this peer. Returns the time until which this peer waits for the start.

@@ -205,7 +205,7 @@ class GroupKeyManager:
                 if entry.value is not None and peer_id != self._p2p.peer_id:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))
-            except (TypeError, ValueError) as e:
+            except (KeyError, TypeError, ValueError) as e:  # the first one if it is a dictionary, since Python 3.12
                 reason = one_line(str(e))
                 self._warn_seldom("skipped a malformed record of an averager under %s: %s", group_key, reason)
         return averagers

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.averaging.allreduce.parts import load_balance_peers, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
@@ -45,7 +46,8 @@ NARROW_SHARE = 0.25
 
 REFUSAL = (
     "in a round it has sent values that are NaN or infinite, although peers check theirs before, or other values than "
-    "it said. Is it of an older version, or its machine broken? It is taken again after some rounds"
+    "it said, or several rounds ended without a result because it sent too slowly. Is it of an older version, its "
+    "machine broken, or its line slow? It is taken again after some rounds"
 )
 # The description of a group must fit into one message.
 MAX_GROUP_BYTES = 3 * 2**18
@@ -77,6 +79,19 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
     return peer
 
 
+@dataclass(frozen=True)
+class StartedGroup:
+    """A group that this peer has started, and the requests of its followers."""
+
+    start: GroupStart
+    requests: dict[PeerID, JoinRequest]
+
+    def is_for(self, peer: PeerID, request: JoinRequest) -> bool:
+        """Whether a peer was in it with this request, and does not begin another search."""
+        known = self.requests.get(peer)
+        return known is not None and (known.expiration, known.search) == (request.expiration, request.search)
+
+
 def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest, trust: Trust) -> Follower:
     """The entry for a peer that asks to join."""
     size, is_proven = _bytes_of_member(p2p, peer, request), trust.is_proven is None or trust.is_proven(peer)
@@ -96,6 +111,14 @@ def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> boo
     return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
 
 
+def take_back_lost(search: Search, p2p: P2P) -> None:
+    """Make followers whose connections have just broken members, as far as there is still room: they may return."""
+    for peer, (lost_at, follower) in search.lost.items():
+        may_return = lost_at + search.return_seconds > get_dht_time()
+        if may_return and not is_full(search, p2p, peer, follower.request):
+            search.followers[peer] = follower
+
+
 def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings
@@ -107,8 +130,10 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
         links[peer] = request.reach, request.relay_rate
         is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
         entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
-    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance.
+    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance,
+    # but those that are not fit to lead come last.
     p2p.rng.shuffle(entries)
+    entries.sort(key=lambda entry: not p2p.behaviour.may_lead(entry[0]))
     wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
@@ -125,16 +150,18 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
 
 
 def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
-    """An unfair weight limit in a leader's group, in words; ``None``: there is none.
+    """What a leader has done to the members of its group, in words; ``None``: nothing.
 
-    A limit is unfair if it is below the weight that the leader itself has seen the member bring.
+    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring. A leader that
+    is not in the group could lead others to peers that do not exist, and would never be among those that fail.
     """
-    if trust.least_limit is None:
-        return None
-    for member in start.members:
-        peer, limit = PeerID(member.peer.peer_id), member.largest_weight
-        if limit is not None and limit < (least := trust.least_limit(leader, peer)):
-            return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
+    limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
+    if leader not in limits:
+        return "it leads a group in which it is not itself"
+    if trust.least_limit is not None:
+        for peer, limit in limits.items():
+            if limit is not None and limit < (least := trust.least_limit(leader, peer)):
+                return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
     return None
 
 

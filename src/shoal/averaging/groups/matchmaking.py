@@ -18,6 +18,7 @@ sees the other (see :mod:`shoal.averaging.groups.leading`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Coroutine
@@ -25,13 +26,14 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup, Trust
+from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, Trust
 from shoal.averaging.groups.former_members import FormerMembers
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
     REFUSAL,
     Invitations,
     Refusals,
+    StartedGroup,
     describe_group,
     follower_of,
     injustice_of,
@@ -41,6 +43,7 @@ from shoal.averaging.groups.leading import (
     read_group,
     receive_answer,
     record_of,
+    take_back_lost,
 )
 from shoal.averaging.groups.settings import difference_of
 from shoal.averaging.messages import (
@@ -91,6 +94,7 @@ class Matchmaking:
         self.search: Search | None = None
         """The search in progress."""
         self._started: StartedGroup | None = None
+        self._numbers = itertools.count(1)
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
         self.background: dict[asyncio.Task[Any], None] = {}
@@ -118,7 +122,8 @@ class Matchmaking:
             *(self.p2p.peer_id, self.settings.at_this_step(self.p2p), control, self.keys.draw_key(self._trust.depth())),
             self._promised_time(control),
             asyncio.get_running_loop().create_future(),
-            refused=self.refusals.next_search(),
+            next(self._numbers),
+            refused={**dict.fromkeys(self.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()},
             may_lead=self.p2p.behaviour.may_lead,
             trust=self._trust,
         )
@@ -177,9 +182,8 @@ class Matchmaking:
 
     async def _withdraw(self, search: Search) -> None:
         try:
-            await self.keys.declare_averager(
-                search.key, self.p2p.peer_id, search.declared_until, looking_for_group=False
-            )
+            record = search.key, self.p2p.peer_id, search.declared_until
+            await self.keys.declare_averager(*record, looking_for_group=False)
         except ShoalError as e:
             # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
@@ -249,9 +253,8 @@ class Matchmaking:
             search.expiration = self._promised_time(search.control)
             search.redeclare.set()
         until = search.next_moment()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if until is None else max(0.001, until - get_dht_time())):
-                await search.control.changed.wait()
+        timeout = None if until is None else max(0.001, until - get_dht_time())
+        await first_completed(search.control.changed.wait(), timeout=timeout)
 
     # --- following ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +382,7 @@ class Matchmaking:
         """Answer a peer that asks this one to lead it, and tell it the outcome later."""
         search, started = self.search, self._started
         # A follower whose connection broke asks again: the group has started, but the news did not reach it.
-        if started is not None and started.followers.get(remote) == request.expiration:
+        if started is not None and started.is_for(remote, request):
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
@@ -404,8 +407,7 @@ class Matchmaking:
             await cancel_and_wait(news)
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
-                if not follower.has_left:
-                    search.lost[remote] = (get_dht_time(), follower)
+                search.note_loss(remote, follower)
                 search.control.changed.set()
 
     async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
@@ -466,14 +468,12 @@ class Matchmaking:
 
     def start_group(self, search: Search) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
-        for peer, (lost_at, follower) in search.lost.items():
-            if lost_at + search.return_seconds > get_dht_time():
-                search.followers[peer] = follower
+        take_back_lost(search, self.p2p)
         start = describe_group(self.p2p, search, self._trust)
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
-        self._started = StartedGroup(start, {peer: each.request.expiration for peer, each in search.followers.items()})
+        self._started = StartedGroup(start, {peer: each.request for peer, each in search.followers.items()})
         search.followers.clear()
         search.group.set_result(self._adopt(start))
 

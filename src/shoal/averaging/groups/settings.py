@@ -1,12 +1,12 @@
-"""How one averager looks for groups, what of that changes with its network, and what must be the same in others."""
+"""How one averager looks for groups, what of that changes with its network, whom it trusts, and what others share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
-from shoal.p2p import P2P
+from shoal.p2p import P2P, PeerID
 from shoal.p2p.reachability import Reach
 
 # The most settings that a peer names: a few more than any version has, and those of the user.
@@ -49,6 +49,26 @@ class MatchmakingSettings:
         """The settings as they are now: whether others can call this peer changes with its network."""
         mode = present_mode(self.mode, p2p)
         return replace(self, mode=mode, reach=p2p.outlook.reach, relay_rate=p2p.outlook.relay_rate)
+
+
+@dataclass
+class Trust:
+    """What this averager knows about other peers beyond their own word. By default it believes them."""
+
+    admits: Callable[[PeerID], Awaitable[bool]] | None = None
+    """Tells whether a peer may join a group that this averager leads; ``None``: all may."""
+    is_proven: Callable[[PeerID], bool] | None = None
+    """Tells whether a peer has taken part in rounds. Only what such followers expect keeps a group waiting."""
+    has_time_for: Callable[[PeerID], bool] | None = None
+    """Tells whether a peer may join or lead. Unknown peers may not once such peers have held up too many rounds."""
+    note_waste: Callable[[PeerID, float], None] | None = None
+    """Called with a leader that has not started its group, and the seconds that this has cost."""
+    largest_weight: Callable[[PeerID], float] | None = None
+    """Tells the upper limit for a member's weight."""
+    depth: Callable[[], int] = lambda: 0
+    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
+    least_limit: Callable[[PeerID, PeerID], float] | None = None
+    """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:

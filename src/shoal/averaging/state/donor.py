@@ -353,7 +353,7 @@ class StateSharing:
                 if peer != self._p2p.peer_id and peer not in skip and not math.isnan(rank):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
                     priorities[peer] = rank
-            except (TypeError, ValueError) as e:
+            except (KeyError, TypeError, ValueError) as e:
                 reason = one_line(str(e))
                 self._warn_seldom("skipped a malformed record of a donor under %s: %s", self.key, reason)
         ranks = priorities if self.rank_donors is None else self.rank_donors(priorities)

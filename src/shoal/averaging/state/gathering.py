@@ -275,7 +275,8 @@ class _Attempt:
                     await call.receive(StateChunk)
         except PEER_FAILURES as e:
             gathering.leave(peer, "failed")
-            logger.warning("could not download the state of %s: %s", peer, reason_of(e))
+            warn = gathering.memory.warn_seldom  # anybody can declare any number of donors
+            warn("could not download the state of %s: %s", peer, reason_of(e), about=peer)
         finally:
             self._asked.pop(donor, None)
             self._active.pop(donor, None)
