@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct, frozen=True):
         try:
             found = msgspec.json.decode(data, type=_Format).format
             manifest = msgspec.json.decode(data, type=cls) if found == FORMAT else None
-        except ValueError as e:  # of msgspec, or a text that is none
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise NotWholeError(f"{of} is damaged, or was never finished: {MANIFEST}: {e}") from e
         if manifest is None or manifest.kind not in EPOCHS:
             what = "" if manifest is None else f" of a {manifest.kind}"
