@@ -27,7 +27,7 @@ QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
 OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing \
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
 	$(addprefix tests/dht/test_,crypto.py dht.py protocol.py records.py schema.py storage.py validation.py) \
-	tests/compression tests/averaging tests/optim tests/archive tests/monitor
+	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical

@@ -479,6 +479,6 @@ async def records_under(
         try:
             peer_of(owner)
             records.append((owner, msgspec.convert(entry.value, kind)))
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, msgspec.MsgspecError) as e:
             warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
     return records
