@@ -64,6 +64,21 @@ def test_who_has_heard_of_a_version_speaks_for_it_as_who_has_it():
     assert settle(statements).base == others.newest, "no member has that one"
 
 
+def test_there_is_no_second_update_of_what_some_have_heard_to_be_updated():
+    """They were in the round that has updated it, without what it updated, and none of those who had it is here."""
+    ahead, others, behind = chain(b"a", b"b", b"c"), chain(b"a", b"b"), chain(b"a")
+    statements = [Statement(each.links) for each in (others, others, behind, behind)]
+    assert settle(statements).behind == {0: 0, 1: 0, 2: 1, 3: 1}
+    statements[2] = replace(statements[2], known=ahead.newest)
+    assert settle(statements).base == others.newest, "it is only one, and may lie"
+    statements[3] = replace(statements[3], known=ahead.newest)
+    assert settle(statements).base == ahead.newest
+    assert settle(statements).behind == {0: 1, 1: 1, 2: 2, 3: 2}, "all get it first"
+    assert settle(statements[:3]).base == ahead.newest, "of three, one is enough"
+    statements[0] = Statement(ahead.links)
+    assert settle(statements).behind == {0: 0, 1: 1, 2: 2, 3: 2}
+
+
 def test_too_far_behind_is_another_lineage():
     rounds = [bytes([i]) for i in range(6)]
     assert steps_between(chain().links, chain(*rounds).links) is None
@@ -106,9 +121,11 @@ def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
         {**good, "expected": 2**63},
         {**good, "digest": b"short"},
         {**good, "digest": 5},
+        {**good, "known": [1, b"short", 0]},
+        {**good, "known": 1},
     ]
     assert all(Statement.parse(each) is None for each in bad)
-    assert settle([None, said]).behind == {1: 0}
+    assert settle([None, replace(said, known=None)]).behind == {1: 0}
     assert settle([None, None]).base is None
     with pytest.raises(ValueError, match="1 to 64 links"):
         parse_links([list(chain().newest)] * 65)

@@ -21,6 +21,8 @@ from shoal.optim.majorities import PEERS_PER_LIAR
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.
 MOST_LINKS = 64
+# In groups of so many members, one of them is believed that it has heard of a version that no member has.
+MOST_WHO_TRUST_ONE = 3
 MOST = 2**62
 """No version and no number of samples is larger, whatever members claim."""
 
@@ -183,7 +185,8 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
 
     It goes on from its newest version, so that nobody makes a second update of what others have updated before. Where
     there are at least five members, more than a fifth of them must have that version, or have heard of it in a round:
-    so a few liars cannot lead the others to a version that does not exist.
+    so a few liars cannot lead the others to a version that does not exist. If some have heard of a newer one that is
+    not here, there is no update: all get that one first. Where there are at least four, two must have heard of it.
 
     Args:
         statements: of all members, in order; ``None``: this one counts for no lineage.
@@ -218,6 +221,11 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     common = [link for link, count in votes.items() if count > len(winners) // PEERS_PER_LIAR]
     to_be_had = {link for member in winners.difference(clients) for link in told[member]}
     base = max([link for link in common if link in to_be_had] or common or holders)
+    heard = Counter(statement.known for n, statement in enumerate(statements) if n in winners and statement is not None)
+    least = max(len(winners) // PEERS_PER_LIAR, len(winners) > MOST_WHO_TRUST_ONE)
+    ahead = max((link for link, count in heard.items() if link is not None and count > least), default=base)
+    if ahead.version > base.version:  # nobody here has it
+        return Verdict(ahead, {n: max(1, ahead.version - told[n][-1].version) for n in sorted(winners)})
     known = {link for member in winners if base in told[member] for link in told[member] if link <= base}
     return Verdict(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
 
