@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.errors import P2PDaemonError, ShoalError
+from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
 from shoal.logs import Seldom
 from shoal.p2p.addresses import Notes
 from shoal.p2p.contacts import Contacts
@@ -473,11 +473,12 @@ class Outlook:
         before = transport.arrivals
         try:
             answer = await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            if any(answer.reached.values()) and transport.arrivals == before:
+                raise ProtocolError("it says that it has reached this peer, and nobody has come")
+            return answer
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("%s bears no witness: %s", witness, e)
             return None
-        is_false = any(answer.reached.values()) and transport.arrivals == before  # nobody has come
-        return None if is_false else answer
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
         network, is_outside = self.contacts.place_of(witness)

@@ -56,7 +56,7 @@ class Tracker:
         self.board.note_outer_round = self.board.note_failed_round = lambda *round: None
         self.board.set_steps = lambda steps: None
         self.board.is_cut_off = lambda now: False
-        self.board.slots_of_companions = lambda now: self.slots
+        self.board.slots_of_companions = lambda now: dict(enumerate(self.slots))
         self.not_worth_it = set()
 
     def whom_to_wait_for(self, peers):

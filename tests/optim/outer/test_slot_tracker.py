@@ -132,7 +132,7 @@ def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board)
         board.hear(record(peer, slot, 3), NOW + 60, NOW)
     board.note_outer_round(dict.fromkeys([b"me", b"met", b"silent"], 1.0), NOW, Expectation(8, (), NOW, 0.0))
     board.mark_unreachable(b"silent", NOW + 1, is_refused=False)
-    assert board.slots_of_companions(NOW + 1) == [3]
+    assert board.slots_of_companions(NOW + 1) == {b"met": 3}
 
 
 def test_newcomers_who_may_not_join_do_not_count(board):

@@ -192,7 +192,8 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
         statements: of all members, in order; ``None``: this one counts for no lineage.
         clients: positions of members from which nobody can download anything.
     """
-    told = {member: statement.links for member, statement in enumerate(statements) if statement is not None}
+    said = {member: statement for member, statement in enumerate(statements) if statement is not None}
+    told = {member: statement.links for member, statement in said.items()}
     lineages: list[set[int]] = []
     for member, links in told.items():
         kin = [each for each in lineages if any(_are_related(links, told[other]) for other in each)]
@@ -210,9 +211,7 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     holders = {link: member for member in winners for link in told[member]}
 
     def heard_of(member: int) -> set[Link]:
-        statement = statements[member]
-        assert statement is not None
-        known, links = statement.known, told[member]
+        known, links = said[member].known, told[member]
         if known not in holders:
             return {*links}
         return {*links, *(link for link in told[holders[known]] if link <= known)}
@@ -221,9 +220,9 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     common = [link for link, count in votes.items() if count > len(winners) // PEERS_PER_LIAR]
     to_be_had = {link for member in winners.difference(clients) for link in told[member]}
     base = max([link for link in common if link in to_be_had] or common or holders)
-    heard = Counter(statement.known for n, statement in enumerate(statements) if n in winners and statement is not None)
-    least = max(len(winners) // PEERS_PER_LIAR, len(winners) > MOST_WHO_TRUST_ONE)
-    ahead = max((link for link, count in heard.items() if link is not None and count > least), default=base)
+    heard = Counter(newer for member in winners if (newer := said[member].known) is not None)
+    liars = max(len(winners) // PEERS_PER_LIAR, 1 if len(winners) > MOST_WHO_TRUST_ONE else 0)
+    ahead = max((link for link, count in heard.items() if count > liars), default=base)
     if ahead.version > base.version:  # nobody here has it
         return Verdict(ahead, {n: max(1, ahead.version - told[n][-1].version) for n in sorted(winners)})
     known = {link for member in winners if base in told[member] for link in told[member] if link <= base}

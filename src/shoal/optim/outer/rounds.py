@@ -121,19 +121,20 @@ class Rounds:
         outer parameters stay as they are: the next round tells whose go on.
         """
         if self.averager.client_mode:
-            slots, furthest = self._slots_near(0), slot - 1
-        elif self.settings.overlaps:
-            slots, furthest = self.tracker.board.slots_of_companions(get_dht_time()), slot - EPOCHS_AHEAD
-            # If they have not moved since this peer waited for them there, they do not train.
-            furthest = furthest if len(slots) > 1 and max(slots) > self._went_back_to else 0
+            last = max(self._slots_near(0), default=slot)
+            is_too_far = last < slot - 1
         else:
+            slots = self.tracker.board.slots_of_companions(get_dht_time()).values()
+            last = max(slots, default=slot)
+            # If they have not moved since this peer waited for them there, they do not train.
+            is_alive = last > self._went_back_to
+            is_too_far = self.settings.overlaps and len(slots) > 1 and last < slot - EPOCHS_AHEAD and is_alive
+        if not is_too_far:
             return False
-        if not slots or max(slots) >= furthest:
-            return False
-        self._went_back_to = max(slots)
-        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, self._went_back_to)
+        self._went_back_to = last
+        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, last)
         with self.tracker.pause_updates():
-            self.go_to(self._went_back_to)
+            self.go_to(last)
         return True
 
     def _lets_others_catch_up(self, slot: int) -> bool:

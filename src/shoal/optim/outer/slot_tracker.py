@@ -82,19 +82,17 @@ class OuterBoard(ProgressBoard):
         with self._lock:
             coming = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
             present = {peer for peer in coming if self.evidence.has_time_for(peer, now)}
-            met = {
-                peer
-                for peer, c in self._companions.items()
-                if c.record.epoch >= earliest and c.is_reachable(now) and not c.record.is_donor
-                if self.evidence.has_met(peer)
-            }
+            met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
             return (present | met) - self._absent
 
-    def slots_of_companions(self, now: float) -> list[int]:
+    def slots_of_companions(self, now: float) -> dict[bytes, int]:
         """The slots of others that can be called and were in a round with this peer."""
         with self._lock:
-            present = {peer: c.record for peer, c in self._companions.items() if c.is_reachable(now)}
-            return [r.epoch for peer, r in present.items() if not r.is_donor and self.evidence.has_met(peer)]
+            return self._slots_of_met(now)
+
+    def _slots_of_met(self, now: float) -> dict[bytes, int]:
+        present = {peer: c.record for peer, c in self._companions.items() if c.is_reachable(now)}
+        return {peer: r.epoch for peer, r in present.items() if not r.is_donor and self.evidence.has_met(peer)}
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
         """See :meth:`Evidence.whom_to_wait_for <shoal.optim.evidence.Evidence.whom_to_wait_for>`."""
