@@ -40,7 +40,7 @@ def veteran(*friends: bytes, seconds: float = 10.0) -> Evidence:
         now = NOW + epoch * seconds + seconds
         evidence.begin_to_wait(friends, now - 1, 5.0)
         evidence.note_round({OWN: 100.0, **dict.fromkeys(friends, 100.0)}, now)
-        evidence.note_epoch(epoch, epoch + 1, now, with_others=True)
+        evidence.pace.note_epoch(epoch, epoch + 1, now, with_others=True)
     return evidence
 
 
@@ -258,6 +258,22 @@ def test_strangers_who_hold_up_rounds_have_no_more_time_than_those_who_do_not_co
     assert line.startswith("waited in vain")
 
 
+def test_who_has_missed_rounds_may_come_back_although_newcomers_may_not():
+    """Else two halves of a run, each of which has missed the other, would stay apart as long as newcomers cost time."""
+    evidence, now = veteran(FRIEND, PEERS[1]), NOW + 40
+    for _ in range(3):
+        evidence.begin_to_wait({FRIEND}, now, 3.0)
+        evidence.note_round({OWN: 1.0, PEERS[1]: 1.0}, now)
+    evidence.note_waste([LIAR], 10.0, now)
+    assert not evidence.is_proven(FRIEND)
+    assert evidence.has_time_for(FRIEND, now)
+    assert not evidence.has_time_for(LIAR, now)
+    evidence.note_waste([FRIEND], 10.0, now)
+    assert not evidence.has_time_for(FRIEND, now), "it has had its chance"
+    evidence.note_round({OWN: 1.0, PEERS[1]: 1.0, FRIEND: 1.0}, now)
+    assert evidence.has_time_for(FRIEND, now)
+
+
 def test_one_of_the_known_that_fails_costs_newcomers_nothing():
     evidence, now = veteran(FRIEND), NOW + 40
     evidence.note_failures([FRIEND], 12.0, now)
@@ -319,7 +335,7 @@ def test_who_comes_to_a_run_under_way_is_not_deceived_by_a_fifth():
     records = [companion.record for companion in companions.values()]
     evidence = newcomer()
     assert evidence.limited(records, NOW, BATCH) == records, "in the first epoch of a run nobody knows better"
-    evidence.note_epoch(0, 7, NOW, with_others=True)
+    evidence.pace.note_epoch(0, 7, NOW, with_others=True)
     limited = evidence.limited(records, NOW, BATCH)
     assert max(record.samples_accumulated for record in limited) == 2 * 50 + BATCH
     assert max(record.samples_per_second for record in limited) == 2 * 5.0
@@ -351,7 +367,7 @@ def member_of_one_group_among_several() -> Evidence:
         now = NOW + 10 * epoch + 10
         evidence.begin_to_wait(PEERS, now - 1, 5.0)
         evidence.note_round({OWN: 100.0, PEERS[0]: 100.0, PEERS[1]: 100.0}, now)
-        evidence.note_epoch(epoch, epoch + 1, now, with_others=True)
+        evidence.pace.note_epoch(epoch, epoch + 1, now, with_others=True)
     return evidence
 
 
@@ -427,6 +443,32 @@ def test_those_that_left_one_behind_have_a_vote_per_host():
     evidence = newcomer(lambda peer: "one host" if peer in PEERS[1:] else peer)
     evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 10, {peer: claim(peer, epoch=4) for peer in PEERS[1:]}, 3)
     assert not any(evidence.is_proven(peer) for peer in PEERS[1:])
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_those_that_make_a_step_for_each_of_this_peers_without_it_are_the_run(epoch):
+    """One of two halves is always first at the end of an epoch: it would never see that the other one goes on."""
+    others = PEERS[1:]
+    evidence = pair_among({peer: claim(peer, epoch - 1) for peer in others})
+    assert not any(map(evidence.is_proven, others))
+    evidence.note_round({OWN: 1.0, FRIEND: 1.0}, NOW + 20, {peer: claim(peer, epoch) for peer in others}, 4)
+    assert all(map(evidence.is_proven, others))
+
+
+def test_others_that_stand_still_far_away_are_not_the_run():
+    others = PEERS[1:]
+    evidence = pair_among({peer: claim(peer, 1) for peer in others})
+    for epoch in (1, 2):
+        evidence.note_round({OWN: 1.0, FRIEND: 1.0}, NOW + 20, {peer: claim(peer, epoch) for peer in others}, 5)
+    assert not any(map(evidence.is_proven, others))
+
+
+def test_clients_that_are_with_this_peer_do_not_make_its_side_the_run():
+    friends, others = PEERS[:3], {peer: claim(peer, epoch=4) for peer in PEERS[3:5]}
+    clients = {peer: claim(peer, epoch=3, client=True) for peer in friends}
+    evidence = newcomer()
+    evidence.note_round(dict.fromkeys([OWN, *friends], 1.0), NOW + 10, {**clients, **others}, 3)
+    assert all(map(evidence.is_proven, others))
 
 
 def test_who_hurries_takes_nobody_along():

@@ -98,6 +98,23 @@ def test_a_client_is_counted_but_does_not_lead(trackers):
     wait_until(lambda: client.expected_members() == set(), "the client knows that nobody is at its epoch")
 
 
+def test_a_client_calls_whom_it_meets_although_nobody_has_told_it_of_them(trackers):
+    """A newcomer cannot call it, and the nodes that it knows may be dead."""
+    seldom = dict.fromkeys(["min_refresh_period", "default_refresh_period", "max_refresh_period"], 10 * PATIENCE)
+    a, client = trackers(2, target=10**9, clients=1, **seldom)
+    client.compare_rounds()
+    client.report_local_progress(0, 1)
+    wait_until(lambda: client.board.introduced, "the client has read all records")
+    a.report_local_progress(0, 1)
+    wait_until(lambda: a.global_progress.num_clients == 1, "the other one knows the client")
+    assert client.board.time_of_record(a.dht.peer_id.to_bytes()) is None
+    peers = (a.dht.peer_id, client.dht.peer_id)
+    client.note_round(RoundResult(bytes(20), peers, (), (1.0, 1.0), 1.0, (), False, 0.1))
+    with client.pause_updates():
+        client.update_epoch(1, members=peers)
+    wait_until(lambda: client.board.time_of_record(a.dht.peer_id.to_bytes()), "it has called the other one")
+
+
 def test_peers_without_samples_stay_invisible(trackers):
     a, idle = trackers(2)
     idle.report_local_progress(0, 0)

@@ -35,6 +35,7 @@ from typing import Any
 from shoal.logs import Seldom, counted
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.majorities import PEERS_PER_LIAR, largest_but_for_liars, votes_by_host
+from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
@@ -43,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 # A claim may be this many times what the peer has delivered, because speeds and shares vary from round to round.
 _GENEROSITY = 2.0
-# A peer that has been in no round for the time of this many epochs may have missed any number of them.
-_EPOCHS_TO_BE_AWAY = 2
-# How many of the latest epochs tell how fast the run can be.
-_EPOCHS_TIMED = 16
 # A peer that failed to come this many times running is treated like one that never came.
 _ROUNDS_TO_LOSE_TRUST = 3
 # The user is warned after this many steps in a row without others: a single one may be chance.
@@ -55,8 +52,6 @@ _ROUNDS_ALONE = 2
 SHARE_WASTED = 0.05
 # Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
 _LEAST_SHARE_OF_EPOCH = 0.5
-# Lower bound of all durations, because rates are divided by them.
-_LEAST_SECONDS = 1e-3
 # In a run of several groups it takes about this many rounds until this peer has met somebody from most groups.
 _ROUNDS_TO_MIX = 8
 # What others have seen of a peer counts for this many rounds.
@@ -75,6 +70,8 @@ class _Deeds:
     """How long the training for the latest round took."""
     missed: int = 0
     """For how many rounds in a row it did not come although this peer waited for it."""
+    has_wasted: bool = False
+    """It was unproven, came, and held up the round."""
 
 
 def _remember(known: dict[bytes, Any], peer: bytes, what: Any) -> None:
@@ -101,6 +98,8 @@ class Evidence:
         self._meets_everybody = True
         # The median of what members brought to the latest round. It stands for peers that this one has not met.
         self._typical = _Deeds(0.0, 1.0)
+        # The epochs of others, at this peer's last round.
+        self._seen_at: dict[bytes, int] = {}
         self.has_receipts = False
         """Whether this peer receives receipts of the rounds of other groups."""
         self.testimony: dict[bytes, tuple[int, _Deeds]] = {}
@@ -109,16 +108,11 @@ class Evidence:
         # What each member brought to the latest round with others.
         self._latest: Mapping[bytes, float] = {}
         # How many rounds this peer was in, how long the training for the latest one took, and the most anybody brought.
-        self._rounds, self._seconds, self._most_brought = 0, _LEAST_SECONDS, 0.0
+        self._rounds, self._seconds, self._most_brought = 0, LEAST_SECONDS, 0.0
         # There are more peers than this one can hear of in each epoch.
-        self._is_large = False
-        # When the last round with others ended (before the first one: the start), and when this peer's epoch began.
-        self._round_ended_at = self._epoch_began_at = now
-        self.contact: tuple[int, float] | None = None
-        """The epoch at which this peer last met others or took over a state, and when; ``None``: it is a newcomer."""
-        # Of the latest epochs: how many seconds each took, and how many of them were training.
-        self._epochs: deque[tuple[float, float]] = deque(maxlen=_EPOCHS_TIMED)
-        self._trained_until = now
+        self.is_large = False
+        self._round_ended_at = now  # the last round with others; before the first one: the start
+        self.pace = Pace(now)
         self._counts_itself_until = -math.inf
         # Which peers this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
@@ -126,7 +120,7 @@ class Evidence:
         # Until then no peers without a round join or lead groups, because some have joined and then held them up.
         self._admits_again_at = -math.inf
         # How many seconds rounds take when no newcomer fails in them: what more they take with one is wasted.
-        self._durations: deque[float] = deque(maxlen=_EPOCHS_TIMED)
+        self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
         # Peers the user has been warned about, each once. Bounded, because a liar can invent any number of peers.
         self._doubted: dict[bytes, None] = {}
         self._missed: dict[bytes, None] = {}
@@ -145,7 +139,7 @@ class Evidence:
         Args:
             patience: after this many seconds it goes on without them.
         """
-        self._awaited, self._trained_until = (frozenset(peers), now, patience), now
+        self._awaited, self.pace.trained_until = (frozenset(peers), now, patience), now
 
     def note_round(
         self,
@@ -169,8 +163,8 @@ class Evidence:
         self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
         # A round without any finite gradients, as at the start of mixed precision, says nothing about samples.
         if members and any(samples.values()):
-            trained_until = self._trained_until if self._trained_until > self._round_ended_at else now
-            seconds, self._round_ended_at = max(trained_until - self._round_ended_at, _LEAST_SECONDS), now
+            trained_until = self.pace.trained_until if self.pace.trained_until > self._round_ended_at else now
+            seconds, self._round_ended_at = max(trained_until - self._round_ended_at, LEAST_SECONDS), now
             self._latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
             self._rounds, self._seconds = self._rounds + 1, seconds
             self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
@@ -184,16 +178,21 @@ class Evidence:
     def note_who_went_on(
         self, members: Collection[bytes], companions: Mapping[bytes, Companion], now: float, own: int
     ) -> None:
-        """If more hosts have ended this epoch without this peer than with it, they are the run: wait for them next."""
+        """If more hosts have gone on without this peer than with it, they are the run: wait for them next.
+
+        They have ended this epoch, or another one since this peer's last round. Clients do not count.
+        """
+        before, self._seen_at = self._seen_at, {peer: c.record.epoch for peer, c in companions.items()}
+        if not self.knows_rounds or not self._meets_everybody:
+            return
+        clients = {peer for peer, c in companions.items() if c.record.client_mode}
         without = [
             peer
             for peer, c in companions.items()
-            if own < c.record.epoch <= own + EPOCHS_AHEAD and not c.record.client_mode and c.is_reachable(now)
-            if peer not in members
+            if min(own, before.get(peer, own)) < c.record.epoch and abs(c.record.epoch - own) <= EPOCHS_AHEAD
+            if peer not in members and peer not in clients and c.is_reachable(now)
         ]
-        if not self.knows_rounds or not self._meets_everybody:
-            return
-        if len({*map(self._host_of, without)}) <= len({*map(self._host_of, [*members, self._own])}):
+        if len({*map(self._host_of, without)}) <= len({*map(self._host_of, {*members, self._own} - clients)}):
             return
         for peer in without:
             known = self._deeds.pop(peer, self._typical)
@@ -214,6 +213,8 @@ class Evidence:
             return
         self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
         for peer in strangers:
+            if (deeds := self._known_deeds(peer)) is not None:
+                deeds.has_wasted = True
             self._tell_once(
                 self._failed,
                 peer,
@@ -268,20 +269,6 @@ class Evidence:
         _remember(told, peer, None)
         return True
 
-    def note_epoch(self, before: int, epoch: int, now: float, *, with_others: bool) -> None:
-        """This peer has gone from one epoch to another.
-
-        Args:
-            with_others: in a round with others. If ``epoch`` is not the next one, this peer has taken over a state.
-        """
-        began_at, self._epoch_began_at = self._epoch_began_at, now
-        is_next = epoch == before + 1
-        if is_next and not with_others:
-            return
-        if is_next:
-            self._epochs.append((now - began_at, max(self._trained_until - began_at, _LEAST_SECONDS)))
-        self.contact = epoch, now
-
     def note_vain_attempt(self, now: float, seconds: float) -> None:
         """This newcomer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
         self._counts_itself_until = now + seconds / SHARE_WASTED
@@ -303,7 +290,7 @@ class Evidence:
     @property
     def _knows_nothing(self) -> bool:
         """Whether this peer is in its first epoch, has made no step alone, and has taken over no state."""
-        return not self.knows_rounds and self.contact is None and not self._alone
+        return not self.knows_rounds and self.pace.contact is None and not self._alone
 
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
@@ -311,12 +298,21 @@ class Evidence:
         return not self._deeds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
-        """Whether a peer may join or lead a group: it is proven, or newcomers have not used up the time for them."""
-        return now >= self._admits_again_at or self.is_proven(peer)
+        """Whether a peer may join or lead a group: it was in rounds, or newcomers have not used up the time for them.
+
+        Who has missed rounds may come back: else two halves of a run would stay apart.
+        """
+        deeds = self._known_deeds(peer) if self._deeds else _Deeds(0.0, 1.0)
+        return now >= self._admits_again_at or (deeds is not None and not deeds.has_wasted)
 
     def is_known(self, peer: bytes) -> bool:
         """Whether this peer knows what another one has brought to rounds, either to its own or lately to others'."""
         return self._known_deeds(peer) is not None
+
+    @property
+    def mates(self) -> Collection[bytes]:
+        """Who was in this peer's latest round, itself included."""
+        return self._latest.keys()
 
     def has_met(self, peer: bytes) -> bool:
         """Whether this peer was in a round with another one."""
@@ -344,7 +340,7 @@ class Evidence:
     @property
     def _believes_strangers(self) -> bool:
         """Whether a peer that this one does not know may be taking part all the same."""
-        must_be_shown = self.has_receipts and self._rounds >= _ROUNDS_TO_MIX and not self._is_large
+        must_be_shown = self.has_receipts and self._rounds >= _ROUNDS_TO_MIX and not self.is_large
         return not (self._meets_everybody or must_be_shown)
 
     def most_samples(self, peer: bytes, now: float, batch_size: int) -> float:
@@ -418,7 +414,7 @@ class Evidence:
         """DHT time before which the epoch does not end, whatever others say."""
         if not self.knows_rounds:
             return -math.inf
-        return self._epoch_began_at + _LEAST_SHARE_OF_EPOCH * (own_estimate - self._epoch_began_at)
+        return self.pace.began_at + _LEAST_SHARE_OF_EPOCH * (own_estimate - self.pace.began_at)
 
     def credible(
         self,
@@ -435,13 +431,13 @@ class Evidence:
             own: this peer's epoch.
             own_estimate: DHT time at which it ends by this peer's own estimate, if only the given companions count.
         """
-        self._is_large = len(companions) > MAX_CALLED
+        self.is_large = len(companions) > MAX_CALLED
         leading = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
         if not leading:
             return dict(companions)
         voters = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
         # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
-        pace = self._usual_epoch if self._is_large and self._epochs else math.inf
+        pace = self.pace.usual_epoch if self.is_large else math.inf
         votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
         last = max(self._epoch_of_most(votes, own, now), self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}
@@ -454,7 +450,7 @@ class Evidence:
         liars = self._most_liars(companions, now)
         if len(said) > liars:
             over = {peer: c for peer, c in done.items() if c.record.epoch <= said[-1 - liars]}
-            before = {**rest, **{peer: c.as_at_the_beginning(own, self._epoch_began_at) for peer, c in over.items()}}
+            before = {**rest, **{peer: c.as_at_the_beginning(own, self.pace.began_at) for peer, c in over.items()}}
             if now >= self._earliest_end(own_estimate(before)):
                 rest.update(over)
         for peer in [peer for peer in ahead if peer not in done]:
@@ -470,7 +466,7 @@ class Evidence:
 
     def _epoch_of_most(self, votes: list[int], own: int, now: float) -> int:
         """The last epoch that most hosts have reached; ``votes`` are their epochs, the lowest first."""
-        if votes and self.contact is None and now >= self._counts_itself_until:
+        if votes and self.pace.contact is None and now >= self._counts_itself_until:
             # For a newcomer half of the votes are enough: of two peers, one may be the run and the other a liar.
             return votes[len(votes) // 2]
         votes = sorted([*votes, own])
@@ -478,22 +474,7 @@ class Evidence:
 
     def _epoch_within_reach(self, votes: list[int], own: int, now: float) -> float:
         """The last epoch that others can have reached if they went on when this peer last met them."""
-        reach = self._epoch_within_time(own, now)
+        reach = self.pace.reach(own, now) if self.knows_rounds else own + EPOCHS_AHEAD
         if len(votes) < PEERS_PER_LIAR or self._knows_nothing:
             return reach
         return min(reach, largest_but_for_liars(votes))
-
-    @property
-    def _usual_epoch(self) -> float:
-        return statistics.median(whole for whole, _ in self._epochs)
-
-    def _epoch_within_time(self, own: int, now: float) -> float:
-        if not self.knows_rounds:
-            return own + EPOCHS_AHEAD
-        if self.contact is None or not self._epochs:
-            return own
-        epoch, since = self.contact
-        away = now - since
-        if away < _EPOCHS_TO_BE_AWAY * self._usual_epoch:
-            return own
-        return epoch + _GENEROSITY * away / min(training for _, training in self._epochs)

@@ -311,7 +311,7 @@ class ProgressBoard:
         with self._lock:
             self._declared_end = None
             self._last_members = frozenset(members)
-            self.evidence.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
+            self.evidence.pace.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
         self.call_watchers()

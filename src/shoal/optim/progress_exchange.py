@@ -198,7 +198,7 @@ class ProgressExchange(ServicerBase):
             await self._publish()
             if not self._board.introduced:
                 await self._introduce()
-            await _sleep(self._min_period)
+            await asyncio.sleep(self._min_period)
 
     def _is_news(self, now: float) -> bool:
         """Whether the DHT needs a newer record of this peer."""
@@ -257,7 +257,7 @@ class ProgressExchange(ServicerBase):
             if self.on_fetch is not None and epoch == self._board.own.epoch:
                 self.on_fetch()
             # A random share of the pause, so that peers do not call each other at the same moment: one call is enough.
-            await _sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
+            await asyncio.sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
 
     async def fetch(self, holders: int, is_moving: bool = False) -> list[asyncio.Task[None]]:
         """Read the records, and call those that were not known: returns these calls.
@@ -355,8 +355,13 @@ class ProgressExchange(ServicerBase):
         while await self.call_due.wait():
             self.call_due.clear()
             self._told = self._board.own
-            for peer in self._peers_to_call():
+            for peer in self._peers_to_call() + self._unknown_mates():
                 self._call_soon(peer)
+
+    def _unknown_mates(self) -> list[PeerID]:
+        """Who was in a round with this peer, and is not known: all nodes that tell of others may be dead."""
+        mates = () if self._board.evidence.is_large else map(PeerID, self._board.evidence.mates)
+        return [peer for peer in mates if peer != self._p2p.peer_id and not self._is_known(peer)]
 
     def _others_are_wrong(self, now: float) -> bool:
         """Whether the peers that can be called estimate this peer's progress wrongly by now."""
@@ -420,7 +425,7 @@ class ProgressExchange(ServicerBase):
                 if (said_at := self._board.time_of_record(peer.to_bytes())) is not None:
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
-                    await _sleep(DIAL_PAUSE)
+                    await asyncio.sleep(DIAL_PAUSE)
             except (ShoalError, TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
@@ -493,7 +498,3 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
         logger.error("this peer no longer follows the progress of others: make its optimizer anew", exc_info=error)
-
-
-async def _sleep(seconds: float) -> None:
-    await asyncio.sleep(max(0.0, seconds))

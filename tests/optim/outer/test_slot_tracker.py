@@ -25,9 +25,9 @@ def record(peer, slot, steps, speed=1.0, time=NOW):
     return LocalTrainingProgress(peer.encode(), slot, steps, speed, time, False)
 
 
-@pytest.fixture
-def board():
-    made = SlotBoard(b"me", False, 10, RefreshPolicy(), PerformanceEMA(paused=True), NOW)
+@pytest.fixture(params=[False])
+def board(request):
+    made = SlotBoard(b"me", request.param, 10, RefreshPolicy(), PerformanceEMA(paused=True), NOW)
     made.patience = 5.0
     made.report(0, 1, NOW)
     made.note_introduction(NOW)
@@ -112,6 +112,17 @@ def test_silent_strangers_do_not_keep_a_lone_peer_from_going_on(board):
         board.hear(record(peer, 0, 3), NOW + 60, NOW)
         board.mark_unreachable(peer.encode(), NOW + 1, is_refused=False)
     assert not board.is_cut_off(NOW + 2)
+
+
+@pytest.mark.parametrize("board", [True], ids=["client"], indirect=True)
+def test_a_client_that_reaches_nobody_waits_for_a_while(board):
+    """Its update would be lost: nobody can call it."""
+    assert not board.is_cut_off(NOW), "there was never anybody"
+    board.hear(record("a", 0, 3), NOW + 60, NOW)
+    assert not board.is_cut_off(NOW), "it reaches somebody"
+    board.mark_unreachable(b"a", NOW + 1, is_refused=True)
+    assert board.is_cut_off(NOW + 2), "perhaps another one has come since, which it does not know"
+    assert not board.is_cut_off(NOW + 61)
 
 
 def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):

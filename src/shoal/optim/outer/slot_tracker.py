@@ -102,7 +102,7 @@ class OuterBoard(ProgressBoard):
     def believe_as_a_newcomer(self) -> None:
         """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
         with self._lock:
-            self.evidence.contact = None
+            self.evidence.pace.contact = None
 
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
@@ -110,14 +110,19 @@ class OuterBoard(ProgressBoard):
         Others with whom it was in a round fell silent lately, without a goodbye, and their system did not refuse the
         call. If there is only one of them, one of both must go on. Records of strangers say nothing: anybody can
         publish some that nobody answers for.
+
+        Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
+        have expired, whoever they are and however they fell silent.
         """
         with self._lock:
-            silent = [
-                peer
+            fell_silent = {
+                peer: c
                 for peer, c in self._companions.items()
-                if c.unreachable_since is not None and not c.is_refused and c.expiration >= now
-                if self.evidence.has_met(peer) and not c.record.is_donor
-            ]
+                if c.unreachable_since is not None and c.expiration >= now and not c.record.is_donor
+            }
+            if self.own.client_mode:
+                return bool(fell_silent)
+            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and self.evidence.has_met(peer)]
             return len(silent) > 1 or any(peer < self.own.peer_id for peer in silent)
 
 
