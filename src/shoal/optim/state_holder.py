@@ -99,7 +99,7 @@ def check(check_state: CheckState | None) -> None:
 
 def first_accepted(
     download: Download,
-    take_over: Callable[[State], None],
+    take_over: Callable[[State], object],
     leave_out: Callable[[PeerID, bytes | None], None],
     timeout: float | None,
 ) -> bool:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.averaging.state.download import State
+from shoal.averaging.state.download import GivenState, State
 from shoal.compression import Blockwise4BitQuantization, NoCompression
 from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import HASH_BYTES, Link
@@ -31,6 +31,7 @@ from shoal.optim.outer.kept import (
     unpacked,
 )
 from shoal.optim.outer.schedule import Schedule, SlotCounter
+from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import in_parallel, make_model, wait_until
 from tests.optim.outer.quadratic import A, B
@@ -196,7 +197,7 @@ def test_an_answer_that_makes_no_sense_is_refused(metadata):
 
 def giving(*peers):
     fragments = [peer.updates for peer in peers]
-    inner = SimpleNamespace(parameters=[], names=[])
+    inner = SimpleNamespace(parameters=[each for own in fragments for each in own.fragment.parameters], names=[])
     return Giving(SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(()))
 
 
@@ -209,7 +210,7 @@ def rounds_of(peer, ask):
         end_flights=lambda: None,
         tracker=SimpleNamespace(pause_updates=nullcontext, board=board, global_epoch=3),
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
-        settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4),
+        settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4, others_may_be_ahead=False),
         averager=SimpleNamespace(load_part_from_peers=ask),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),
@@ -243,6 +244,49 @@ def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
     a.train()
     alone(4, a)
     assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
+
+
+def test_who_keeps_no_updates_so_old_does_not_say_that_there_are_none():
+    peer = Peer(A)
+    for slot in range(4):
+        peer.train()
+        alone(slot, peer)
+    assert giving(peer).part(request_for({0: Wanted(0)})) is None
+    state = giving(peer).part(request_for({0: Wanted(4)}))
+    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {})
+
+
+def test_the_state_of_a_newcomer_that_knows_of_nobody_is_not_that_of_the_swarm(caplog):
+    """It is the only one that can be reached now and then, when others have just died."""
+    newcomer, old, peer = Peer(A), Peer(B), Peer(A)
+    for slot in range(3):
+        old.train()
+        alone(slot, old)
+    donors = {donor: giving(each) for donor, each in ((PeerID(b"new"), newcomer), (PeerID(b"old"), old))}
+    donors[PeerID(b"old")].counter.go_to(3)
+    left_out = []
+
+    def download(timeout, skip):
+        for donor, each in donors.items():
+            if donor not in skip:
+                state = GivenState(*each.everything()[:2])
+                state.donor, state.version = donor, b""
+                return state
+        return None
+
+    def no_updates(part, timeout):
+        fetching = concurrent.futures.Future()
+        fetching.set_result(State(*answer({})[:2]))
+        return fetching
+
+    rounds = rounds_of(peer, no_updates)
+    rounds.has_trained, rounds.counter.slot, rounds.lock = False, 0, threading.RLock()
+    rounds.averager.load_state_from_peers = download
+    rounds.averager.leave_out = lambda donor, version: left_out.append(donor)
+    assert CatchingUp(rounds, 1.0, False, ExtraTensors(())).run()
+    assert peer.updates.chain.links == old.updates.chain.links
+    assert "it is of slot 0, and the swarm was at slot 3" in caplog.text
+    assert not left_out, "it may have the right one a moment later"
 
 
 def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own_lineage(caplog):

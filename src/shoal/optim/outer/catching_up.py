@@ -29,6 +29,8 @@ from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter
+from shoal.optim.state_holder import first_accepted
+from shoal.optim.training_state import OlderStateError
 
 if TYPE_CHECKING:
     from shoal.optim.outer.rounds import Rounds
@@ -75,7 +77,7 @@ class Giving:
     def part(self, part: bytes) -> OwnedState | None:
         """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
 
-        ``None``: the other one knows that there is something, and nothing of that is here.
+        ``None``: there is something, and nothing of that is here any more.
         """
         if part == STATISTICS:
             if not self.shares_inner_state:
@@ -85,7 +87,7 @@ class Giving:
                 return OwnedState(described, copies_of(tensors))
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
+        found, whole, is_far_behind = dict[int, list[Kept]](), dict[int, OuterParameters](), False
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             for number, (version, known) in wanted.items():
@@ -95,7 +97,9 @@ class Giving:
                 elif known is not None and known in each.chain.links:
                     metadata, tensors = each.dump()
                     whole[number] = metadata, copies_of(tensors)
-        if not found and not whole and any(known is not None for _, known in wanted.values()):
+                else:
+                    is_far_behind |= version < each.state.version
+        if not found and not whole and (is_far_behind or any(known is not None for _, known in wanted.values())):
             return None
         return answer(found, whole)
 
@@ -115,11 +119,16 @@ class CatchingUp:
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        rounds = self.rounds
-        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in rounds.fragments):
+        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in self.rounds.fragments):
             return True
+        return self.rounds.counter.slot < self._least_slot
+
+    @property
+    def _least_slot(self) -> int:
+        """A peer before this slot has missed something."""
+        rounds = self.rounds
         lag = usual_lag(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
-        return rounds.tracker.global_epoch - rounds.counter.slot > lag
+        return rounds.tracker.global_epoch - lag
 
     def is_needed_before_round(self) -> bool:
         """The same, when this peer is about to end a slot.
@@ -150,9 +159,10 @@ class CatchingUp:
             if missed is None or not (lost or behind or missed):
                 return self.download()
             with rounds.tracker.pause_updates():
-                for numbers in behind, missed - behind:
-                    if numbers:
-                        self._make(self._begin_to_fetch(numbers))
+                parts = [numbers for numbers in (behind, missed - behind) if numbers]
+                made = [self._make(self._begin_to_fetch(numbers)) for numbers in parts]
+            if None in made:  # others have more, and not in single updates any more
+                return self.download()
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
@@ -203,8 +213,8 @@ class CatchingUp:
         part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
 
-    def _make(self, fetching: concurrent.futures.Future[State | None]) -> int:
-        """Make the updates that come; returns how many there were."""
+    def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
+        """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
         fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
         updates, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
         try:
@@ -216,7 +226,7 @@ class CatchingUp:
             logger.warning("the updates of another peer make no sense: %s", e)
         if made:
             logger.info("this peer has made up for %d updates", made)
-        return made
+        return None if found is None else made
 
     def let_go(self) -> None:
         """Fetch nothing more."""
@@ -236,24 +246,29 @@ class CatchingUp:
         """
         rounds, began_at, self._in_vain = self.rounds, time.monotonic(), 0
         rounds.end_flights()
-        options, is_new = {"timeout": self.load_state_timeout, **options}, not rounds.has_trained
+        timeout, is_new = options.pop("timeout", self.load_state_timeout), not rounds.has_trained
+        # A donor may be a newcomer itself, and know of nobody yet.
+        least_slot = self._least_slot if self.is_needed() else 0
+
+        def find_state() -> bool:
+            return first_accepted(
+                lambda left, asked: rounds.averager.load_state_from_peers(timeout=left, skip=asked, **options),
+                lambda state: self._take_over(*state[:2], is_new=is_new, least_slot=least_slot),
+                rounds.averager.leave_out,
+                timeout,
+            )
+
         with rounds.tracker.pause_updates():
-            found = self._tried(lambda: rounds.averager.load_state_from_peers(**options))
-            if found is not None:
-                try:
-                    self._take_over(*found[:2], is_new=is_new)
-                except ValueError as e:
-                    logger.warning("could not take over the state of another peer: %s", e)
-                else:
-                    if rounds.settings.average != PARAMETERS:
-                        # What has ended meanwhile, or was under way at the donor.
-                        self._make(self._begin_to_fetch(range(len(rounds.fragments))))
-                    if is_new and self.shares_inner_state:
-                        self._take_over_statistics()
-                    if is_new and self.extra:
-                        self._take_over_extra()
-                    self._go_along()
-                    return True
+            if self._tried(find_state):
+                if rounds.settings.average != PARAMETERS:
+                    # What has ended meanwhile, or was under way at the donor.
+                    self._make(self._begin_to_fetch(range(len(rounds.fragments))))
+                if is_new and self.shares_inner_state:
+                    self._take_over_statistics()
+                if is_new and self.extra:
+                    self._take_over_extra()
+                self._go_along()
+                return True
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
@@ -315,11 +330,12 @@ class CatchingUp:
                     rounds.inner.load_statistics(metadata["inner"], tensors[used:])
             rounds.inner.move_schedules(rounds.counter.position)
 
-    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor], *, is_new: bool) -> int:
+    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor], *, is_new: bool, least_slot: int = 0) -> int:
         """Put a downloaded state in place.
 
         Args:
             is_new: what this peer has done counts for nothing.
+            least_slot: a state of an earlier slot is refused.
 
         Returns:
             How many of the tensors are in it.
@@ -329,15 +345,17 @@ class CatchingUp:
         """
         rounds = self.rounds
         if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
-            raise ValueError("the state has no slot")
+            raise ValueError("it has no slot")
+        if slot < least_slot:
+            raise OlderStateError(f"it is of slot {slot}, and the swarm was at slot {least_slot} before")
         described, left = metadata.get("fragments"), list(tensors)
         if not isinstance(described, list) or len(described) != len(rounds.fragments) or slot < 0:
-            raise ValueError(f"the state is not one of {len(rounds.fragments)} fragments")
+            raise ValueError(f"it is not one of {len(rounds.fragments)} fragments")
         parts = []
         for each, own in zip(rounds.fragments, described, strict=True):
             count = own.get("tensors") if isinstance(own, Mapping) else None
             if not isinstance(count, int) or not 0 < count <= len(left):
-                raise ValueError("a fragment of the state has no tensors")
+                raise ValueError("a fragment of it has no tensors")
             parts.append((each, own, left[:count]))
             del left[:count]
             each.check(own, parts[-1][2])

@@ -19,6 +19,7 @@ from shoal.averaging.state.gathering import MAX_VOTERS
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.outer.chain import Statement
 from shoal.optim.outer.extra import ROLE as EXTRA_ROLE
+from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import run_in_worker
 
@@ -128,6 +129,10 @@ class OuterAverager(DecentralizedAverager):
     def meet_under(self, fragment: int, bits: str) -> None:
         """In the next round of a fragment, look for a group under these bits."""
         self.node.lanes[tag_of(fragment)].keys.group_bits = bits
+
+    def leave_out(self, donor: PeerID, version: bytes | None) -> None:
+        """Do not ask this donor for a while, whose state was refused."""
+        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)
 
     def get_current_state(self) -> OwnedState:
         return self._get_state()
