@@ -21,8 +21,6 @@ RESERVATIONS = 2
 """As many relays as every peer has."""
 RESERVED_WITHIN = 180.0
 POLL_SECONDS = 0.5
-RESET_SECONDS = 0.3
-"""Whatever is sent in this time finds its connection reset."""
 
 
 class Scene:
@@ -43,6 +41,8 @@ class Scene:
         self.hosts = start_hosts(lab, [kind] * PEERS)
         self.crew = BehindRouters(self.hosts, seeds, megabytes)
         self._carried: dict[Host, int] = {}
+        self.ports: list[list[int]] = []
+        """At each of the first two members, those of its connections to the other one."""
 
     def wait_for_reservations(self) -> None:
         """Let everybody find relays."""
@@ -52,9 +52,12 @@ class Scene:
                 raise RuntimeError(f"after {RESERVED_WITHIN:g} s the members have {held} reservations")
             time.sleep(POLL_SECONDS)
 
-    def note_carried(self) -> None:
+    def note(self) -> None:
         """What the relays carry from now on tells which of them is :attr:`busiest`."""
         self._carried = {relay: self._bytes_from(relay) for relay in self.relays}
+        ids = [look["peer_id"] for look in self.crew.ask("look")[:2]]
+        pair = zip(self.crew.processes[:2], reversed(ids), strict=True)
+        self.ports = [self.crew.ask("ports_to", other, to=[process])[0] for process, other in pair]
 
     @property
     def busiest(self) -> Host:
@@ -81,19 +84,9 @@ def cut_relay(scene: Scene) -> None:
 
 
 def reset_pair(scene: Scene) -> None:
-    """All connections between two members are reset."""
-    reset(scene.hosts[0], scene.hosts[1])
-
-
-def reset_circuits(scene: Scene) -> None:
-    """All connections of one member with the relay are reset: its circuits, and its reservation."""
-    reset(scene.hosts[0], scene.busiest)
-
-
-def reset(host: Host, other: Host) -> None:
-    host.begin_resets(other.outer)
-    time.sleep(RESET_SECONDS)
-    host.end_resets()
+    """All connections between two members are reset, also those that lead through relays."""
+    for host, ports in zip(scene.hosts, scene.ports, strict=False):
+        host.reset(" or ".join(f"sport = :{port}" for port in ports))
 
 
 def flush_router(scene: Scene) -> None:
@@ -118,7 +111,7 @@ CRASHES = [Trouble("relay gets SIGKILL", Kind.SYMMETRIC, kill_relay, 2.0, ends_r
 SILENCES = [Trouble("relay loses its power", Kind.SYMMETRIC, cut_relay, 15.0, ends_relay=True)]
 RESETS = [
     Trouble("TCP of one pair reset, direct", Kind.PORT_RESTRICTED, reset_pair, 1.0),
-    Trouble("TCP of one member reset, relayed", Kind.SYMMETRIC, reset_circuits, 1.0),
+    Trouble("TCP of one pair reset, relayed", Kind.SYMMETRIC, reset_pair, 1.0),
 ]
 FLUSHES = [
     Trouble("conntrack of one router flushed, direct", Kind.PORT_RESTRICTED, flush_router, 15.0),
@@ -165,7 +158,7 @@ def measure_one(trouble: Trouble, scene: Scene, args: argparse.Namespace, report
     errors: list[str] = []
     for _ in range(args.disturbed):
         scene.wait_for_reservations()
-        scene.note_carried()
+        scene.note()
         try:
             over.append(crew.round(lambda: trouble.happen(scene), usual / 2) - usual)
         except RuntimeError as e:

@@ -244,6 +244,15 @@ class AveragerPeer(Peer):
 
         return self.dht.run_coroutine(see)
 
+    def ports_to(self, peer_id: str) -> list[int]:
+        """The ports here of the connections that this peer of shoal has made to another one."""
+
+        async def see(dht: Any, node: Any) -> list[int]:
+            streams = node.p2p.pool.streams_to(self.library.PeerID.from_base58(peer_id))
+            return [int(stream.local_address["tcp"]) for stream in streams]
+
+        return self.dht.run_coroutine(see)
+
     def compare_roughly(self, tensors: list[torch.Tensor], factor: float) -> None:
         for tensor, base in zip(tensors, self.base, strict=True):
             error = (tensor.detach() - base * factor).norm() / (base * factor).norm()

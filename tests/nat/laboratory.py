@@ -30,12 +30,15 @@ import pytest
 
 from tests.computers import CAN_MAKE_COMPUTERS, Computer, inside, new_homes, new_name, remove_leftovers
 from tests.nat import port_mapper
-from tests.nat.rules import LAN, WAN, Kind, firewall_6, resets, translation
+from tests.nat.rules import LAN, WAN, Kind, firewall_6, translation
 from tests.nat.wire import Wire
 
 ONE_WAY_SECONDS = 0.030
 """From one line to another."""
 SYSTEM = Path("/proc/sys/net")
+CONTROL = ("congctl", "cubic")
+"""What decides how fast programs send, on most computers. Others, such as BBR, take bursts of the wire for speed, send
+many times too much, and lose a third of it."""
 SETTINGS = {
     "ipv4/ip_forward": 1,
     "ipv6/conf/all/forwarding": 1,
@@ -44,8 +47,6 @@ SETTINGS = {
     "bridge/bridge-nf-call-ip6tables": 0,
 }
 """Of a router's kernel."""
-QUEUE = ("burst", "128kb", "latency", "100ms")
-"""What a line with a rate holds back before it drops."""
 
 
 def _lacks(*commands: str) -> bool:
@@ -74,18 +75,16 @@ class Line:
         number = next(lab.networks)
         self.address, self.network_6 = f"11.0.{number}.2", f"2a0f:{number:x}"
         networks = [bytes([11, 0, number]), bytes([0x2A, 0x0F, 0, number])]
-        self.number = self._wire.add(computer.namespace, WAN, networks, delay)
+        self.number = self._wire.add(computer.namespace, WAN, networks, delay, megabits)
         computer.ip("addr", "add", f"{self.address}/24", "dev", WAN)
         computer.ip("link", "set", WAN, "mtu", lab.mtu, "txqueuelen", 1000, "up")
-        computer.ip("route", "add", "default", "dev", WAN)
-        if megabits is not None:
-            computer.run("tc", "qdisc", "replace", "dev", WAN, "root", "tbf", "rate", f"{megabits}mbit", *QUEUE)
+        computer.ip("route", "add", "default", "dev", WAN, *CONTROL)
 
     def add_address_6(self, computer: Computer) -> str:
         """Give its end an IPv6 address; returns it."""
         address = f"{self.network_6}::2"
         computer.ip("addr", "add", f"{address}/64", "dev", WAN, "nodad")
-        computer.ip("-6", "route", "add", "default", "dev", WAN)
+        computer.ip("-6", "route", "add", "default", "dev", WAN, *CONTROL)
         return address
 
     def cut(self) -> None:
@@ -131,13 +130,13 @@ class Host(Computer):
         assert self._router is not None, "a public host has no router"
         return self._router
 
-    def begin_resets(self, other: str) -> None:
-        """From now on connections with that address end by RST, at both ends, as soon as either sends something."""
-        self.run("nft", "-f", "-", text=resets(other))
+    def reset(self, which: str) -> None:
+        """End connections by RST, at both ends.
 
-    def end_resets(self) -> None:
-        """Undo :meth:`begin_resets`."""
-        self.run("nft", "delete", "table", "inet", "resets")
+        Args:
+            which: a filter as ss has them, such as ``dst 11.0.1.2``.
+        """
+        self.run("ss", "--kill", "--tcp", which)
 
 
 class Router(Computer):
@@ -222,11 +221,11 @@ class Router(Computer):
         self.ip("link", "set", port, "master", LAN, "up")
         computer.ip("addr", "add", f"{address}/24", "dev", device)
         computer.ip("link", "set", device, "up")
-        computer.ip("route", "add", "default", "via", f"{self.lan}.1")
+        computer.ip("route", "add", "default", "via", f"{self.lan}.1", *CONTROL)
         if self._has_6:
             address_6 = f"{self._network_6}::{number:x}"
             computer.ip("addr", "add", f"{address_6}/64", "dev", device, "nodad")
-            computer.ip("-6", "route", "add", "default", "via", f"{self._network_6}::1")
+            computer.ip("-6", "route", "add", "default", "via", f"{self._network_6}::1", *CONTROL)
         return address, address_6, number
 
     def forget(self) -> None:

@@ -107,20 +107,3 @@ table ip6 home {{
     }}
 }}
 """
-
-
-def resets(address: str) -> str:
-    """On a host: from now on every connection with that address is reset, at both ends."""
-    family = "ip6" if ":" in address else "ip"
-    return f"""
-table inet resets {{
-    chain input {{
-        type filter hook input priority filter;
-        {family} saddr {address} tcp flags & rst == 0 reject with tcp reset
-    }}
-    chain output {{
-        type filter hook output priority filter;
-        {family} daddr {address} tcp flags & rst == 0 reject with tcp reset
-    }}
-}}
-"""

@@ -87,23 +87,17 @@ def test_a_line_that_is_cut_is_silent(lab: Laboratory) -> None:
 
 def test_connections_of_a_pair_are_reset_and_others_are_not(lab: Laboratory) -> None:
     first, second, third = lab.host("public"), lab.host(Kind.PORT_RESTRICTED), lab.host("public")
-    with listen(first, PORT) as server:
-        with call(second, first.address, PORT) as there, server.accept()[0] as here, call(third, first.address, PORT):
-            first.begin_resets(second.outer)
-            there.sendall(b"?")
-            with pytest.raises(ConnectionResetError):
-                there.recv(10)
-            with pytest.raises(ConnectionResetError):
-                talk(here)
-            expect("open", third, first.address, PORT)
-            first.end_resets()
-        expect("open", second, first.address, PORT)
-
-
-def talk(connection: socket.socket) -> None:
-    while True:
-        connection.sendall(b"!")
-        connection.recv(10)
+    with listen(first, PORT) as server, call(third, first.address, PORT) as beside, server.accept()[0] as of_third:
+        for host, other in ((first, second), (second, first)):
+            with call(second, first.address, PORT) as there, server.accept()[0] as here:
+                host.reset(f"dst {other.outer}")
+                for end in (here, there):
+                    end.settimeout(LIMIT_SECONDS)
+                    with pytest.raises((ConnectionResetError, ConnectionAbortedError)):
+                        end.recv(10)
+        beside.sendall(b"!")
+        of_third.settimeout(LIMIT_SECONDS)
+        assert of_third.recv(10) == b"!"
 
 
 def test_udp_can_be_blocked_everywhere(lab: Laboratory) -> None:

@@ -38,6 +38,8 @@ LARGEST = OFFLOAD_HEADER + 65536
 BURST_PACKETS = 64
 QUEUE_BYTES = 8_000_000
 """What a line has under way to it; packets beyond that are lost, as on any network."""
+QUEUE_SECONDS = 0.1
+"""What a line with a rate holds back before it drops."""
 UDP = 17
 _ROOT = Path(__file__).parents[2]
 
@@ -61,7 +63,7 @@ class Wire:
                 start_new_session=True,  # Ctrl-C, and what kills the tests, leave it alone: it tidies up after them
             )
 
-    def add(self, namespace: str, device: str, networks: list[bytes], delay: float) -> int:
+    def add(self, namespace: str, device: str, networks: list[bytes], delay: float, megabits: float | None) -> int:
         """Make a device in that namespace the end of a new line; returns the line's number.
 
         Args:
@@ -69,6 +71,7 @@ class Wire:
             device: its name.
             networks: what addresses at its end begin with.
             delay: seconds that a packet takes from this line to the middle of the internet, or back.
+            megabits: that it carries per second from here; None: as many as come.
         """
         with inside(namespace):
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -77,7 +80,7 @@ class Wire:
                 flags = IS_TUN | WITHOUT_PACKET_INFORMATION | WITH_OFFLOAD_HEADER
                 fcntl.ioctl(tun, SET_INTERFACE, struct.pack("16sH", device.encode(), flags))
                 fcntl.ioctl(tun, SET_OFFLOAD, CHECKSUMS | SEGMENTS_4 | SEGMENTS_6)
-            return self._ask([tun], add=[each.hex() for each in networks], delay=delay)
+            return self._ask([tun], add=[each.hex() for each in networks], delay=delay, megabits=megabits)
         finally:
             os.close(tun)
 
@@ -119,10 +122,21 @@ class Wire:
 class Line:
     """One end of the wire."""
 
-    def __init__(self, number: int, tun: int, delay: float) -> None:
+    def __init__(self, number: int, tun: int, delay: float, megabits: float | None) -> None:
         self.number, self.tun, self.delay = number, tun, delay
+        self._seconds_per_byte = 0.0 if megabits is None else 8e-6 / megabits
         self.is_cut = False
         self.waiting_bytes = 0
+        self._busy_until = 0.0
+
+    def send(self, nbytes: int) -> float | None:
+        """When a packet that comes now will have left; ``None``: too many wait before it, and it is lost."""
+        now = time.monotonic()
+        begins = max(now, self._busy_until)
+        if begins > now + QUEUE_SECONDS:
+            return None
+        self._busy_until = begins + nbytes * self._seconds_per_byte
+        return self._busy_until
 
 
 class Middle:
@@ -158,8 +172,8 @@ class Middle:
             return False
         answer = 0
         match json.loads(data):
-            case {"add": networks, "delay": delay}:
-                line = Line(len(self._lines), descriptors[0], delay)
+            case {"add": networks, "delay": delay, "megabits": megabits}:
+                line = Line(len(self._lines), descriptors[0], delay, megabits)
                 answer = line.number
                 self._lines.append(line)
                 self._of_tun[line.tun] = line
@@ -194,9 +208,11 @@ class Middle:
             return
         if line.is_cut or target.is_cut or target.waiting_bytes > QUEUE_BYTES:
             return
+        if (sent_at := line.send(len(packet))) is None:
+            return
         self._number += 1
         target.waiting_bytes += len(data)
-        due = time.monotonic() + line.delay + target.delay
+        due = sent_at + line.delay + target.delay
         heapq.heappush(self._waiting, (due, self._number, line, target, data))
 
     def _deliver(self) -> None:
