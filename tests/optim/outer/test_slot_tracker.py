@@ -137,6 +137,23 @@ def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
     assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}
 
 
+def test_who_did_not_come_and_went_on_counts(board):
+    """Else each of two halves that miss each other would be most of those who count."""
+    board.report(5, 10, NOW)
+    for peer in ("here", "met", "stranger"):
+        board.hear(record(peer, 4, 3), NOW + 60, NOW)
+    board.note_outer_round(dict.fromkeys([b"me", b"here", b"met"], 1.0), NOW, Expectation(3, (), NOW, 0.0))
+    absent = {PeerID(b"met"), PeerID(b"stranger")}
+    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, Expectation(4, absent, NOW, 0.0))
+    assert board.electorate(NOW, 2) == {b"here"}
+    for peer in ("met", "stranger"):
+        board.hear(record(peer, 5, 3, time=NOW + 1), NOW + 60, NOW + 1)
+    assert board.electorate(NOW + 1, 2) == {b"here", b"met"}, "a stranger can say what it likes"
+    for slot in (4, 5):
+        board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW + 1, Expectation(slot, absent, NOW, 0.0))
+    assert board.electorate(NOW + 1, 2) == {b"here"}, "it never comes"
+
+
 def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board):
     board.report(9, 10, NOW)
     for peer, slot in {"met": 3, "silent": 4, "newcomer": 0}.items():

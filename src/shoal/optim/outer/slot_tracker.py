@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class OuterBoard(ProgressBoard):
     """A board whose epochs are slots. Rounds may end long after their slots, and overlap."""
 
-    # Peers that were expected in the last round for which they could have come, and did not come.
-    _absent: frozenset[bytes] = frozenset()
+    # Peers that were expected in the last round for which they could have come, and did not come; and its slot.
+    _absent: Mapping[bytes, int] = MappingProxyType({})
     is_late = False
     """Whether the latest round failed here. Others may have met without this peer, and need not wait for it."""
 
@@ -51,8 +52,9 @@ class OuterBoard(ProgressBoard):
         with self._lock:
             self.is_late = False
             peers = {peer.to_bytes() for peer in expected.peers}
-            known = {peer for peer in self._absent if peer in self._companions}
-            self._absent = frozenset((known | peers).difference(samples))
+            known = {peer: slot for peer, slot in self._absent.items() if peer in self._companions}
+            absent = {**known, **dict.fromkeys(peers, expected.slot)}
+            self._absent = {peer: slot for peer, slot in absent.items() if peer not in samples}
             self.evidence.begin_to_wait(peers, expected.since, expected.patience)
             self.evidence.note_round(samples, now, self._companions, expected.slot)
 
@@ -72,8 +74,9 @@ class OuterBoard(ProgressBoard):
 
         These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
         to wait for them. Otherwise two halves of a run could each be most of those who count: when they wait for nobody
-        else, or when one of them is some slots ahead. Who was expected and did not come does not count until it comes.
-        Nor do newcomers as long as they may not join, because others of them have cost too much time.
+        else, or when one of them is some slots ahead. Who was expected and did not come does not count until it comes,
+        unless it has gone on without this peer. Nor do newcomers as long as they may not join, because others of them
+        have cost too much time.
 
         Args:
             earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
@@ -83,7 +86,14 @@ class OuterBoard(ProgressBoard):
             coming = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
             present = {peer for peer in coming if self.evidence.has_time_for(peer, now)}
             met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
-            return (present | met) - self._absent
+            return {peer for peer in present | met if not self._is_absent(peer)}
+
+    def _is_absent(self, peer: bytes) -> bool:
+        """Whether a peer was expected lately, and neither came nor went on, as far as this one believes it."""
+        slot = self._absent.get(peer)
+        if slot is None:
+            return False
+        return self._companions[peer].record.epoch <= slot or not self.evidence.is_proven(peer)
 
     def slots_of_companions(self, now: float) -> dict[bytes, int]:
         """The slots of others that can be called and were in a round with this peer."""
