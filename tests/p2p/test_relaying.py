@@ -16,7 +16,7 @@ from shoal.p2p.limits import RelayLimits
 from shoal.p2p.membership import TOLERANCE_SECONDS
 from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import Code, Observe, Observed, Observer, Ready
-from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, UNUSED_SECONDS, Relay
+from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, Relay
 from shoal.p2p.transport import COOKIE_BYTES
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -190,7 +190,8 @@ def test_circuits_end_with_the_badge_of_either_side() -> None:
         (RelayLimits(circuits_per_pair=3), "3 circuits between the same two peers"),
     ],
 )
-async def test_limits_of_circuits(limits: RelayLimits, text: str) -> None:
+async def test_limits_of_circuits(limits: RelayLimits, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.p2p.relaying.SILENT_SECONDS", 1e9)
     async with Relayed("memory") as peers:
         relay = await peers.relay(relay_limits=limits)
         guest, caller, other = await peers.guest(), await peers.caller(), await peers.caller()
@@ -211,6 +212,33 @@ async def test_limits_of_circuits(limits: RelayLimits, text: str) -> None:
             stream.abort()
         await until(lambda: relay.relay.circuit_count <= 1)
         assert await square(caller, guest) == 9
+
+
+@pytest.mark.parametrize("limits", [RelayLimits(circuits_per_peer=3), RelayLimits(circuits_per_pair=3)])
+def test_silent_circuits_make_room_for_others_between_the_same_peers(limits: RelayLimits) -> None:
+    """A router that forgets its connections leaves them behind, and then the peers dial each other anew."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay(relay_limits=limits)
+            guest, caller, other = await peers.guest(), await peers.caller(), await peers.caller()
+            tell(caller, guest)
+            tell(other, guest)
+            (address,) = guest.reservations.addresses()
+            beside = await other.circuits.dial(address, guest.peer_id, 1)
+            before = await caller.circuits.dial(address, guest.peer_id, 3)
+            await asyncio.sleep(SILENT_SECONDS / 2)
+            with pytest.raises(NoRoomError):
+                await caller.circuits.dial(address, guest.peer_id, 1)
+            await before[0].write(b"news")
+            await asyncio.sleep(SILENT_SECONDS * 3 / 4)
+            after = await caller.circuits.dial(address, guest.peer_id, 8)
+            assert len(after) == 2, "the third one is in use"
+            assert relay.relay.circuit_count == 4
+            for stream in (*beside, *before, *after):
+                stream.abort()
+
+    run(main())
 
 
 def test_new_identities_of_one_host_do_not_take_all_circuits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,6 +361,7 @@ class Silent(ServicerBase):
 
     def __init__(self, says: list[Notice]) -> None:
         self.says = says
+        self.asked_at: list[float] = []
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
@@ -369,6 +370,7 @@ class Silent(ServicerBase):
     @patient
     async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
         await call.receive(Reserve)
+        self.asked_at.append(asyncio.get_running_loop().time())
         await call.send(Reserved(code=Code.OK))
         for each in self.says:
             await asyncio.sleep(ALIVE_SECONDS)
@@ -424,3 +426,29 @@ def test_when_connections_fall_silent_relays_have_less_time_to_show_that_they_li
             assert other.peer_id in guest.reservations.held
 
     run(main())
+
+
+@pytest.mark.parametrize("is_doubted", [True, False])
+def test_relays_that_fell_silent_together_with_others_are_asked_again_soon(is_doubted: bool) -> None:
+    """Then it is not the relay's fault, but that of a router that has forgotten all connections."""
+
+    async def main() -> list[float]:
+        async with Relayed("memory") as peers:
+            dead = await peers.start(**HERE)
+            await dead.relay.remove_p2p_handlers(dead)
+            silent = Silent([])
+            await silent.add_p2p_handlers(dead)
+            guest = await peers.caller()
+            introduce(guest, dead)
+            guest.reservations.want(True)
+            for _ in range(4):
+                await until(lambda: dead.peer_id in guest.reservations.held, 60.0)
+                await asyncio.sleep(1.0)
+                if is_doubted:
+                    guest.reservations.doubt()
+                await until(lambda: dead.peer_id not in guest.reservations.held, 60.0)
+            return [b - a for a, b in zip(silent.asked_at, silent.asked_at[1:], strict=False)]
+
+    held = DOUBTED_SECONDS if is_doubted else SILENCE_SECONDS
+    pauses = [gap - held for gap in run(main())]
+    assert pauses == pytest.approx([FIRST_PAUSE_SECONDS * (1 if is_doubted else 2**n) for n in range(3)], abs=0.5)

@@ -57,9 +57,12 @@ class Share(Throttle):
         self._whole = whole
         self.owed = 0.0
         """It is in debt until a share that is always in debt has paid for this many bytes."""
+        self.used_at = whole.now()
+        """When it has taken something, or was made."""
 
     def take(self, nbytes: int) -> float:
         whole = self._whole
+        self.used_at = whole.now()
         whole.count(nbytes)
         if whole.rate is None:
             return 0.0

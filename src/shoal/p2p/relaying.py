@@ -63,6 +63,8 @@ UNUSED_SECONDS = 300.0
 """So long without a circuit, and a guest may have to make room although it has no other relay."""
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
+SILENT_SECONDS = 2.0
+"""A circuit on which nothing has moved for so long makes room for another one between the same two peers."""
 CROWDED_SHARE = 0.5
 """A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
 many of its circuits in use, all peers of one host together may have as many as one peer."""
@@ -271,7 +273,23 @@ class Relay(ServicerBase):
 
     async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
         """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
+        if not request.reverse_cookies:
+            await self._make_room(context.remote_id, PeerID(request.target), request.count)
         return self.connect(request, context.remote_id)
+
+    async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
+        """End circuits between two peers on which nothing moves, if there is no room for others.
+
+        A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
+        """
+        limits, since = self._limits, self._now() - SILENT_SECONDS
+        left = (
+            limits.circuits_per_peer - self._by_peer[dialler],
+            limits.circuits_per_pair - self._by_pair[dialler, target],
+        )
+        if min(left) < count:
+            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == (dialler, target)}
+            await cancel_and_wait(*(task for task, circuit in of_pair.items() if circuit.share.used_at <= since))
 
     def connect(self, request: Connect, dialler: PeerID) -> Connected:
         """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""

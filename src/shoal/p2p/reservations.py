@@ -110,6 +110,7 @@ class Reservations:
         """The reservations, the oldest first."""
         # When a relay counts as dead unless it says something, and when it has said something.
         self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
+        self._doubted_at = -math.inf
         # Whether a peer says that it is a relay, and when it said so last.
         self._said: dict[PeerID, tuple[bool, float]] = {}
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
@@ -329,6 +330,8 @@ class Reservations:
                     notice = await call.receive(Notice)
             except TimeoutError:
                 self._drop_via(relay)
+                if self._doubted_at > heard_at:  # this machine's own line may have broken: no reason for longer pauses
+                    self._asked.pop(relay, None)
                 return f"it has been silent for {self._now() - heard_at:.0f} s"
             finally:
                 del self._listening[held]
@@ -346,6 +349,7 @@ class Reservations:
 
     def doubt(self) -> None:
         """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
+        self._doubted_at = self._now()
         for limit, heard_at in self._listening.values():
             if not limit.expired():
                 limit.reschedule(heard_at + DOUBTED_SECONDS)
