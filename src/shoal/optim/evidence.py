@@ -109,8 +109,8 @@ class Evidence:
         self._latest: Mapping[bytes, float] = {}
         # How many rounds this peer was in, how long the training for the latest one took, and the most anybody brought.
         self._rounds, self._seconds, self._most_brought = 0, LEAST_SECONDS, 0.0
-        # There are more peers than this one can hear of in each epoch.
         self.is_large = False
+        """There are more peers than this one can hear of in each epoch."""
         self._round_ended_at = now  # the last round with others; before the first one: the start
         self.pace = Pace(now)
         self._counts_itself_until = -math.inf
