@@ -53,7 +53,7 @@ class Scene:
             time.sleep(POLL_SECONDS)
 
     def note(self) -> None:
-        """What the relays carry from now on tells which of them is :attr:`busiest`."""
+        """Before a round: see :attr:`busiest` and :attr:`ports`."""
         self._carried = {relay: self._bytes_from(relay) for relay in self.relays}
         ids = [look["peer_id"] for look in self.crew.ask("look")[:2]]
         pair = zip(self.crew.processes[:2], reversed(ids), strict=True)
@@ -85,8 +85,10 @@ def cut_relay(scene: Scene) -> None:
 
 def reset_pair(scene: Scene) -> None:
     """All connections between two members are reset, also those that lead through relays."""
-    for host, ports in zip(scene.hosts, scene.ports, strict=False):
-        host.reset(" or ".join(f"sport = :{port}" for port in ports))
+    assert any(scene.ports), "the two have no connections"
+    for host, ports in zip(scene.hosts[:2], scene.ports, strict=True):
+        if ports:  # no filter would be all connections
+            host.reset(" or ".join(f"sport = :{port}" for port in ports))
 
 
 def flush_router(scene: Scene) -> None:

@@ -236,7 +236,7 @@ def _become(request: dict, *streams: int) -> CodeType:
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old one has seen the end of /dev/null
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - the old one may be that of a file
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - the old one seeks, if it was made for a file
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)

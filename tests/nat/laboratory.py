@@ -37,8 +37,8 @@ ONE_WAY_SECONDS = 0.030
 """From one line to another."""
 SYSTEM = Path("/proc/sys/net")
 CONTROL = ("congctl", "cubic")
-"""What decides how fast programs send, on most computers. Others, such as BBR, take bursts of the wire for speed, send
-many times too much, and lose a third of it."""
+"""The congestion control of most computers. BBR would mistake the bursts of the wire for a faster line, and lose a
+third of what it sends."""
 SETTINGS = {
     "ipv4/ip_forward": 1,
     "ipv6/conf/all/forwarding": 1,

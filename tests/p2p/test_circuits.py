@@ -162,8 +162,11 @@ async def test_a_relay_that_answers_nonsense_is_left_for_another_one(monkeypatch
         liar, honest = await peers.relay(), await peers.relay()
         guest, caller = await peers.guest(), await peers.caller()
         addresses = {address.get("p2p"): address for address in tell(caller, guest)}
-        nonsense = Connected(code=Code.OK, cookies=[b"none"])
-        monkeypatch.setattr(liar.relay, "connect", lambda request, dialler: nonsense)
+
+        async def answer_nonsense(request: object, dialler: object) -> Connected:
+            return Connected(code=Code.OK, cookies=[b"none"])
+
+        monkeypatch.setattr(liar.relay, "connect", answer_nonsense)
         with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid Connected"):
             await caller.circuits.dial(addresses[str(liar.peer_id)], guest.peer_id)
         assert await square(caller, guest) == 9

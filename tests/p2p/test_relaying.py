@@ -182,6 +182,15 @@ def test_circuits_end_with_the_badge_of_either_side() -> None:
 # --- circuits ---------------------------------------------------------------------------------------------------------
 
 
+async def with_two_callers(peers: Relayed, limits: RelayLimits) -> tuple[P2P, P2P, P2P, P2P]:
+    """A relay with these limits, its guest, and two others that know the guest's address."""
+    relay = await peers.relay(relay_limits=limits)
+    guest, caller, other = await peers.guest(), await peers.caller(), await peers.caller()
+    tell(caller, guest)
+    tell(other, guest)
+    return relay, guest, caller, other
+
+
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
@@ -193,10 +202,7 @@ def test_circuits_end_with_the_badge_of_either_side() -> None:
 async def test_limits_of_circuits(limits: RelayLimits, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.p2p.relaying.SILENT_SECONDS", 1e9)
     async with Relayed("memory") as peers:
-        relay = await peers.relay(relay_limits=limits)
-        guest, caller, other = await peers.guest(), await peers.caller(), await peers.caller()
-        tell(caller, guest)
-        tell(other, guest)
+        relay, guest, caller, other = await with_two_callers(peers, limits)
         (address,) = guest.reservations.addresses()
         streams = await caller.circuits.dial(address, guest.peer_id, 2)
         assert len(streams) == 2
@@ -220,10 +226,7 @@ def test_silent_circuits_make_room_for_others_between_the_same_peers(limits: Rel
 
     async def main() -> None:
         async with Relayed("memory") as peers:
-            relay = await peers.relay(relay_limits=limits)
-            guest, caller, other = await peers.guest(), await peers.caller(), await peers.caller()
-            tell(caller, guest)
-            tell(other, guest)
+            relay, guest, caller, other = await with_two_callers(peers, limits)
             (address,) = guest.reservations.addresses()
             beside = await other.circuits.dial(address, guest.peer_id, 1)
             before = await caller.circuits.dial(address, guest.peer_id, 3)

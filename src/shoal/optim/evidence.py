@@ -10,7 +10,7 @@ averaging rounds, its *deeds*, and compares claims with them:
   were in rounds may also say that an epoch is over, once half of it has passed by this peer's own estimate. A peer that
   was away for some epochs believes any epoch that the run can have reached meanwhile at twice its usual pace.
 * Waiting: this peer waits for peers that take part in rounds, and for others while that costs it at most 5 % of its
-  time. If more peers ended an epoch without this one than with it, they are the run, and count as if they had come.
+  time. If more peers go on without this one than with it, they are the run, and count as if they had come.
 
 In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody. Later a fifth
 of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or that the
@@ -302,8 +302,10 @@ class Evidence:
 
         Who has missed rounds may come back: else two halves of a run would stay apart.
         """
-        deeds = self._known_deeds(peer) if self._deeds else _Deeds(0.0, 1.0)
-        return now >= self._admits_again_at or (deeds is not None and not deeds.has_wasted)
+        if now >= self._admits_again_at or not self._deeds:
+            return True
+        deeds = self._known_deeds(peer)
+        return deeds is not None and not deeds.has_wasted
 
     def is_known(self, peer: bytes) -> bool:
         """Whether this peer knows what another one has brought to rounds, either to its own or lately to others'."""

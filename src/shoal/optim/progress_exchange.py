@@ -359,7 +359,7 @@ class ProgressExchange(ServicerBase):
                 self._call_soon(peer)
 
     def _unknown_mates(self) -> list[PeerID]:
-        """Who was in a round with this peer, and is not known: all nodes that tell of others may be dead."""
+        """Members of this peer's latest round without a record: the nodes that tell of others may be dead."""
         mates = () if self._board.evidence.is_large else map(PeerID, self._board.evidence.mates)
         return [peer for peer in mates if peer != self._p2p.peer_id and not self._is_known(peer)]
 

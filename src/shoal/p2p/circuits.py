@@ -137,7 +137,7 @@ class Circuits:
     async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: Connect) -> Connected:
         """Ask a relay for connections to a peer."""
         if relay == self._p2p.peer_id:
-            answer = self._p2p.relay.connect(request, relay)
+            answer = await self._p2p.relay.connect(request, relay)
         else:
             self._p2p.add_addresses(relay, [place])
             answer = await self.call_relay(relay, "rpc_connect", request)

@@ -273,26 +273,12 @@ class Relay(ServicerBase):
 
     async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
         """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
-        if not request.reverse_cookies:
-            await self._make_room(context.remote_id, PeerID(request.target), request.count)
-        return self.connect(request, context.remote_id)
+        return await self.connect(request, context.remote_id)
 
-    async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
-        """End circuits between two peers on which nothing moves, if there is no room for others.
-
-        A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
-        """
-        limits, since = self._limits, self._now() - SILENT_SECONDS
-        left = (
-            limits.circuits_per_peer - self._by_peer[dialler],
-            limits.circuits_per_pair - self._by_pair[dialler, target],
-        )
-        if min(left) < count:
-            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == (dialler, target)}
-            await cancel_and_wait(*(task for task, circuit in of_pair.items() if circuit.share.used_at <= since))
-
-    def connect(self, request: Connect, dialler: PeerID) -> Connected:
+    async def connect(self, request: Connect, dialler: PeerID) -> Connected:
         """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
+        if not request.reverse_cookies:
+            await self._make_room(dialler, PeerID(request.target), request.count)
         code, text, guest, room = self._find_guest(request, dialler)
         if guest is None:
             return Connected(code=code, text=text)
@@ -308,6 +294,20 @@ class Relay(ServicerBase):
         guest.notices.put_nowait(Notice(incoming=told))
         rate = self._limits.rate or 0.0
         return Connected(code=Code.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+
+    async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
+        """End circuits between two peers on which nothing moves, if there is no room for others.
+
+        A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
+        """
+        limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
+        left = limits.circuits_per_peer - self._by_peer[dialler], limits.circuits_per_pair - self._by_pair[pair]
+        if min(left) < count:
+            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == pair}
+            silent = [task for task, circuit in of_pair.items() if circuit.share.used_at <= since]
+            await cancel_and_wait(*silent)
+            if silent:
+                logger.debug("%d silent circuits from %s to %s have made room", len(silent), dialler, target)
 
     def _reach_of(self, peer: PeerID) -> int:
         """How a peer says now that it is called; what it told when it reserved may be over."""

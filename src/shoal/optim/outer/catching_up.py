@@ -161,7 +161,7 @@ class CatchingUp:
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
                 made = [self._make(self._begin_to_fetch(numbers)) for numbers in parts]
-            if None in made:  # others have more, and not in single updates any more
+            if None in made:  # whoever has more keeps no updates so old, or nobody was reached
                 return self.download()
         with rounds.tracker.pause_updates():
             self._go_along()

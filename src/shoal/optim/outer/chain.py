@@ -21,7 +21,7 @@ from shoal.optim.majorities import PEERS_PER_LIAR
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.
 MOST_LINKS = 64
-# In groups of so many members, one of them is believed that it has heard of a version that no member has.
+# In groups of at most so many members, one is enough to say that there is a version that no member has.
 MOST_WHO_TRUST_ONE = 3
 MOST = 2**62
 """No version and no number of samples is larger, whatever members claim."""
