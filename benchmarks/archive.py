@@ -54,10 +54,10 @@ def take_archives(address: str, folder: str, cores: Sequence[int], orders: Conne
     store, seconds_writing = Store(folder), 0.0
     write = store.write
 
-    def timed(*arguments: Any) -> Any:
+    def timed(*arguments: Any, **options: Any) -> Any:
         nonlocal seconds_writing
         began_at = time.monotonic()
-        manifest = write(*arguments)
+        manifest = write(*arguments, **options)
         seconds_writing = time.monotonic() - began_at
         return manifest
 
