@@ -66,7 +66,7 @@ DAWDLING_SECONDS = 8.0
 class Swarm:
     """Donors, of which some dawdle, and newcomers."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, **settings: float | None) -> None:
         self.network, self.table, self.settings = (
             Network(Link(delay=0.03)),
             SharedTable(),
@@ -134,6 +134,21 @@ async def ask_slowly(
                 return
             await call.read_payload(MIN_CHUNK_BYTES)
         await asyncio.sleep(last_pause)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_who_has_another_state_is_named_unless_each_group_has_its_own(
+    size: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        swarm = Swarm(target_group_size=size)
+        other, *_ = [await swarm.add_donor(fill, rate) for fill, rate in [(2.0, None), *[(1.0, RATE)] * 3]]
+        value, _ = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        named = [str(other.p2p.peer_id) in record.getMessage() for record in caplog.records]
+        assert any(named) == (size is None)
+
+    run(main(), time_limit=100)
 
 
 def test_dead_donors_of_several_epochs_cost_no_more_time_than_one() -> None:

@@ -197,6 +197,7 @@ def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = 
         get_stub=lambda peer: AveragerNode.get_stub(dht.p2p, peer, namespace=prefix),
         trains=trains,
         rate=rate,
+        is_one_state=False,  # this peer does not know how the run averages
     )
 
 

@@ -185,6 +185,7 @@ class AveragerNode(ServicerBase):
             max_bytes=16 * vector_bytes + 2**30,
             get_stub=self.stub,
             agreement=config.agreement,
+            is_one_state=config.target_group_size is None,
         )
         self._warn_seldom = Seldom(logger.warning)
         self._tasks: list[asyncio.Task[Any]] = []

@@ -69,6 +69,8 @@ class StateSharing:
         trains: whether this peer trains with what it downloads; an archive only keeps it.
         rate: so many bytes are taken in a second at most.
         agreement: settings that must be the same in a donor and a newcomer, as far as both have them.
+        is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them. Those that
+            average in several groups do not.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class StateSharing:
         trains: bool = True,
         rate: float = math.inf,
         agreement: Mapping[str, str] | None = None,
+        is_one_state: bool = True,
     ) -> None:
-        self._agreement = dict(agreement or {})
+        self._agreement, self._is_one_state = dict(agreement or {}), is_one_state
         self.contradictions: Mapping[PeerID, str] = {}
         """By donor that has refused in the last download because this peer differs from it: in what, in words."""
         self.allowed = False
@@ -306,6 +309,7 @@ class StateSharing:
                 self._trains,
                 self._rate,
                 self._agreement,
+                self._is_one_state,
             )
             state = await gathering.run(await self.find_donors(skip))
             self.contradictions = gathering.contradictions

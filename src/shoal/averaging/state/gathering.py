@@ -79,6 +79,7 @@ class Gathering:
         most_voters: so many donors are asked for their version. One, if the versions of all differ anyway.
         trains: whether this peer is going to train with the state.
         rate: so many bytes in a second are taken at most.
+        is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Gathering:
         trains: bool = True,
         rate: float = math.inf,
         agreement: Mapping[str, str] | None = None,
+        is_one_state: bool = True,
     ) -> None:
         self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
+        self.is_one_state = is_one_state
         self.request = DownloadRequest(part=part, trains=trains, agreement=dict(agreement or {}))
         self.most_voters, self.rate = most_voters, rate
         self.contradictions: dict[PeerID, str] = {}
@@ -364,7 +367,7 @@ class _Attempt:
     def _tell_of_others(self, best: _Offer) -> None:
         """Who shows something else than most hosts of the same epoch, which has the same metadata."""
         votes = self._votes()
-        if votes[best.version] < LEAST_HOSTS_TO_TELL or 2 * votes[best.version] <= votes.total():
+        if not self._gathering.is_one_state or votes[best.version] < LEAST_HOSTS_TO_TELL or 2 * votes[best.version] <= votes.total():
             return
         for offer in self._offers:
             if offer.version != best.version and offer.header.metadata == best.header.metadata:
