@@ -13,6 +13,7 @@ from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, 
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.schedule import Schedule
+from tests.drills import mostly_drills
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A, B
 from tests.optim.outer.test_diloco import Trainer, check_same, introduce, train_until_all_agree
@@ -88,18 +89,21 @@ def check_equal(one, other):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"scheduler": decay},
-        {"optimizer": two_optimizers, "scheduler": decay},
-        {"dtype": torch.bfloat16, "fragments": 3},
-        {"fragments": 2, "fragment_sync_delay": 2},
-        {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
-        {"fragments": 2, "fragment_sync_delay": None, "compression": BlockwiseQuantization()},
-        {"fragment_sync_delay": 2, "compression": Blockwise4BitQuantization()},
-        {"average": "parameters"},
-        {"sync_every": None, "target_batch_size": 24},
-    ],
-    ids=["one", "two", "bfloat16", "delayed", "half", "when it is over", "4 bits", "parameters", "samples"],
+    mostly_drills(
+        [
+            {"optimizer": two_optimizers, "scheduler": decay},
+            {"sync_every": None, "target_batch_size": 24},
+            {"fragment_sync_delay": 2, "compression": Blockwise4BitQuantization()},
+            {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
+            {"scheduler": decay},
+            {"dtype": torch.bfloat16, "fragments": 3},
+            {"fragments": 2, "fragment_sync_delay": 2},
+            {"fragments": 2, "fragment_sync_delay": None, "compression": BlockwiseQuantization()},
+            {"average": "parameters"},
+        ],
+        quick=4,
+    ),
+    ids=["two", "samples", "4 bits", "half", "one", "bfloat16", "delayed", "when it is over", "parameters"],
 )
 def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, closing, options):
     (dht,) = make_dhts(1)
