@@ -207,6 +207,42 @@ def test_a_run_that_is_lost_goes_on_from_its_archive(make_dhts, closing, tmp_pat
             stop.set()
 
 
+def spoil(optimizer) -> None:
+    next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = torch.nan
+
+
+def test_a_donor_whose_statistics_are_spoilt_is_asked_once_and_the_last_good_archive_stands(
+    make_dhts, closing, tmp_path, caplog
+) -> None:
+    [dht], model = make_dhts(1), make_model()
+    opt = closing(make_optimizer(dht, model))
+    train_until(opt, model, 1)
+    archive(make_dhts, tmp_path)
+    spoil(opt.opt)
+    with pytest.raises(ArchiveError, match=r"1 peer gave a state that is no good; .*000001-epoch-1"):
+        archive(make_dhts, tmp_path)
+    assert f"state of {dht.peer_id} is not kept: values of 'statistic.exp_avg_sq.0." in caplog.text
+    assert caplog.text.count("is not kept") == 1
+    assert Store(tmp_path).folders() == ["000001-epoch-1"]
+
+
+def test_spoilt_statistics_of_an_inner_optimizer_are_not_kept_and_the_rest_is(
+    make_dhts, closing, tmp_path, caplog
+) -> None:
+    """Each peer has statistics of its own, and a newcomer can do without them."""
+    [dht], model = make_dhts(1), make_model()
+    opt = closing(make_diloco(dht, model))
+    train_until(opt, model, 2)
+    spoil(opt)
+    assert archive(make_dhts, tmp_path).epoch == 2
+    assert "inner" not in Store.open(tmp_path).state.metadata
+    assert f"statistics of {dht.peer_id} are not kept: some are NaN or infinite" in caplog.text
+    other = make_model(seed=9)
+    newcomer = closing(make_diloco(make_dhts(1)[0], other))
+    load_archive(tmp_path, other, newcomer)
+    assert newcomer.local_epoch == 2
+
+
 def test_what_is_done_of_the_data_is_kept_and_told(make_dhts, closing, tmp_path) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = make_optimizer(dht, model)

@@ -188,6 +188,9 @@ def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
     for change in (
         {"epoch": -1},
         {"names": {"parameters": ["a", "a"], "extra": []}},
+        {
+            "names": {"parameters": ["a", "__metadata__"], "extra": []}
+        },  # which no reader of safetensors takes for a tensor
         {"names": {"parameters": ["a", 3], "extra": []}},
         {"names": None},
         {"tensors": {"parameters": 2, "extra": 1, "buffers": 0}},
@@ -196,6 +199,58 @@ def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"state|names"):
             store.write(RUN, "Optimizer", State({**good.metadata, **change}, good.tensors))
     assert store.folders() == []
+
+
+@pytest.mark.parametrize(("position", "name"), [(2, "extra.0"), (3, "buffer.0"), (5, "statistic.momentum_buffer.b")])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_state_that_newcomers_would_refuse_is_not_written(
+    tmp_path: Path, position: int, name: str, value: float
+) -> None:
+    """A run that is revived from it would be lost: nobody could begin with it."""
+    metadata, tensors = state_with_all_kinds(("a", "b"))
+    tensors[position][0] = value
+    with pytest.raises(ValueError, match=rf"values of '{name}' are NaN or infinite"):
+        Store(tmp_path).write(RUN, "Optimizer", State(metadata, tensors))
+    assert files_of(tmp_path) == []
+
+
+def state_with_all_kinds(names: tuple[str, str]) -> State:
+    """The state of an ``Optimizer`` with an extra tensor and a buffer that have no names; all values differ."""
+    metadata, (weight, bias, *statistics) = small_state(1, names)
+    tensors = [weight, bias, torch.full((4,), 7.0), torch.full((5,), 8.0), statistics[0] - 1, statistics[1] - 2]
+    return State({**metadata, "tensors": {"parameters": 2, "extra": 1, "buffers": 1}}, tensors)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("extra.0", "buffer.0"),
+        ("shoal.extra.0", "extra.0"),
+        ("a", "statistic.momentum_buffer.a"),
+        ("statistic.momentum_buffer.b", "b"),
+    ],
+)
+def test_a_parameter_may_have_any_name_that_shoal_gives_to_other_tensors(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    state = state_with_all_kinds(names)
+    Store(tmp_path).write(RUN, "Optimizer", state)
+    found = Store.open(tmp_path)
+    assert all(map(torch.equal, found.state.tensors, state.tensors))
+    assert set(found.names) == set(names)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in zip(names, state.tensors, strict=False))
+    in_files = safetensors.torch.load_file(tmp_path / "000001-epoch-1" / "model.safetensors")
+    assert in_files.keys() == set(names)
+
+
+def test_statistics_of_several_inner_optimizers_may_have_the_same_name(tmp_path: Path) -> None:
+    """Parameter 0 of the second optimizer, and one that the model calls 0.1."""
+    fragment = {"layout": [[0, 0, [2]], [1, 2, [3]]], "tensors": 1, "optimizer": {"names": []}}
+    inner = [{"names": ["/0/exp_avg", "/1/exp_avg"]}, {"names": ["/0/exp_avg"]}]
+    metadata = {"slot": 1, "fragments": [fragment], "names": ["0.0", "0.1"], "inner": inner}
+    tensors = [torch.arange(size) + 10.0 * size for size in (5, 2, 3, 4)]
+    Store(tmp_path).write(RUN, "DiLoCo", State(metadata, tensors))
+    assert all(map(torch.equal, Store.open(tmp_path).state.tensors, tensors))
 
 
 def test_archives_of_two_runs_do_not_mix(tmp_path: Path) -> None:

@@ -6,14 +6,16 @@ then statistics of the outer optimizer; and after these the statistics of inner 
 borders of its parameters, so that each of these has its name and shape. What lies between two parameters is kept, too,
 so that the vector is the same again to the bit.
 
-Names come from a peer, which may be any. They are keys inside of files, never parts of paths.
+Names come from a peer, which may be any. They are keys inside of files, never parts of paths. Tensors of the model have
+the names that they have there, whatever these are; where shoal would give one of these to another tensor, it takes
+another name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ EPOCHS = {"Optimizer": "epoch", "DiLoCo": "slot"}
 MODEL, TRAINING = "model", "training"
 """The two kinds of files: what a model holds, by the names that it has there; and all else that training needs."""
 _LONGEST_NAME = 500
+# In a file of safetensors this is no tensor.
+_RESERVED_NAME = "__metadata__"
 # Numbers are made up for parameters without names, as many as a donor says there are.
 _MOST_PARAMETERS = 2**20
 
@@ -60,7 +64,7 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
     """The pieces of each tensor of a state, in order. Only a flat vector has several.
 
     Raises:
-        ValueError: the state is malformed, or parameters are not finite.
+        ValueError: the state is malformed, or values are not finite: newcomers would refuse such a state.
     """
     metadata, tensors = state
     epoch_of(kind, metadata)
@@ -68,16 +72,31 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
         named = list((_of_optimizer if kind == "Optimizer" else _of_diloco)(metadata, tensors))
     except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:  # what torch raises, too
         raise ValueError(f"the state of the {kind} is malformed: {e!r}") from e
-    pieces = [piece for each in named for piece in each]
     if not all(named):
         raise ValueError(f"the state of the {kind} has an empty fragment")
-    names = [piece.name for piece in pieces]
-    if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_NAME:
+    _make_names_differ(named)
+    pieces = [piece for each in named for piece in each]
+    names = {piece.name for piece in pieces}
+    if len(names) < len(pieces) or max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError("names of tensors in the state are too long, or occur twice")
-    model = [piece for piece in pieces if piece.part == MODEL]
-    if (bad := first_not_finite([piece.tensor for piece in model])) is not None:
-        raise ValueError(f"values of {model[bad].name!r} are NaN or infinite")
+    if _RESERVED_NAME in names:
+        raise ValueError(f"a tensor of the state is named {_RESERVED_NAME!r}, which no file of tensors can have")
+    if (bad := first_not_finite([piece.tensor for piece in pieces])) is not None:
+        raise ValueError(f"values of {quoted(pieces[bad].name)} are NaN or infinite")
     return named
+
+
+def _make_names_differ(named: Sequence[list[Piece]]) -> None:
+    """Give another name to each tensor of no model whose name is taken."""
+    taken = {piece.name for each in named for piece in each if piece.part == MODEL}
+    for each in named:
+        for place, piece in enumerate(each):
+            name = piece.name
+            if piece.part != MODEL:
+                while name in taken and len(name) <= _LONGEST_NAME:
+                    name = f"shoal.{name}"
+                each[place] = replace(piece, name=name)
+                taken.add(name)
 
 
 def has_names(kind: str, metadata: Any) -> bool:

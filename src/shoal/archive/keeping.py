@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
 from shoal.archive.store import Store
+from shoal.averaging.finite import first_not_finite
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
+from shoal.logs import counted
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -139,24 +141,56 @@ class Archiver:
         self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
         # Before the state: what is done by now is in it, or in gradients that are not.
         data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
-        for _ in range(MOST_BAD):
+        bad = set[PeerID]()
+        while len(bad) < MOST_BAD:
             for kind, source in self._sources.items():
-                found = self._dht.run_coroutine(partial(_download, source, kind))
+                found = self._download(kind, source, bad)
                 if found is None:
                     continue
                 try:
                     is_private = self._dht.p2p.membership is not None
                     self.latest = self._store.write(self._run_id, kind, found[0], data, is_private=is_private)
                 except ValueError as e:
-                    donor = found[1]
-                    logger.warning("the state of %s is not kept: %s", donor, e)
-                    self._dht.run_coroutine(partial(_leave_out, source, donor))
+                    self._refuse(source, found[1], f"state of {found[1]} is not kept: {e}", bad)
                     break
                 self._tell_further(self._store.prune(self._keep))
                 return self.latest
             else:
-                raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
-        raise ArchiveError(f"{MOST_BAD} donors have given a state that is no good; {self._store.last_good()}")
+                break
+        if not bad:
+            raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
+        raise ArchiveError(f"{counted(len(bad), 'peer')} gave a state that is no good; {self._store.last_good()}")
+
+    def _download(self, kind: str, source: StateSharing, bad: set[PeerID]) -> tuple[State, PeerID] | None:
+        """The state of a run and its donor; ``None`` if nobody but the bad ones gives it."""
+        found = self._dht.run_coroutine(partial(_download, source, skip=bad))
+        if found is None:
+            return None
+        (metadata, tensors), donor = found[:2], found.donor
+        if kind == "DiLoCo" and isinstance(metadata, dict) and EPOCHS[kind] in metadata:
+            inner = self._download_statistics(source)
+            if inner is not None:
+                return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), donor
+        return State(metadata, tensors), donor
+
+    def _download_statistics(self, source: StateSharing) -> State | None:
+        """Each peer has other statistics of its inner optimizers: those of any are as good, if they are finite."""
+        bad = set[PeerID]()
+        while len(bad) < MOST_BAD:
+            found = self._dht.run_coroutine(partial(_download, source, skip=bad, part=STATISTICS, most_voters=1))
+            if found is None or not found.tensors:
+                break
+            if first_not_finite(found.tensors) is None:
+                return found
+            self._refuse(
+                source, found.donor, f"statistics of {found.donor} are not kept: some are NaN or infinite", bad
+            )
+        return None
+
+    def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
+        logger.warning("the %s", why)
+        bad.add(donor)
+        self._dht.run_coroutine(partial(_leave_out, source, donor))
 
     def _tell_further(self, archive: str | None) -> None:
         if archive is not None and archive != self._further:
@@ -208,18 +242,8 @@ def memory_of_this_machine() -> int:
     return 2**40
 
 
-async def _download(source: StateSharing, kind: str, *_: Any) -> tuple[State, PeerID] | None:
-    """The state of a run and its donor; ``None`` if nobody gives it."""
-    found: GivenState | None = await source.download()
-    if found is None:
-        return None
-    metadata, tensors = found
-    if kind == "DiLoCo" and isinstance(metadata, dict) and EPOCHS[kind] in metadata:
-        # Each peer has other statistics of its inner optimizer: those of any are as good.
-        inner = await source.download(part=STATISTICS, most_voters=1)
-        if inner is not None and inner.tensors:
-            return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
-    return State(metadata, tensors), found.donor
+async def _download(source: StateSharing, *_: Any, **options: Any) -> GivenState | None:
+    return await source.download(**options)
 
 
 async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | None:
