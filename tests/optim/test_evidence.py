@@ -218,6 +218,32 @@ def test_a_second_liar_is_named_too(caplog):
     assert evidence.troubles == Counter({"epochs that cannot be": 2})
 
 
+def test_who_only_watches_a_run_is_told_where_the_run_is(caplog):
+    """An archiver is at epoch 0 for ever, which says nothing of what others claim."""
+    companions = {**claims(40, 40, 40), LIAR: claim(LIAR, 10**6)}
+    assert believed(newcomer(), companions, 0, NOW) == set(PEERS[:3])
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"peer {PeerID(LIAR)} says that it is at epoch 1000000, and the run is at epoch 40:")
+
+
+@pytest.mark.parametrize("watches", [newcomer, lambda: newcomer(lambda peer: "the same house")])
+def test_peers_that_have_died_are_no_liars(caplog, watches):
+    companions = claims(41, 40, 40)
+    for peer in companions:
+        assert believed(evidence := watches(), companions, 0, NOW) <= companions.keys()
+        companions[peer].unreachable_since = NOW
+    believed(evidence, companions, 0, NOW)
+    assert not caplog.records
+    assert not evidence.troubles
+
+
+def test_of_the_peers_of_one_house_one_that_is_first_at_the_next_epoch_is_no_liar(caplog):
+    evidence = newcomer(lambda peer: "the same house")
+    for epochs in [(40, 41), (42, 41), (42, 40)]:
+        believed(evidence, claims(*epochs), 0, NOW)
+    assert not caplog.records
+
+
 def test_a_crowd_of_liars_does_not_fill_the_log(caplog):
     evidence = veteran(FRIEND)
     for number in range(5000):

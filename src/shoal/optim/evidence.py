@@ -441,7 +441,8 @@ class Evidence:
         # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
         pace = self.pace.usual_epoch if self.is_large else math.inf
         votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
-        last = max(self._epoch_of_most(votes, own, now), self._epoch_within_reach(votes, own, now))
+        run = max(own, self._epoch_of_most(votes, own, now))
+        last = max(run, self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}
         ahead = {peer: c for peer, c in leading.items() if peer not in rest}
         if not ahead:
@@ -455,14 +456,15 @@ class Evidence:
             before = {**rest, **{peer: c.as_at_the_beginning(own, self.pace.began_at) for peer, c in over.items()}}
             if now >= self._earliest_end(own_estimate(before)):
                 rest.update(over)
-        for peer in [peer for peer in ahead if peer not in done]:
+        # One that is gone says nothing any more, and the first at the next epochs is no liar.
+        for peer in [p for p in ahead if p not in done and p in voters and ahead[p].record.epoch > last + EPOCHS_AHEAD]:
             self.troubles["epochs that cannot be"] += self._tell_once(
                 self._doubted,
                 peer,
-                "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does "
-                "not count unless most peers say the same",
+                "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless "
+                "most peers say the same",
                 ahead[peer].record.epoch,
-                own,
+                run,
             )
         return rest
 
