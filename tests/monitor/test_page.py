@@ -7,10 +7,12 @@ import json
 import os
 import random
 import shutil
+import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from shoal.monitor.page import PageServer
+from shoal.monitor.page import Page, PageServer
 from shoal.monitor.run import COLUMNS, RunView
 from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
 
@@ -149,6 +151,74 @@ def test_so_many_also_if_all_come_at_once(made_up, monkeypatch):
         answers = [stack.enter_context(browser.getresponse()) for browser in browsers]
         followed = [answer for answer in answers if answer.status == 200 and answer.readline()]
         assert len(followed) == 2
+
+
+# --- who asks slowly, or not at all -----------------------------------------------------------------------------------
+
+
+def visit(server: PageServer) -> socket.socket:
+    address = urllib.parse.urlsplit(server.url)
+    return socket.create_connection((address.hostname or "", address.port), timeout=60)
+
+
+def has_ended(visitor: socket.socket) -> bool:
+    """Wait until the server ends a connection, on which it has answered nothing."""
+    try:
+        return visitor.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("begins_with", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+def test_a_request_that_never_ends_is_not_waited_for(made_up, monkeypatch, begins_with):
+    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    with serving(made_up.view) as server, visit(server) as visitor:
+        visitor.sendall(begins_with)
+        assert has_ended(visitor)
+
+
+def test_a_request_that_comes_line_by_line_is_not_waited_for_longer(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    with serving(made_up.view) as server, visit(server) as visitor:
+        visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        visitor.settimeout(0.05)
+        answer: bytes | None = None
+        while answer is None:
+            with suppress(TimeoutError):
+                visitor.sendall(b"X: y\r\n")
+                answer = visitor.recv(1)
+        assert answer == b""
+
+
+def test_the_oldest_of_many_silent_visitors_makes_room(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.visitors.MOST_WAITING", 3)
+    with serving(made_up.view) as server, following(server) as stream, ExitStack() as stack:
+        next_event(stream)
+        silent = [stack.enter_context(visit(server)) for _ in range(6)]
+        assert ask(server, "/page.css")[0] == 200
+        assert all(map(has_ended, silent[:4]))
+        next_event(stream)
+        silent[-1].sendall(b"GET /page.css HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert silent[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def test_whoever_follows_the_run_stays(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 2.0)
+    monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.05)
+    with serving(made_up.view) as server, following(server) as stream:
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            next_event(stream)
+
+
+def test_whoever_takes_no_news_leaves_the_place_to_others(made_up, monkeypatch):
+    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.01)
+    monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 1)
+    monkeypatch.setattr(Page, "_news_since", lambda *_: b"data: {}" + bytes(2**22) + b"\n\n")
+    with serving(made_up.view) as server, following(server):
+        while ask(server, "/events", method="HEAD")[0] == 503:
+            pass
 
 
 def test_a_port_that_is_taken_is_an_error(made_up):

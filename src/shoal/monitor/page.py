@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.monitor.run import COLUMNS, MAX_EVENTS, RunView
+from shoal.monitor.visitors import Visitor, stay
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -118,6 +120,7 @@ class Page:
         if self._streams >= MAX_STREAMS:  # many have asked at once: the browser gets an empty stream, and tries again
             return
         self._streams += 1
+        stay()
         try:
             with self._view.lock:
                 change, number = self._view.change, self._view.number_of_events
@@ -125,6 +128,7 @@ class Page:
             yield told
             while not self.closing:
                 await asyncio.sleep(SECONDS_BETWEEN_NEWS)
+                stay()
                 with self._view.lock:
                     told = self._news_since(change, number)
                     change, number = self._view.change, self._view.number_of_events
@@ -193,6 +197,7 @@ class PageServer:
         """Where the page is."""
         config = uvicorn.Config(
             self._page.app,
+            http=partial(Visitor, {}),  # type: ignore[arg-type]
             log_level="warning",
             access_log=False,
             lifespan="off",
