@@ -45,6 +45,16 @@ def test_unknown_operation_is_named() -> None:
         distributed.sync_ddp(torch.ones(1), reduce_op="median")
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("value", ["", "first", "0x1"])
+def test_a_rank_in_the_environment_that_is_no_number_is_named(monkeypatch, name, value):
+    for each in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"environment variable {name} must be .* got '{value}': unset {name}"):
+        rank_zero_only(lambda: "done")()
+
+
 @pytest.mark.parametrize(("variables", "runs"), [({}, True), ({"RANK": "0"}, True), ({"LOCAL_RANK": "1"}, False)])
 def test_rank_zero_only_believes_the_launcher(
     variables: dict[str, str], runs: bool, monkeypatch: pytest.MonkeyPatch

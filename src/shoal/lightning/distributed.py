@@ -75,11 +75,23 @@ def get_default_process_group_backend_for_device(device: torch.device) -> str:
 
 
 def current_rank() -> int:
-    """The rank in the process group; before there is one, the rank that the launcher has set; 0 without either."""
+    """The rank in the process group; before there is one, the rank that the launcher has set; 0 without either.
+
+    Raises:
+        ValueError: the launcher has set something that is no number.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    given = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
-    return int(next(given, 0))
+    name = next((name for name in _RANK_VARIABLES if name in os.environ), None)
+    if name is None:
+        return 0
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} must be the number of this process, such as 0, got {os.environ[name]!r}: "
+            f"unset {name}, or start the program with a launcher that sets it, such as torchrun"
+        ) from None
 
 
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
