@@ -52,7 +52,7 @@ def test_a_rank_in_the_environment_that_is_no_number_is_named(monkeypatch, name,
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf"environment variable {name} must be .* got '{value}': unset {name}"):
-        rank_zero_only(lambda: "done")()
+        distributed.rank_zero_only(lambda: "done")()
 
 
 @pytest.mark.parametrize(("variables", "runs"), [({}, True), ({"RANK": "0"}, True), ({"LOCAL_RANK": "1"}, False)])
