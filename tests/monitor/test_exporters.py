@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from shoal import metrics
@@ -17,6 +21,8 @@ from shoal.metrics import Metrics, samples_of, serve_prometheus
 from shoal.monitor.exporters import Prometheus, TensorBoard, Wandb, figures_of
 from shoal.monitor.run import RunView
 from tests.monitor.made_up import MadeUpRun
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def test_wandb_gets_the_same(made_up, monkeypatch):
     """Against a stand-in for its client, which would call its server; it has three functions that are used here."""
     logged, ended = [], []
     run = SimpleNamespace(log=logged.append, finish=lambda: ended.append(True))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project, name: run))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project, name, settings: run))
     exporter = Wandb("project", "run")
     for _ in range(25):
         made_up.pass_second()
@@ -75,11 +81,37 @@ def test_wandb_gets_the_same(made_up, monkeypatch):
     assert ended
 
 
+FOR_THE_REAL_WANDB = """
+import random
+from shoal.monitor.exporters import Wandb
+from shoal.monitor.run import RunView
+from tests.monitor.made_up import MadeUpRun
+
+if __name__ == "__main__":
+    exporter, made_up = Wandb("project", "a run"), MadeUpRun(RunView("run"), 3)
+    print("\\033[2Ja table that is drawn anew each second")
+    for _ in range(25):
+        made_up.pass_second()
+        exporter.note(made_up.view)
+    exporter.close()
+"""
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_real_wandb_keeps_figures_and_not_what_the_terminal_shows(tmp_path: Path):
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    subprocess.run([sys.executable, "-c", FOR_THE_REAL_WANDB], env=environment, cwd=ROOT, check=True, timeout=50)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    data = file.read_bytes()
+    assert all(text in data for text in (b"a run", b"project", b"swarm/peers", b"mean/loss"))
+    assert b"drawn anew" not in data
+
+
 def test_wandb_that_lets_nobody_in_is_an_error_that_the_command_can_tell(monkeypatch):
     class UsageError(Exception):
         """Of wandb, which has a tree of its own."""
 
-    def init(project: str, name: str) -> None:
+    def init(project: str, name: str, settings: object) -> None:
         raise UsageError("api_key not configured (no-tty)")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
@@ -106,6 +138,22 @@ def test_prometheus_gets_the_swarm_and_each_peer(made_up):
     peer = str(made_up.peers[0].peer)
     assert f'shoal_peer_up{{peer="{peer}",run="run"}} 1.0' in text
     assert f'shoal_peer_figure{{name="loss",peer="{peer}",run="run"}}' in text
+
+
+@pytest.mark.parametrize("name", ["loss", 'a "quoted" name\\ of\ntwo lines', "größer → {kleiner}"])
+def test_prometheus_reads_what_users_name_as_they_like(made_up, name):
+    parser = pytest.importorskip("prometheus_client.parser")
+    peer = made_up.view.peers[made_up.peers[0].peer]
+    peer.report = msgspec.structs.replace(peer.report, metrics={name: 0.5})
+    exporter = Prometheus(made_up.view, 0)
+    try:
+        families = list(parser.text_string_to_metric_families(ask(exporter.url)))
+    finally:
+        exporter.close()
+    assert len({family.name for family in families}) == len(families)
+    (figures,) = [family for family in families if family.name == "shoal_peer_figure"]
+    mine = [sample for sample in figures.samples if sample.labels["peer"] == str(made_up.peers[0].peer)]
+    assert [(sample.labels["name"], sample.value) for sample in mine] == [(name, 0.5)]
 
 
 def test_a_peer_shows_its_counters_to_prometheus():

@@ -91,7 +91,8 @@ class Wandb(_ByEpoch):
         super().__init__()
         wandb = _load("wandb", "wandb")
         try:
-            self._run: Any = wandb.init(project=project, name=run)
+            # Else it also uploads what the terminal shows: a table that is drawn anew each second.
+            self._run: Any = wandb.init(project=project, name=run, settings={"console": "off"})
         except Exception as e:  # its errors have no common base that all versions know
             raise ShoalError(
                 f"Weights & Biases cannot log to {project!r} ({e}): run `wandb login` before, or set WANDB_MODE=offline"
