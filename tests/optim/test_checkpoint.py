@@ -148,6 +148,17 @@ def test_a_checkpoint_behind_the_swarm_is_brought_up_to_date(make_trainers):
     assert torch.equal(values(late.model), values(first.model))
 
 
+def test_who_has_loaded_a_checkpoint_believes_the_only_other_peer(make_trainers):
+    """As a newcomer does: a state that was loaded says nothing of how far others are. accelerate always loads one."""
+    (first,) = make_trainers(1)
+    first.train_until(5)
+    (late,) = make_trainers(1, seeds=[3])
+    late.opt.load_state_dict(late.opt.state_dict())
+    wait_until(lambda: late.opt.tracker.global_epoch == 5, "the other peer is believed")
+    assert late.opt.load_state_from_peers()
+    assert torch.equal(values(late.model), values(first.model))
+
+
 def test_work_in_the_background_is_in_the_checkpoint(make_trainers):
     options = {"offload": True, "delay_optimizer_step": True, "target": 8}
     (trainer,) = make_trainers(1, **options)

@@ -373,6 +373,10 @@ class ProgressTracker(Facade):
         """No peer gave this one the state of the epoch that others claim; the attempt took this many seconds."""
         self.board.evidence.note_vain_attempt(get_dht_time(), seconds)
 
+    def believe_as_a_newcomer(self) -> None:
+        """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
+        self.board.evidence.pace.contact = None
+
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. Called inside the event loop."""
         return self.exchange is None or await self.exchange.trains_the_same_model(peer)

@@ -203,12 +203,12 @@ def giving(*peers):
 
 def rounds_of(peer, ask):
     """What catching up needs of rounds."""
-    board = SimpleNamespace(believe_as_a_newcomer=lambda: None)
+    tracker = SimpleNamespace(pause_updates=nullcontext, believe_as_a_newcomer=lambda: None, global_epoch=3)
     return SimpleNamespace(
         fragments=[peer.updates],
         has_trained=True,
         end_flights=lambda: None,
-        tracker=SimpleNamespace(pause_updates=nullcontext, board=board, global_epoch=3),
+        tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
         settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4, others_may_be_ahead=False),
         averager=SimpleNamespace(load_part_from_peers=ask),

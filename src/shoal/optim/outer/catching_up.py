@@ -140,7 +140,7 @@ class CatchingUp:
             return True
         rounds = self.rounds
         if rounds.tracker.knows_others and not rounds.whom_to_expect():
-            rounds.tracker.board.believe_as_a_newcomer()
+            rounds.tracker.believe_as_a_newcomer()
             return self.is_needed()
         return False
 
@@ -150,7 +150,7 @@ class CatchingUp:
         rounds.end_flights()
         lost = [each for each in rounds.fragments if each.standing is Standing.LOST]
         if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
-            rounds.tracker.board.believe_as_a_newcomer()
+            rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own

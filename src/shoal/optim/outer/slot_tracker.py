@@ -109,11 +109,6 @@ class OuterBoard(ProgressBoard):
         with self._lock:
             return self.evidence.whom_to_wait_for(peers, now)
 
-    def believe_as_a_newcomer(self) -> None:
-        """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
-        with self._lock:
-            self.evidence.pace.contact = None
-
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
 
