@@ -370,6 +370,21 @@ def test_an_address_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
         Store(f"broken://{tmp_path.name}").write(RUN, "Optimizer", small_state(3))
 
 
+class _Away(MemoryFileSystem):
+    """An address behind a line that is down, as that of s3fs: it says so to every question."""
+
+    protocol = "away"
+
+    def exists(self, *_: object, **__: object) -> bool:
+        raise ConnectionError("Could not connect to the endpoint")
+
+
+def test_an_address_that_is_not_reached_says_so(tmp_path: Path) -> None:
+    fsspec.register_implementation("away", _Away, clobber=True)
+    with pytest.raises(ArchiveError, match=r"cannot look into away://.*: Could not connect to the endpoint"):
+        Store.open(f"away://{tmp_path.name}")
+
+
 def test_an_archive_that_was_copied_under_another_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(tmp_path).write(RUN, "Optimizer", small_state(4))
     (tmp_path / "000001-epoch-4").rename(tmp_path / "best")

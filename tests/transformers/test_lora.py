@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import BitsAndBytesConfig, GPT2LMHeadModel
 
 import shoal
 from shoal.transformers import SwarmTrainer, fingerprint
@@ -65,6 +66,18 @@ def test_names_and_shapes_count_if_nothing_else_is_known(caplog: pytest.LogCaptu
     assert fingerprint(models[0]) != fingerprint(models[1])
     packed.quant_state = torch.empty(shape)  # as a model in four bits has it
     assert fingerprint(models[0]) == fingerprint(models[1])
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_base_in_four_bits_is_the_same_base(checkpoint: Path, has_files: bool) -> None:
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = GPT2LMHeadModel.from_pretrained(checkpoint, quantization_config=how, device_map="cpu")
+    whole = GPT2LMHeadModel.from_pretrained(checkpoint)
+    assert packed.transformer.h[0].attn.c_attn.weight.dtype == torch.uint8
+    if not has_files:
+        packed.name_or_path = whole.name_or_path = ""
+    assert fingerprint(with_adapters(packed)) == fingerprint(with_adapters(whole))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -154,6 +154,13 @@ class Store:
         newest = next(self.whole(), None)
         return "there is no good archive yet" if newest is None else f"the last good archive is {self._told(*newest)}"
 
+    def _is_archive(self) -> bool:
+        """Whether this is not a folder of archives, but a single one, which was copied and may have any name."""
+        try:
+            return bool(self._fs.exists(self._path(MANIFEST)))
+        except Exception as e:
+            raise ArchiveError(f"cannot look into {self.url}: {_words(e)}") from e
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def check_run(self, run_id: str) -> None:
@@ -360,8 +367,7 @@ class Store:
         text = _with_slashes(path).rstrip("/")
         above, _, folder = text.rpartition("/")
         store, troubles = cls(text), list[str]()
-        # A single archive that was copied may have another name.
-        if _FOLDER.fullmatch(folder) or store._fs.exists(store._path(MANIFEST)):
+        if _FOLDER.fullmatch(folder) or store._is_archive():
             return cls(above or text.removesuffix(folder) or ".")._open_one(folder)
         for folder in store.folders():
             try:

@@ -50,6 +50,6 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape that a parameter has as long as it is not packed into 4 bits."""
+    """The shape that a parameter has as long as it is not packed into 4 bits, which may transpose it: sorted."""
     packed = getattr(parameter, "quant_state", None)
-    return tuple(parameter.shape if packed is None else packed.shape)
+    return tuple(sorted(parameter.shape if packed is None else packed.shape))
