@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from shoal.monitor.page import Page, PageServer
+from shoal.monitor.page import PageServer
 from shoal.monitor.run import COLUMNS, RunView
 from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
 
@@ -215,7 +215,7 @@ def test_whoever_takes_no_news_leaves_the_place_to_others(made_up, monkeypatch):
     monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
     monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.01)
     monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 1)
-    monkeypatch.setattr(Page, "_news_since", lambda *_: b"data: {}" + bytes(2**22) + b"\n\n")
+    monkeypatch.setattr(RunView, "rows_since", lambda *_: ["much" * 2**20])
     with serving(made_up.view) as server, following(server):
         while ask(server, "/events", method="HEAD")[0] == 503:
             pass
