@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from shoal.optim.outer.catching_up import CatchingUp
 from shoal.optim.outer.flight import Expectation, Standing
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
 from tests.optim.outer.quadratic import A
 from tests.optim.outer.test_fragment_updates import Peer
@@ -187,11 +189,13 @@ def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_d
     nothing.set_result(None)
     peer.updates.standing = Standing.LOST
     monkeypatch.setattr(CatchingUp, "download", lambda self: believed.append(board.believed_epochs(NOW)) or True)
+    tracker = SimpleNamespace(board=board, pause_updates=nullcontext)
+    tracker.believe_as_a_newcomer = partial(ProgressTracker.believe_as_a_newcomer, tracker)
     rounds = SimpleNamespace(
         fragments=[peer.updates],
         has_trained=True,
         end_flights=lambda: None,
-        tracker=SimpleNamespace(board=board, pause_updates=nullcontext),
+        tracker=tracker,
         averager=SimpleNamespace(load_part_from_peers=lambda part, timeout: nothing),
     )
     assert CatchingUp(rounds, 60.0, False, None).run()
