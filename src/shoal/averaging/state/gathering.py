@@ -367,7 +367,8 @@ class _Attempt:
     def _tell_of_others(self, best: _Offer) -> None:
         """Who shows something else than most hosts of the same epoch, which has the same metadata."""
         votes = self._votes()
-        if not self._gathering.is_one_state or votes[best.version] < LEAST_HOSTS_TO_TELL or 2 * votes[best.version] <= votes.total():
+        is_clear = votes[best.version] >= LEAST_HOSTS_TO_TELL and 2 * votes[best.version] > votes.total()
+        if not (self._gathering.is_one_state and is_clear):
             return
         for offer in self._offers:
             if offer.version != best.version and offer.header.metadata == best.header.metadata:
