@@ -14,6 +14,7 @@ from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p.addresses import host_of
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.transport import MOST
 
 NOW, OWN, BATCH = 1e9, b"own", 8
 PEERS = [Identity.generate().peer_id.to_bytes() for _ in range(6)]
@@ -373,6 +374,44 @@ def test_who_was_deceived_in_the_first_epoch_is_not_again():
     evidence = newcomer()
     evidence.note_round({}, NOW + 5, crowd(0))
     assert max(record.samples_accumulated for record in evidence.limited(records, NOW, BATCH)) == 2 * 50 + BATCH
+
+
+def test_nobody_counts_for_more_than_all_others_together():
+    """Weights are claims, too: who may claim twice as much each time would soon be the whole swarm."""
+    evidence = newcomer()
+    for epoch in range(10):
+        now = NOW + 10 * epoch
+        evidence.begin_to_wait(CROWD, now + 9, 5.0)
+        liar = min(float(MOST), evidence.largest_weight(LIAR, now + 9, BATCH))
+        evidence.note_round({OWN: 100.0, **dict.fromkeys(CROWD, 100.0), LIAR: liar}, now + 10)
+        assert (liar <= 1000 + BATCH) is (epoch > 0), "one liar can end only the first epoch"
+        assert count(evidence, claim(LIAR, samples=MOST, speed=1e20).record, now + 10).samples_accumulated <= 1000 + BATCH
+        honest = claim(CROWD[0], samples=150, speed=20.0).record
+        assert count(evidence, honest, now + 10) is honest
+
+
+def test_in_a_small_swarm_a_fast_machine_counts_in_full():
+    evidence = newcomer()
+    evidence.begin_to_wait(PEERS[:3], NOW + 9, 5.0)
+    evidence.note_round({OWN: 10.0, **dict.fromkeys(PEERS[:2], 10.0), PEERS[2]: 10**6}, NOW + 10)
+    honest = claim(PEERS[2], samples=10**6, speed=10**5).record
+    assert count(evidence, honest, NOW + 19) is honest
+
+
+def test_what_a_leader_may_let_members_weigh_is_bounded():
+    assert newcomer().most_limit(FRIEND, FRIEND, NOW, BATCH) == MOST, "in the first epoch nobody knows better"
+    evidence, now = veteran(FRIEND, PEERS[1]), NOW + 30
+    for leader in (FRIEND, LIAR):
+        assert evidence.most_limit(leader, leader, now, BATCH) <= 4 * 100 + 2 * BATCH
+    assert evidence.most_limit(FRIEND, PEERS[1], now, BATCH) <= 4 * 100 + 2 * BATCH
+    assert evidence.most_limit(LIAR, PEERS[1], now, BATCH) == MOST, "nobody knows what this leader has seen"
+    # What honest leaders find is within that, also before their own first round.
+    assert veteran(OWN, FRIEND).largest_weight(OWN, now, BATCH) <= evidence.most_limit(FRIEND, FRIEND, now, BATCH)
+    late = newcomer()
+    late.pace.note_epoch(0, 3, now, with_others=True)
+    late.limited([claim(peer, 3, 100).record for peer in PEERS[:3]], now, BATCH)
+    assert 100 <= late.largest_weight(OWN, now, BATCH) <= evidence.most_limit(LIAR, LIAR, now, BATCH)
+    assert newcomer().largest_weight(OWN, now, BATCH) == MOST
 
 
 def test_who_waits_for_others_does_not_seem_slower():

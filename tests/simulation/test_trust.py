@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.averaging import RoundResult, StepControl
+from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.groups.candidates import Search
 from shoal.averaging.messages import Code, JoinReply
 from shoal.p2p import PeerID
@@ -245,3 +246,71 @@ def test_a_newcomer_that_is_waited_for_stands_for_itself(seed):
     results, seconds = run(main(), seed=seed)
     assert [len(result.peers) for result in results] == [4] * 4
     assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
+def test_nobody_follows_a_leader_that_lets_itself_weigh_all(seed, caplog):
+    """The last of four members would lead. Its values would be the average, for all members apply its limits."""
+
+    async def main() -> tuple[list[float], list[RoundResult | None], float]:
+        network = Network()
+        tensors = [torch.full((3000,), float(value)) for value in range(4)]
+        nodes = await start_averagers(network, [[tensor] for tensor in tensors], min_matchmaking_time=SECONDS)
+        for node in nodes[:3]:
+            node.trust.largest_weight = lambda peer: 20.0
+            node.trust.most_limit = lambda leader, peer: 40.0
+        nodes[3].trust.largest_weight = lambda peer: float(MOST)
+        now, loop = network.hosts[0].dht_time(), asyncio.get_running_loop()
+        started = loop.time()
+        steps = [
+            start_step(
+                network,
+                node,
+                scheduled_time=now + SECONDS + (0 if node is nodes[3] else 1 + index),
+                weight=float(MOST) if node is nodes[3] else 10.0,
+                expected_group_size=4,
+                timeout=20.0,
+            )
+            for index, node in enumerate(nodes)
+        ]
+        await asyncio.gather(*map(asyncio.wrap_future, steps[:3]))
+        steps[3].cancel()
+        assert all(node.p2p.metrics.members_untrue == 1 for node in nodes[:3])
+        return [tensor[0].item() for tensor in tensors[:3]], [node.last_round for node in nodes[:3]], loop.time() - started
+
+    averages, results, seconds = run(main(), seed=seed)
+    assert averages == [1.0] * 3
+    assert all(result is not None and result.weights == (10.0,) * 3 for result in results)
+    assert seconds < 2 * SECONDS
+    assert "which can have made 40 at most" in caplog.text
+
+
+def test_a_coordinator_cannot_say_that_it_weighs_more_than_its_leader_allows(monkeypatch):
+    """What a round counts decides what its members may claim next."""
+    has_lied = []
+
+    async def main() -> None:
+        network = Network()
+        nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(3)], min_matchmaking_time=SECONDS)
+        liar = nodes[2].p2p.peer_id
+        final_weights = Coordination._final_weights
+
+        def lie(self: Coordination) -> list[float]:
+            weights = final_weights(self)
+            if self.group.peer_ids[self.own] == liar:
+                has_lied.append(True)
+                weights[self.own] = float(MOST)
+            return weights
+
+        monkeypatch.setattr(Coordination, "_final_weights", lie)
+        for node in nodes:
+            node.trust.largest_weight = lambda peer: 20.0
+        while not has_lied:
+            steps = [start_step(network, node, weight=10.0, expected_group_size=3) for node in nodes]
+            await asyncio.gather(*map(asyncio.wrap_future, steps))
+        for node in nodes[:2]:
+            weights = dict(zip(node.last_round.peers, node.last_round.weights, strict=True))
+            assert weights[liar] <= 20.0, "its limit, whatever it says"
+
+    run(main(), seed=1)
+    assert has_lied

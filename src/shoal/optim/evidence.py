@@ -5,7 +5,8 @@ others to an epoch that does not exist, or to make them wait. So this peer remem
 averaging rounds, its *deeds*, and compares claims with them:
 
 * Samples: a peer is believed to make up to twice what it brought to its last round, in each span as long as the
-  training for that round, and one batch more. A peer that was in no round is believed to have one batch.
+  training for that round, and one batch more. A peer that was in no round is believed to have one batch. Where five or
+  more took part, nobody counts for more than all others together but for the largest fifth.
 * Epochs: the run is at the epoch that most hosts have reached; this peer has a vote unless it is a newcomer. Peers that
   were in rounds may also say that an epoch is over, once half of it has passed by this peer's own estimate. A peer that
   was away for some epochs believes any epoch that the run can have reached meanwhile at twice its usual pace.
@@ -34,7 +35,7 @@ from typing import Any
 
 from shoal.logs import Seldom, counted
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.majorities import PEERS_PER_LIAR, largest_but_for_liars, votes_by_host
+from shoal.optim.majorities import PEERS_PER_LIAR, cut_to_the_rest, largest_but_for_liars, votes_by_host
 from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
@@ -109,6 +110,7 @@ class Evidence:
         self._latest: Mapping[bytes, float] = {}
         # How many rounds this peer was in, how long the training for the latest one took, and the most anybody brought.
         self._rounds, self._seconds, self._most_brought = 0, LEAST_SECONDS, 0.0
+        self._most_claimed = 0.0  # the most samples that anybody claims, without the largest fifth
         self.is_large = False
         """There are more peers than this one can hear of in each epoch."""
         self._round_ended_at = now  # the last round with others; before the first one: the start
@@ -155,7 +157,7 @@ class Evidence:
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
         """
-        members = samples.keys() - {self._own}
+        samples, members = cut_to_the_rest(samples), samples.keys() - {self._own}
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
@@ -360,8 +362,19 @@ class Evidence:
 
         In a run of several groups, a member must not weigh less because this peer meets it for the first time.
         """
+        if peer == self._own and not self._knows_nothing:
+            seen = self._most_brought if self.knows_rounds else self._most_claimed
+            return min(MOST, _GENEROSITY * seen + max(1, batch_size))
         most = self.most_samples(peer, now, batch_size)
         return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))
+
+    def most_limit(self, leader: bytes, peer: bytes, now: float, batch_size: int) -> float:
+        """An upper bound of what an honest leader finds for itself, or for others if it was in this peer's latest round:
+        what this peer finds, or would of the largest member, and as much again because they may differ."""
+        if not self.knows_rounds or (peer != leader and leader not in self._latest):
+            return MOST
+        known = self.most_samples(peer, now, batch_size)
+        return min(MOST, _GENEROSITY * max(known, _GENEROSITY * self._most_brought))
 
     def least_limit(self, leader: bytes, peer: bytes) -> float:
         """A lower bound of what an honest leader finds by :meth:`largest_weight`: what it saw the peer bring, if both
@@ -374,9 +387,10 @@ class Evidence:
         """The records of all peers, cut to what is believed; the other arguments are those of :meth:`most_samples`."""
         if self.knows_rounds:
             return [self._limited_by_deeds(record, now, batch_size) for record in records]
+        samples = largest_but_for_liars(record.samples_accumulated for record in records) if records else 0.0
+        self._most_claimed = samples
         if len(records) < PEERS_PER_LIAR or self._knows_nothing:
             return list(records)
-        samples = largest_but_for_liars(record.samples_accumulated for record in records)
         speed = largest_but_for_liars(record.samples_per_second for record in records)
         most = min(MOST, _GENEROSITY * samples + max(1, batch_size))
         return [record.at_most(most, _GENEROSITY * speed) for record in records]

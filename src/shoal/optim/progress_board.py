@@ -170,8 +170,7 @@ class ProgressBoard:
         """
         end = self.end_of_epoch(now)
         if self.introduced and 0 < end - now < self._longest_wait(patience):
-            # Alone nobody waits for this peer: it can make the batch complete to the last sample.
-            return bool(self.expected_members(now))
+            return bool(self.expected_members(now))  # alone it can make the batch complete to the last sample
         return end <= now and self.epoch_is_over(now)
 
     def _longest_wait(self, patience: float) -> float:
@@ -268,9 +267,7 @@ class ProgressBoard:
 
     def is_client(self, peer: bytes) -> bool:
         """Whether a peer is known to be a client, which cannot be called."""
-        with self._lock:
-            companion = self._companions.get(peer)
-            return companion is not None and companion.record.client_mode
+        return (companion := self._companions.get(peer)) is not None and companion.record.client_mode
 
     # --- own progress -------------------------------------------------------------------------------------------------
 
@@ -280,8 +277,7 @@ class ProgressBoard:
             before = self.own.samples_accumulated
             # A peer that was brought to the others' epoch by averaging with them keeps its samples.
             extra = samples - before if self.own.epoch == epoch or samples > before else samples
-            if extra > 0:
-                self._batch_size = extra
+            self._batch_size = extra if extra > 0 else self._batch_size
             if extra > 0 and not self.performance_ema.paused:
                 self.performance_ema.update(extra)
             else:
@@ -465,6 +461,11 @@ class ProgressBoard:
         """The most samples that a peer can bring to a round that begins now."""
         with self._lock:
             return self.evidence.largest_weight(peer, now, self._batch_size)
+
+    def most_limit(self, leader: bytes, peer: bytes, now: float) -> float:
+        """The most that an honest leader can let a member of its group weigh."""
+        with self._lock:
+            return self.evidence.most_limit(leader, peer, now, self._batch_size)
 
     def believed_epochs(self, now: float) -> dict[bytes, int]:
         """The epochs of all peers that count."""

@@ -178,7 +178,7 @@ class Participation:
     def _check_weights(self, weights: list[float]) -> list[float]:
         if len(weights) != self.group.group_size or not all(0 <= weight < math.inf for weight in weights):
             raise ProtocolError("the coordinator's list of weights is malformed")
-        return weights
+        return [self.group.limited(index, weight) for index, weight in enumerate(weights)]
 
     def _check_seals(self, commit: RoundMessage, coordinator: int) -> None:
         """Check the signatures that show that all other living members have the same averages as this one.

@@ -138,10 +138,9 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
-    limits = [
-        trust.largest_weight(peer) if trust.largest_weight is not None and peer != p2p.peer_id else None
-        for peer, *_ in entries
-    ]
+    limits = [None if trust.largest_weight is None else trust.largest_weight(peer) for peer, *_ in entries]
+    if trust.largest_weight is not None and search.control.triggered:  # it knows its own weight
+        limits[[peer for peer, *_ in entries].index(p2p.peer_id)] = search.control.weight
     members = [
         Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
         for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
@@ -152,16 +151,21 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
 def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
     """What a leader has done to the members of its group, in words; ``None``: nothing.
 
-    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring. A leader that
-    is not in the group could lead others to peers that do not exist, and would never be among those that fail.
+    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring, or far above
+    what the member can have made: then its values would be the average. A leader that is not in the group could lead
+    others to peers that do not exist, and would never be among those that fail.
     """
     limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
     if leader not in limits:
         return "it leads a group in which it is not itself"
     if trust.least_limit is not None:
         for peer, limit in limits.items():
-            if limit is not None and limit < (least := trust.least_limit(leader, peer)):
+            if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
                 return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
+    if trust.most_limit is not None:
+        for peer, limit in limits.items():
+            if (math.inf if limit is None else limit) > (most := trust.most_limit(leader, peer)):
+                return f"as the leader it lets {peer} weigh {limit or math.inf:g}, which can have made {most:g} at most"
     return None
 
 

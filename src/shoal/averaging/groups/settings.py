@@ -69,6 +69,8 @@ class Trust:
     """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
     least_limit: Callable[[PeerID, PeerID], float] | None = None
     """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
+    most_limit: Callable[[PeerID, PeerID], float] | None = None
+    """Tells the weight that a leader (first) may allow a member (second), which may be the leader itself, at most."""
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:

@@ -45,7 +45,7 @@ class Deeds:
         """From now on, members of this averager's groups weigh no more than :meth:`largest_weight`."""
         self._meets_all = averager.config.target_group_size is None
         averager.trust.largest_weight = self.largest_weight
-        averager.trust.least_limit = self.least_limit
+        averager.trust.least_limit, averager.trust.most_limit = self.least_limit, self.most_limit
 
     def largest_weight(self, peer: PeerID) -> float:
         """What a member may weigh: as much as it likes before the first round with others."""
@@ -59,6 +59,13 @@ class Deeds:
     def least_limit(self, leader: PeerID, peer: PeerID) -> float:
         """A lower bound of what an honest leader finds: what it has seen the peer weigh in this peer's latest round."""
         return self._latest.get(peer, 0.0) if leader in self._latest else 0.0
+
+    def most_limit(self, leader: PeerID, peer: PeerID) -> float:
+        """An upper bound of what an honest leader finds for itself, or for others if it was in this peer's latest round:
+        what this peer finds, or would of the largest member, and as much again because they may differ."""
+        if not self._weights or (peer != leader and leader not in self._latest):
+            return MOST
+        return _GENEROSITY * max(self.largest_weight(peer), _GENEROSITY * max(self._weights.values()))
 
     def note(self, flight: Flight, expected: Expectation | None) -> None:
         """A round has ended.
