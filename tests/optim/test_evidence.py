@@ -405,6 +405,7 @@ def test_what_a_leader_may_let_members_weigh_is_bounded():
         assert evidence.most_limit(leader, leader, now, BATCH) <= 4 * 100 + 2 * BATCH
     assert evidence.most_limit(FRIEND, PEERS[1], now, BATCH) <= 4 * 100 + 2 * BATCH
     assert evidence.most_limit(LIAR, PEERS[1], now, BATCH) == MOST, "nobody knows what this leader has seen"
+    assert evidence.most_limit(FRIEND, OWN, now, BATCH) == MOST, "nobody minds that"
     # What honest leaders find is within that, also before their own first round.
     assert veteran(OWN, FRIEND).largest_weight(OWN, now, BATCH) <= evidence.most_limit(FRIEND, FRIEND, now, BATCH)
     late = newcomer()

@@ -411,6 +411,10 @@ def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be(caplog):
     assert latest([3, 10**6, 5], Mock(global_epoch=4)) == 5
     assert latest([10**6], Mock(global_epoch=4)) == 0
     assert troubles == {"epochs that cannot be": 3}
+    # One that stays within the limit does not push the others on, nor does it hide behind one beyond the limit.
+    assert latest([5, 5, 6], Mock(global_epoch=4)) == 5
+    assert latest([5, 6, 6, 5, 5], Mock(global_epoch=4)) == 6, "two are ahead"
+    assert latest([5, 6, None], Mock(global_epoch=4)) == 6, "of two peers either may be behind"
     lines = [record.getMessage() for record in caplog.records]
     assert [str(peer) in line for peer, line in zip([peers[1], peers[0]], lines, strict=True)] == [True, True]
     assert "the next epoch is 1000000, and the run cannot be beyond epoch 6" in lines[0]

@@ -23,6 +23,7 @@ from shoal.logs import Seldom, quoted
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.lineage import Lineage, LineageKeeper
+from shoal.optim.majorities import PEERS_PER_LIAR
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
@@ -389,7 +390,8 @@ def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | N
 
 
 def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troubles: Counter[str]) -> int:
-    """The largest epoch that members of a group have claimed, without those that the run cannot have reached.
+    """The largest epoch that members of a group have claimed, without those that the run cannot have reached. Of three or
+    more members one may lie, of ten or more a fifth: it must not push the others on with each round.
 
     Args:
         claimed: what each member gave in the round; it can be anything.
@@ -397,7 +399,8 @@ def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troub
         troubles: counts the members that are not believed.
     """
     epochs = {peer: epoch for peer, epoch in claimed.items() if isinstance(epoch, int) and not isinstance(epoch, bool)}
-    limit = MAX_EPOCH if run is None else run.global_epoch + EPOCHS_AHEAD
+    limit, count = MAX_EPOCH if run is None else run.global_epoch + EPOCHS_AHEAD, len(epochs)
+    liars = 0 if run is None or count < 3 else max(1, count // PEERS_PER_LIAR)
     for peer in [peer for peer, epoch in epochs.items() if epoch > limit]:
         troubles["epochs that cannot be"] += 1
         _warn_seldom(
@@ -408,7 +411,7 @@ def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troub
             limit,
             about=peer,
         )
-    return max(epochs.values(), default=0)
+    return (sorted(epochs.values())[: count - liars] or [0])[-1]
 
 
 @torch.no_grad()
