@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from unittest.mock import Mock
@@ -708,12 +709,13 @@ def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
 
 @pytest.mark.parametrize("own_epoch", [0, 1])
 def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_averagers, own_epoch):
-    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
+    [donor] = make_averagers([make_model(0)], scheduler=lambda o: LambdaLR(o, lambda step: 1.0))
+    [joiner] = make_averagers([make_model(1)], scheduler=lambda o: LambdaLR(o, lambda step: 1 / (4 - step)))
     joiner.local_epoch = own_epoch
     before, rates = values_of(joiner), joiner.learning_rates()
     donor.local_epoch = 4
     metadata, tensors, _ = donor.get_current_state()
-    metadata["scheduler"] |= {"step_size": 0, "last_epoch": 3}
+    metadata["scheduler"] |= {"last_epoch": 3}
     with pytest.raises(ValueError, match="it cannot be put in place: ZeroDivisionError"):
         take_over(joiner, metadata, tensors)
     assert joiner.local_epoch == own_epoch
@@ -722,6 +724,46 @@ def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_average
         assert joiner.learning_rates() == rates
     joiner.step(increment_epoch=True)
     assert joiner.learning_rates()[0] == own_epoch + 1, "its own schedule goes on"
+
+
+@pytest.mark.parametrize(
+    ("values", "rate", "text"),
+    [
+        ({"last_epoch": 10**15}, None, "at step 1e\\+15"),
+        ({"base_lrs": [-0.1]}, None, "a learning rate of -0.1"),
+        ({"_last_lr": [math.nan]}, None, "a learning rate of nan"),
+        ({}, math.nan, "its lr of nan"),
+        ({}, -1.0, "its lr of -1"),
+        ({}, 1e30, "its lr of 1e\\+30"),
+    ],
+)
+def test_learning_rates_that_cannot_be_are_refused(make_averagers, values, rate, text):
+    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
+    donor.local_epoch = 4
+    metadata, tensors, _ = donor.get_current_state()
+    metadata["scheduler"] |= values
+    if rate is not None:
+        metadata["optimizer_metadata"]["groups"][0]["lr"] = rate
+    before, rates = values_of(joiner), joiner.learning_rates()
+    with pytest.raises(ValueError, match=text):
+        take_over(joiner, metadata, tensors)
+    assert joiner.local_epoch == 0
+    assert joiner.learning_rates() == rates
+    assert all(torch.equal(a, b) for a, b in zip(values_of(joiner), before, strict=True))
+
+
+def test_a_newcomer_keeps_the_constants_of_its_own_schedule(make_averagers, caplog):
+    """Otherwise a donor could end the user's training, by a division by zero in a later step."""
+    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
+    donor.local_epoch = 4
+    metadata, tensors, _ = donor.get_current_state()
+    metadata["scheduler"] |= {"step_size": 0, "gamma": -1e30}
+    take_over(joiner, metadata, tensors)
+    for averager in (donor, joiner):
+        averager.step(increment_epoch=True)
+        averager.step(increment_epoch=True)
+    assert joiner.learning_rates() == donor.learning_rates()
+    assert "this peer keeps its own {'step_size': 2, 'gamma': 0.1}" in caplog.text
 
 
 def test_nobody_holds_the_state_for_long_by_claiming_an_epoch(make_averagers):

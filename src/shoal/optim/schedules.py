@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,11 @@ MOST_STEPS = 10_000
 # Hyper-parameters that torch's schedulers change or read, without and with ``cycle_momentum``.
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
+
+# What moves in torch's own schedules. All else in their state is given by the user, such as the size of a step.
+_MOVING = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "_schedulers"})
+# Another peer's learning rate may be this many times the largest of this peer: more is a mistake, or a lie.
+_LARGEST_RATIO = 1000.0
 
 LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
 """Base class of torch's schedulers."""
@@ -230,31 +235,45 @@ def _can_be_sent(value: Any) -> bool:
     )
 
 
-def load_scheduler_state(scheduler: Any, received: Any) -> None:
-    """Take over the state of another peer's scheduler of the same kind.
+def load_scheduler_state(scheduler: Any, received: Any, *, of_others: bool = False) -> None:
+    """Take over the state of another scheduler of the same kind.
 
     Only numbers that this scheduler has, too, are taken over; a message can put nothing else into it.
 
     Args:
         received: from :func:`dump_scheduler_state`; ``None`` leaves the scheduler alone.
+        of_others: from another peer. Then a scheduler of torch keeps its own constants, with a warning if they differ.
     """
     if scheduler is None or not isinstance(received, dict):
         return
     state = scheduler.state_dict()
-    scheduler.load_state_dict({key: _merge(value, received.get(key)) for key, value in state.items()})
+    names = _MOVING if of_others and type(scheduler).__module__ == lr_scheduler.__name__ else None
+    merged = _merge(state, received, names)
+    if names is not None and (other := {k: received.get(k) for k in state if merged[k] != _merge(state, received)[k]}):
+        own_values = {name: state[name] for name in other}
+        logger.warning("the swarm's schedule has %s, this peer keeps its own %s", other, own_values)
+    scheduler.load_state_dict(merged)
     own, theirs = state.get("base_lrs"), received.get("base_lrs")
     if own is not None and theirs is not None and list(map(float, own)) != theirs:
         logger.warning("the swarm's schedule starts from learning rates %s instead of %s: taken over", theirs, own)
 
 
-def _merge(own: Any, given: Any) -> Any:
-    """The received value where it has the same form as the own one; else the own one."""
+def _merge(own: Any, given: Any, names: frozenset[str] | None = None) -> Any:
+    """The received value where it has the same form as the own one; else the own one.
+
+    Args:
+        names: only values of these names are taken over; ``None``: all.
+    """
     if isinstance(own, Mapping) and not isinstance(own, Counter):
-        return {key: _merge(value, given.get(key)) for key, value in own.items()} if isinstance(given, dict) else own
+        theirs = given if isinstance(given, dict) else {}
+        return {
+            key: _merge(value, theirs.get(key), names) if names is None or key in names else value
+            for key, value in own.items()
+        }
     if isinstance(own, (list, tuple)):
         if not isinstance(given, (list, tuple)) or len(given) != len(own):
             return own
-        return type(own)(_merge(mine, theirs) for mine, theirs in zip(own, given, strict=True))
+        return type(own)(_merge(mine, theirs, names) for mine, theirs in zip(own, given, strict=True))
     if isinstance(own, bool) or isinstance(given, bool):
         return given if isinstance(own, bool) and isinstance(given, bool) else own
     if isinstance(own, int) and isinstance(given, int):
@@ -264,6 +283,61 @@ def _merge(own: Any, given: Any) -> Any:
     if isinstance(own, torch.Tensor) and own.numel() == 1 and isinstance(given, (int, float)):
         return torch.full_like(own, given)
     return own
+
+
+def check_received_schedule(scheduler: Any, received: Any, groups: Sequence[Any], epoch: int) -> None:
+    """Check that numbers of another peer's schedule, and the learning rates that it has set, can be right.
+
+    Args:
+        received: from :func:`dump_scheduler_state`.
+        groups: values of the other peer's parameter groups.
+        epoch: of the state to which all this belongs.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if scheduler is None:
+        return
+    names = scheduled_hyperparameters(scheduler)
+    for own, given in zip(scheduler.optimizer.param_groups, groups, strict=False):
+        rates = [float(own[name]) for name in _SCHEDULED if isinstance(own.get(name), (int, float, torch.Tensor))]
+        most = _LARGEST_RATIO * max([*rates, *map(float, getattr(scheduler, "base_lrs", ()))], default=0.0)
+        for name in names if isinstance(given, dict) else ():
+            largest = 1.0 if name in _SCHEDULED_WITH_MOMENTUM else most
+            for value in _numbers(given.get(name)):
+                if not 0 <= value <= (largest or float("inf")):
+                    raise ValueError(f"its {name} of {value:g} cannot be right: this peer has {own.get(name)}")
+        for value in _numbers(_found_in(received, {"base_lrs", "_last_lr"})):
+            if not 0 <= value <= (most or float("inf")):
+                raise ValueError(f"its schedule has a learning rate of {value:g}, which cannot be right")
+    for value in _numbers(_found_in(received, {"last_epoch", "T_cur"})):
+        if not -1 <= value <= epoch:
+            raise ValueError(f"its schedule is at step {value:g}, in epoch {epoch}")
+    for value in _numbers(_found_in(received, {"T_i"})):
+        if value < 1:
+            raise ValueError(f"a cycle of its schedule has {value:g} steps")
+
+
+def _found_in(received: Any, names: Collection[str]) -> list[Any]:
+    """All values of these names in a received schedule and its parts."""
+    if isinstance(received, (list, tuple)):
+        return [value for part in received for value in _found_in(part, names)]
+    if not isinstance(received, dict):
+        return []
+    return [
+        found
+        for name, value in received.items()
+        for found in ([value] if name in names else _found_in(value, names) if name == "_schedulers" else [])
+    ]
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers in a received value."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 def scheduled_hyperparameters(scheduler: Any) -> tuple[str, ...]:

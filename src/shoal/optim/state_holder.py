@@ -24,7 +24,7 @@ from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.errors import StateRefusedError
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.lineage import LineageKeeper
-from shoal.optim.schedules import catch_up, dump_scheduler_state, load_scheduler_state
+from shoal.optim.schedules import catch_up, check_received_schedule, dump_scheduler_state, load_scheduler_state
 from shoal.optim.training_setup import names_in
 from shoal.optim.training_state import (
     OlderStateError,
@@ -359,6 +359,7 @@ class StateHolder(DecentralizedAverager):
         state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
         with self.get_tensors(), self._state_access():
             check_epoch(state.epoch, self._local_epoch, accept_older, run)
+            check_received_schedule(self.scheduler, state.scheduler, state.optimizer_metadata["groups"], state.epoch)
             # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
             has_trained = self._local_epoch > 0
             own = self._copy_own_state(downloaded, state.epoch) if has_trained or self._check_state else None

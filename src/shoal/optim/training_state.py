@@ -422,7 +422,7 @@ def apply_state(state: TrainingState, setup: TrainingSetup, extra_tensors: Seque
     )
     copy_all(setup.optimizer_parameters, state.parameters)
     copy_all(extra_tensors, state.extra_tensors)
-    load_scheduler_state(setup.scheduler, state.scheduler)
+    load_scheduler_state(setup.scheduler, state.scheduler, of_others=True)
 
 
 EPOCH, OWN = "local_epoch", "shoal"
