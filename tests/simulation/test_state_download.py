@@ -10,9 +10,9 @@ import torch
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, Place
+from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, Place, Places
 from shoal.errors import StreamClosedError
-from shoal.p2p import Call, Header
+from shoal.p2p import Call, Header, PeerID
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT
 from shoal.p2p.transport import Buffer
 from shoal.tasks import cancel_and_wait
@@ -227,6 +227,64 @@ def test_many_peers_of_one_host_have_one_vote(monkeypatch: pytest.MonkeyPatch) -
         newcomer = await swarm.add(torch.zeros(1))
         monkeypatch.setattr(newcomer.p2p, "host_of", lambda peer: "one" if peer in liars else peer)
         assert (await swarm.download(newcomer))[0] == 1.0
+
+    run(main())
+
+
+def test_many_peers_of_one_host_have_one_vote_about_plain_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the right state, so that its version is that of the others, and another schedule with it."""
+
+    async def main() -> None:
+        swarm, liars = Swarm(), set()
+        for number in range(6):
+            donor = await swarm.add_donor(rate=RATE if number < 2 else None)
+            metadata = {"scheduler": {"step_size": 5}} if number < 2 else {"scheduler": {"step_size": 0}}
+            donor.state_sharing.get_state = lambda metadata=metadata: (metadata, [torch.ones(SMALL)])
+            liars |= {donor.p2p.peer_id} if number >= 2 else set()
+        newcomer = await swarm.add(torch.zeros(1))
+        monkeypatch.setattr(newcomer.p2p, "host_of", lambda peer: "one" if peer in liars else peer)
+        state = await newcomer.state_sharing.download()
+        assert state is not None
+        assert state.metadata == {"scheduler": {"step_size": 5}}
+
+    run(main())
+
+
+def test_one_peer_has_one_place() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor()
+        stranger = await swarm.add(torch.zeros(1))
+        await stranger.state_sharing.find_donors()
+        asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=3)) for _ in range(2 * MAX_DOWNLOADS)]
+        await asyncio.sleep(5)
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds < 10, "no place was taken from anybody for it"
+        assert sum(not task.done() for task in asking) == 1
+        assert donor.p2p.metrics.newcomers_dropped == 0
+        await cancel_and_wait(*asking)
+
+    run(main())
+
+
+def test_a_network_gives_one_of_its_places_to_another_one() -> None:
+    async def main() -> None:
+        places = Places(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
+        mine = [places.find(PeerID(b"one%d" % number), 0.0) for number in range(MAX_DOWNLOADS)]
+        for place in filter(None, mine):
+            place.begin(10, 0.0)
+            for chunk in range(4):
+                place.note_request(chunk)
+            place.note_sent(10**9, 1.0, 1.0)
+        assert places.find(PeerID(b"one more"), 2.0) is None, "they have as many as there are"
+        assert places.find(PeerID(b"two"), 2.0) is not None
+        assert places.find(PeerID(b"two too"), 2.0) is None, "it has got one"
+        lost = [place for place in mine if place is not None and place.lost.is_set()]
+        assert [place.reason for place in lost] == ["its network has several"]
+        for place in filter(None, mine):
+            place.note_request(5)
+        assert places.find(PeerID(b"six"), 2.0) is None, "who has half of it keeps its place"
 
     run(main())
 

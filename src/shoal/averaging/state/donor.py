@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 from shoal.averaging.groups.settings import contradiction_of
@@ -111,7 +111,9 @@ class StateSharing:
         for some dozens of donors."""
         self._changed = asyncio.Event()
         self._is_declared = False
-        self.places = Places(lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)))
+        self.places = Places(
+            lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)), self._host_of_newcomer
+        )
         """The newcomers that download from this peer."""
         self.get_part: Callable[[bytes], OwnedState | None] | None = None
         """Returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread. ``None``: there
@@ -187,8 +189,8 @@ class StateSharing:
             await first_completed(asyncio.shield(sending), place.lost.wait())
             if sending.done():
                 sending.result()
-            elif not place.has_all:  # else it has only been slow to hang up
-                self._note_dropped(place, now())
+            elif place.reason and not place.has_all:  # else it has only been slow to hang up
+                self._note_dropped(place)
         finally:
             # If something was still being sent, this cuts the connection.
             await cancel_and_wait(sending)
@@ -206,20 +208,24 @@ class StateSharing:
         get_part = functools.partial(self.get_part, part)
         # Parts are what this peer has got from others: to lose anything of them would make peers differ.
         take = functools.partial(Snapshot.take, get_part, NoCompression())
-        return self._places_of_parts.setdefault(part, Places(lambda: asyncio.ensure_future(take())))
+        places = Places(lambda: asyncio.ensure_future(take()), self._host_of_newcomer)
+        return self._places_of_parts.setdefault(part, places)
+
+    def _host_of_newcomer(self, peer: PeerID) -> Hashable:
+        """By the addresses from which it has connected, whatever it announces."""
+        return self._p2p.host_seen_of(peer)
 
     @property
     def is_busy(self) -> bool:
         """Whether anybody is downloading the state in order to train."""
         return any(place.trains for place in self.places)
 
-    def _note_dropped(self, place: Place, now: float) -> None:
+    def _note_dropped(self, place: Place) -> None:
         self._p2p.metrics.newcomers_dropped += 1
         self._warn_seldom(
-            "the place of newcomer %s was given to another one: it takes %.1f kB/s of the state, which is far less "
-            "than it is offered, and it has not got half of it",
+            "the place of newcomer %s was given to another one: %s, and it has not got half of it",
             place.peer,
-            place.rate(now) / 1e3,
+            place.reason,
         )
 
     def _refusal(self, peer: PeerID, now: float) -> StateHeader:

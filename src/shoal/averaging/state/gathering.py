@@ -357,7 +357,9 @@ class _Attempt:
         order, weights = {donor: number for number, donor in enumerate(voters)}, self._weights()
         first = min(self._offers, key=lambda offer: (-weights[offer.version], order[offer.donor]))
         same = [offer for offer in self._offers if offer.version == first.version]
-        metadata = Counter(offer.header.metadata for offer in same)
+        host_of = self._gathering.p2p.host_of
+        pairs = {(offer.header.metadata, host_of(offer.donor[1])) for offer in same}
+        metadata = Counter(shown for shown, _ in pairs)
         return min(same, key=lambda offer: (-metadata[offer.header.metadata], order[offer.donor]))
 
     def _is_certain(self, best: _Offer) -> bool:

@@ -3,13 +3,16 @@
 A newcomer may lose its place if another one wants it, but only if it has hardly taken anything for a while. It must be
 slower than the slowest line in use, or than a quarter of the speed at which it takes bytes while it asks for some. A
 newcomer that has asked for half of the state keeps its place.
+
+A peer has one place: a new call of it takes the place of its last one. If there is no place left, a newcomer from a host
+without any gets one of a host that has several.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from shoal.averaging.state.download import Snapshot
 from shoal.p2p import PeerID
@@ -54,6 +57,8 @@ class Place:
         self.peer, self.sharing, self.trains = peer, sharing, trains
         self.lost = asyncio.Event()
         """Set when the place was given to another newcomer."""
+        self.reason = ""
+        """Why, for the owner of the donor; empty: it has called again itself."""
         # When the newcomer could first ask for chunks; None while the snapshot is still being made.
         self._began_at: float | None = None
         self._chunks = 0
@@ -90,6 +95,11 @@ class Place:
         """Whether the newcomer has asked for all chunks."""
         return self._began_at is not None and len(self._given) >= self._chunks
 
+    @property
+    def has_half(self) -> bool:
+        """Whether the newcomer has asked for half of the state."""
+        return 2 * len(self._given) >= self._chunks
+
     def rate(self, now: float) -> float:
         """Bytes per second, over the last ``SECONDS_TO_JUDGE``."""
         if self._began_at is None:
@@ -109,7 +119,7 @@ class Place:
 
     def is_idle(self, now: float) -> bool:
         """Whether the newcomer has hardly taken anything for a while, and has asked for less than half of the state."""
-        if self._began_at is None or now - self._began_at < SECONDS_TO_JUDGE or 2 * len(self._given) >= self._chunks:
+        if self._began_at is None or now - self._began_at < SECONDS_TO_JUDGE or self.has_half:
             return False
         rate, seconds = self.rate(now), sum(seconds for _, _, seconds in self._sent)
         # The speed while something was being sent: what the line offers this newcomer beside all others.
@@ -130,10 +140,13 @@ class Places:
 
     Args:
         take: begins to make a snapshot.
+        host_of: the host of a peer.
     """
 
-    def __init__(self, take: Callable[[], asyncio.Future[Snapshot | None]]) -> None:
-        self._take = take
+    def __init__(
+        self, take: Callable[[], asyncio.Future[Snapshot | None]], host_of: Callable[[PeerID], Hashable] = lambda p: p
+    ) -> None:
+        self._take, self._host_of = take, host_of
         self.sharings: list[Sharing] = []
         # Newcomers that have got a whole snapshot, and when.
         self._holders: deque[tuple[PeerID, float]] = deque(maxlen=_MAX_HOLDERS)
@@ -143,25 +156,40 @@ class Places:
 
     def find(self, peer: PeerID, now: float, *, trains: bool = True) -> Place | None:
         """A place for one more newcomer; ``None`` if there are too many already."""
-        if not self._has_snapshot(now):
+        for place in [place for place in self if place.peer == peer and not place.has_all]:
+            self._take_away(place, now)
+        if not self._has_snapshot(peer, now):
             return None
         if sum(not place.has_all for place in self) >= MAX_DOWNLOADS:
-            idle = [place for place in self if place.is_idle(now)]
-            if not idle:
+            reasons = {place: self._reason_to_give_way(place, peer, now) for place in self}
+            places = [place for place, reason in reasons.items() if reason]
+            if not places:
                 return None
-            self._take_away(min(idle, key=lambda place: place.rate(now)), now)
+            chosen = min(places, key=lambda place: (not place.is_idle(now), place.rate(now)))
+            self._take_away(chosen, now, reasons[chosen])
         place = Place(peer, self._sharing(now), trains=trains)
         place.sharing.places.append(place)
         return place
 
-    def _has_snapshot(self, now: float) -> bool:
+    def _has_snapshot(self, peer: PeerID, now: float) -> bool:
         """Whether there is a fresh copy or room for one. A copy that no newcomer really uses is dropped for it."""
         if self._is_fresh(now) or len(self.sharings) < MAX_SNAPSHOTS:
             return True
-        unused = [s for s in self.sharings if all(place.is_idle(now) or place.has_all for place in s.places)]
-        for place in unused[0].places[:] if unused else ():
-            self._take_away(place, now)
-        return bool(unused)
+        for sharing in self.sharings:
+            reasons = {place: self._reason_to_give_way(place, peer, now) for place in sharing.places}
+            if all(reason or place.has_all for place, reason in reasons.items()):
+                for place, reason in reasons.items():
+                    self._take_away(place, now, reason)
+                return True
+        return False
+
+    def _reason_to_give_way(self, place: Place, peer: PeerID, now: float) -> str:
+        """Why a newcomer may get this place; empty: it may not."""
+        if place.is_idle(now):
+            return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
+        hosts = [self._host_of(each.peer) for each in self]
+        is_one_of_several = hosts.count(self._host_of(place.peer)) > 1 and self._host_of(peer) not in hosts
+        return "its network has several" if is_one_of_several and not place.has_half else ""
 
     def _is_fresh(self, now: float) -> bool:
         return bool(self.sharings) and now - self.sharings[-1].taken_at <= SNAPSHOT_AGE
@@ -171,7 +199,8 @@ class Places:
             self.sharings.append(Sharing(now, self._take()))
         return self.sharings[-1]
 
-    def _take_away(self, place: Place, now: float) -> None:
+    def _take_away(self, place: Place, now: float, reason: str = "") -> None:
+        place.reason = reason
         place.lost.set()
         self.leave(place, now)
 

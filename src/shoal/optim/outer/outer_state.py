@@ -16,6 +16,7 @@ from shoal.optim.optimizer_state import (
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
 from shoal.optim.schedules import (
     catch_up,
+    check_received_schedule,
     check_scheduler,
     dump_scheduler_state,
     load_scheduler_state,
@@ -94,6 +95,8 @@ class OuterState:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ValueError("outer parameters, or the state of their optimizer, are not finite")
         check_optimizer_state(self.optimizer, metadata.get("optimizer"), tensors[1:])
+        groups = metadata["optimizer"]["groups"]
+        check_received_schedule(self.scheduler, metadata.get("scheduler"), groups, metadata["version"])
 
     def load(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
         """Take over a state from :meth:`dump`. The tensors are copied.
@@ -106,5 +109,5 @@ class OuterState:
             self.values.copy_(tensors[0])
         scheduled = scheduled_hyperparameters(self.scheduler)
         load_optimizer_state(self.optimizer, metadata["optimizer"], tensors[1:], scheduled)
-        load_scheduler_state(self.scheduler, metadata.get("scheduler"))
+        load_scheduler_state(self.scheduler, metadata.get("scheduler"), of_others=True)
         self.version = metadata["version"]
