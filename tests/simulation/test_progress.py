@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
@@ -14,10 +15,11 @@ from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.optim.progress_message import ProgressMessage
-from shoal.p2p import P2P, P2PContext
+from shoal.p2p import P2P, P2PContext, PeerID
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
 from tests.drills import mostly_drills
+from tests.simulation.trackers import start_trackers, train
 
 WIDE_AREA = Link(delay=(0.05, 0.1), jitter=0.01, dial_failure=0.01)
 PEERS = 24
@@ -239,5 +241,27 @@ def test_records_are_renewed_before_they_expire(seed):
         assert all(peer.expected == len(peers) for peer in peers), "clients among each other, too"
         for peer in peers:
             await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_whose_clock_is_ahead_is_told_so(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Others do not count it. It may be too late to correct its time: they have agreed without it."""
+
+    async def main() -> None:
+        early, *others = trackers = await start_trackers(Network(), 3, SharedTable())
+        message = early.exchange._message
+
+        def later(to: PeerID, leaving: bool = False) -> ProgressMessage:
+            return msgspec.structs.replace(message(to, leaving), time=early.host.dht_time() + 4)
+
+        early.exchange._message = later  # type: ignore[method-assign]
+        await train(trackers, 60)
+        lines = [record.getMessage() for record in caplog.records if "does not count this one" in record.getMessage()]
+        assert len(lines) == 1
+        assert "NTP" in lines[0]
+        assert early.p2p.metrics.troubles["clocks that differ"] > 1
+        for tracked in trackers:
+            await tracked.host.run(tracked.exchange.stop())
 
     run(main(), seed=seed)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.clock import get_dht_time
 from shoal.dht.spread import TOO_MANY, Spread, key_at
 from shoal.dht.validation import is_short_lived
-from shoal.errors import P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError
+from shoal.errors import P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
+from shoal.logs import Seldom
 from shoal.optim.acquaintances import Acquaintances
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
@@ -35,7 +36,7 @@ from shoal.optim.progress import (
     is_endorsed,
     parse_record,
 )
-from shoal.optim.progress_message import ProgressMessage
+from shoal.optim.progress_message import FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.tasks import cancel_and_wait, wait_at_most
@@ -136,6 +137,7 @@ class ProgressExchange(ServicerBase):
         self._call_again: set[PeerID] = set()
         self.acquaintances = Acquaintances()
         self._telling: asyncio.TimerHandle | None = None
+        self._warn_once = Seldom(logger.warning, math.inf)
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
@@ -322,7 +324,7 @@ class ProgressExchange(ServicerBase):
                 continue
             try:
                 record = parse_record(entry.value)
-                _check_time(record, now)
+                check_time(record, now)
                 # DHT nodes check owners under the first key, but not under the keys over which records are spread.
                 is_checked = not place or self._peers_by_tag.get(tag, seen.get(tag)) == record.peer_id
                 if not is_checked and not is_endorsed(record, tag):
@@ -418,6 +420,10 @@ class ProgressExchange(ServicerBase):
                 return self._hear_receipts(peer, reply)
             except P2PHandlerError as e:
                 logger.debug("peer %s refused this peer's progress: %s", peer, e)
+                if FROM_THE_FUTURE in str(e):
+                    self._p2p.metrics.troubles["clocks that differ"] += 1
+                    text = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s)"
+                    self._warn_once(f"{text}, or there", peer, set_the_clock())
                 return False  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
@@ -456,7 +462,7 @@ class ProgressExchange(ServicerBase):
         """
         now = get_dht_time()
         progress = message.progress_of(peer)
-        _check_time(progress, now)
+        check_time(progress, now)
         if message.leaving:
             self.acquaintances.forget(peer)
             self._board.forget(progress.peer_id, math.inf, progress.time)
@@ -482,16 +488,6 @@ class ProgressExchange(ServicerBase):
             await asyncio.shield(self._call_soon(peer))
         verdict = self._board.verdict(get_dht_time())
         return tag not in verdict.losers and self._p2p.peer_id.to_bytes() not in verdict.losers
-
-
-def _check_time(progress: LocalTrainingProgress, now: float) -> None:
-    """Refuse a record from the future: no honest record could replace it.
-
-    Raises:
-        ValueError: it is from the future, by more than clocks may differ.
-    """
-    if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
-        raise ValueError(f"progress from {progress.time - now:.1f} s in the future")
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from shoal.optim.lineage import MAX_LINEAGE_BYTES
 from shoal.optim.progress import LocalTrainingProgress, Speed
 from shoal.optim.vouching import Word
@@ -58,3 +59,17 @@ class ProgressMessage(Header, array_like=True):
             self.client_mode,
             self.is_donor,
         )
+
+
+FROM_THE_FUTURE = "progress from the future"
+"""Says why progress is refused; the sender looks for it in the answer."""
+
+
+def check_time(progress: LocalTrainingProgress, now: float) -> None:
+    """Refuse a record from the future: no honest record could replace it.
+
+    Raises:
+        ValueError: it is from the future, by more than clocks may differ.
+    """
+    if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        raise ValueError(f"{FROM_THE_FUTURE}, by {progress.time - now:.1f} s")
