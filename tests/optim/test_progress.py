@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim.progress import (
+    MAX_CALLED,
+    MAX_COMPANIONS,
     Companion,
     LocalTrainingProgress,
     PerformanceEMA,
@@ -20,6 +25,7 @@ from shoal.optim.progress import (
     summarize,
 )
 from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_exchange import MAX_ASKED, ProgressExchange
 
 NOW = 1000.0
 
@@ -484,3 +490,36 @@ def test_news_wake_those_who_watch():
     board.mark_unreachable(b"other", NOW + 1)
     board.forget(b"other", math.inf)
     assert len(calls) == 3
+
+
+def test_a_crowd_of_strangers_takes_neither_memory_nor_the_news_from_those_who_take_part():
+    now, rng = 1e9, random.Random(0)
+    own, *mates = (rng.randbytes(32) for _ in range(6))
+    board = ProgressBoard(own, False, 1000, RefreshPolicy(), PerformanceEMA(), now)
+
+    def hear(peer: bytes) -> None:
+        board.hear(LocalTrainingProgress(peer, 0, 8, 1.0, now, False), now + 60, now)
+
+    for mate in mates:
+        hear(mate)
+    board.note_round({own: 8.0, **dict.fromkeys(mates, 8.0)}, now + 5)
+    for _ in range(2 * MAX_COMPANIONS):
+        hear(rng.randbytes(32))
+    known = {record.peer_id for record in board.companions_to_call(now + 5)}
+    assert len(known) <= MAX_COMPANIONS
+    assert known >= {*mates}
+    exchange = ProgressExchange(
+        Mock(),
+        SimpleNamespace(rng=rng),
+        "run",
+        board,
+        owner_tag=b"tag",
+        endorsement=b"",
+        min_period=0.5,
+        metadata_expiration=60.0,
+    )
+    records = board.companions_to_call(now + 5)
+    for most in (MAX_ASKED, MAX_CALLED):
+        chosen = [record.peer_id for record in exchange._some_of(records, most)]
+        assert len(set(chosen)) == len(chosen) == most
+        assert {*mates} <= {*chosen}

@@ -20,7 +20,7 @@ from shoal.optim.lineage import (
     RoundHistory,
 )
 from shoal.optim.progress import Companion, LocalTrainingProgress
-from shoal.optim.sides import Kinship, Standing, Verdict, settle
+from shoal.optim.sides import MAX_VARIANTS, Kinship, Standing, Verdict, settle
 from shoal.p2p import PeerID
 
 PEERS = [PeerID(b"peer %d" % index) for index in range(6)]
@@ -464,3 +464,34 @@ def test_what_is_told_round_trips_and_anything_else_is_refused(packed):
     except ValueError:
         return
     assert lineage.pack() == packed
+
+
+def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(monkeypatch):
+    """All pairs of pieces are compared, so that many of them take long, and a crowd can be any number of pieces."""
+    rng = random.Random(0)
+    names = [rng.randbytes(32) for _ in range(3 * MAX_VARIANTS)]
+    honest, crowd = [b"\xff" + bytes([number]) for number in range(4)], set(names)
+
+    def told() -> Lineage:
+        return Lineage(tuple(rng.randbytes(4) for _ in range(LAST_ROUNDS)))
+
+    mine, theirs = told(), told()
+    lineages = dict.fromkeys(honest[:3], mine) | {honest[3]: theirs}
+    standings = [Standing(peer, 5, lineages.get(peer) or told(), True) for peer in [*names, *honest]]
+    verdict = settle(standings, lambda peer: "crowd" if peer in crowd else peer)
+    assert verdict.winners == set(honest[:3])
+    assert honest[3] in verdict.losers, "it is not crowded out"
+
+    one = Peer(PEERS[0])
+    one.kinship.note_round(None, 1, 0.0)
+    settled = []
+    monkeypatch.setattr("shoal.optim.sides.settle", lambda *_: settled.append(1) or Verdict())
+    for moment in range(1000):
+        companions = {p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]}
+        one.kinship.changed = True
+        one.kinship.verdict(one.progress(), companions, moment * 1e-3)
+    assert len(settled) < 10, "in a second"
+    one.kinship.note_round(None, 2, 1.0)
+    before = len(settled)
+    one.kinship.verdict(one.progress(), {}, 1.0)
+    assert len(settled) == before + 1, "what this peer does counts at once"

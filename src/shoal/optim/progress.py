@@ -114,6 +114,8 @@ Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 MAX_ADDRESSES = 8
 # How many peers are called directly: calls to all peers of a large swarm would cost too much. The rest read the DHT.
 MAX_CALLED = 64
+# So many peers are remembered. Readings of a large swarm bring a few hundred; anybody can call under any number of names.
+MAX_COMPANIONS = 2048
 # How many of the DHT nodes that hold the records are asked in a regular reading.
 HOLDERS_READ = 2
 
@@ -423,6 +425,12 @@ class Companion:
     def is_reachable(self, now: float) -> bool:
         """Whether it is still there, as far as this peer knows."""
         return self.unreachable_since is None and (self.expiration >= now or self.kept_until >= now)
+
+
+def make_room(companions: dict[bytes, Companion], is_known: Callable[[bytes], bool]) -> None:
+    """If there are too many peers, forget the one that was heard of first of those that are not known from rounds."""
+    if len(companions) >= MAX_COMPANIONS:
+        del companions[next((peer for peer in companions if not is_known(peer)), next(iter(companions)))]
 
 
 def expected_members(

@@ -21,6 +21,7 @@ from shoal.optim.progress import (
     RefreshPolicy,
     estimate_is_off,
     expected_members,
+    make_room,
     summarize,
 )
 from shoal.optim.sides import Kinship, Verdict
@@ -217,8 +218,7 @@ class ProgressBoard:
             return {peer for peer in peers if not self._has_left(peer, last_epochs[peer])}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:
-        companion = self._companions.get(peer)
-        if companion is None:
+        if (companion := self._companions.get(peer)) is None:
             return peer in self._departed
         record = companion.record
         return record.is_donor or companion.unreachable_since is not None or record.epoch > until_epoch
@@ -390,14 +390,14 @@ class ProgressBoard:
         self._departed.pop(record.peer_id, None)
         companion = self._companions.get(record.peer_id)
         if companion is None:
+            make_room(self._companions, self.evidence.is_known)
             companion = self._companions[record.peer_id] = Companion(record, expiration)
             self.kinship.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
                 self.kinship.changed |= (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
                 companion.lineage, companion.lineage_time = lineage, record.time
-            if record.epoch != companion.record.epoch:
-                companion.end = None
+            companion.end = companion.end if record.epoch == companion.record.epoch else None
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 # A record from after the failed call: the peer is alive, though this one could not call it.

@@ -36,7 +36,7 @@ from shoal.optim.progress import (
     is_endorsed,
     parse_record,
 )
-from shoal.optim.progress_message import FROM_THE_FUTURE, ProgressMessage, check_time
+from shoal.optim.progress_message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.tasks import cancel_and_wait, wait_at_most
@@ -374,20 +374,25 @@ class ProgressExchange(ServicerBase):
         """Call others to learn how far they are, which of them are gone, and which are back."""
         for record in self._board.companions_to_try_again(get_dht_time())[:MAX_ASKED]:
             self._call_soon(PeerID(record.peer_id))  # nobody waits for it
-        records = self._board.companions_to_ask(get_dht_time())
-        if len(records) > MAX_CALLED:
-            records = self._p2p.rng.sample(records, MAX_ASKED)
-        peers = (PeerID(record.peer_id) for record in records)
-        calls = [self._calls.get(peer) or self._call_soon(peer) for peer in peers]
+        records = self._some_of(self._board.companions_to_ask(get_dht_time()), MAX_ASKED)
+        calls = [self._calls.get(peer) or self._call_soon(peer) for peer in (PeerID(each.peer_id) for each in records)]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.plan_refresh(get_dht_time())
 
     def _peers_to_call(self) -> list[PeerID]:
-        records = self._board.companions_to_call(get_dht_time(), or_ended=False)
-        if len(records) > MAX_CALLED:
-            records = self._p2p.rng.sample(records, MAX_CALLED)
+        records = self._some_of(self._board.companions_to_call(get_dht_time(), or_ended=False), MAX_CALLED)
         return [PeerID(record.peer_id) for record in records]
+
+    def _some_of(self, records: list[LocalTrainingProgress], most: int) -> list[LocalTrainingProgress]:
+        """Of many peers a sample. Half of it is of those that were in rounds, else a crowd could keep news from them."""
+        if len(records) <= MAX_CALLED:
+            return records
+        rng, is_known = self._p2p.rng, self._board.evidence.is_known
+        known = [record for record in records if is_known(record.peer_id)]
+        chosen = {record.peer_id: record for record in rng.sample(known, min(len(known), most // 2))}
+        rest = [record for record in records if record.peer_id not in chosen]
+        return [*chosen.values(), *rng.sample(rest, most - len(chosen))]
 
     def _call_soon(self, peer: PeerID) -> asyncio.Task[None]:
         """Tell a peer the latest news. If a call to it is under way, it gets a second one after that."""
@@ -422,8 +427,7 @@ class ProgressExchange(ServicerBase):
                 logger.debug("peer %s refused this peer's progress: %s", peer, e)
                 if FROM_THE_FUTURE in str(e):
                     self._p2p.metrics.troubles["clocks that differ"] += 1
-                    text = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s)"
-                    self._warn_once(f"{text}, or there", peer, set_the_clock())
+                    self._warn_once(CLOCK_IS_AHEAD, peer, set_the_clock())
                 return False  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)

@@ -63,6 +63,8 @@ class ProgressMessage(Header, array_like=True):
 
 FROM_THE_FUTURE = "progress from the future"
 """Says why progress is refused; the sender looks for it in the answer."""
+CLOCK_IS_AHEAD = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s), or there"
+"""What the sender's user is told: the peer, and how to set the clock."""
 
 
 def check_time(progress: LocalTrainingProgress, now: float) -> None:

@@ -21,7 +21,9 @@ Until the losers have taken over the winners' state, the winners ignore the lose
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,8 +37,13 @@ from shoal.optim.progress import Companion, LocalTrainingProgress
 MIN_STEPS_APART = 2
 # Peers of one side are an epoch apart now and then, and so are two sides of the same speed: that decides nothing.
 EPOCH_TOLERANCE = 1
-# All pairs are compared. In a run of more pieces than this, the most frequent ones are settled first.
+# All pairs are compared. In a run of more pieces than this, the most frequent ones of each host are settled first.
 MAX_VARIANTS = 64
+# Others decide how often there is news, so it changes the verdict only after a pause of so many seconds for each pair:
+# about twenty times as long as the comparison took.
+_PAUSE_PER_PAIR = 1e-4
+# Few pieces are compared at once.
+_FEW_VARIANTS = 8
 
 
 class Standing(NamedTuple):
@@ -134,7 +141,7 @@ def settle(
     Returns:
         The winners and the losers; both sets are empty if all train together.
     """
-    sides = _sides(_variants(standings), host_of)
+    sides = _sides(_variants(standings, host_of), host_of)
     if len(sides) < 2:
         return Verdict()
     # If nobody can give its state, one side must be chosen all the same.
@@ -152,7 +159,7 @@ def _order(variant: _Variant) -> bytes:
     return min(variant.peers)
 
 
-def _variants(standings: Iterable[Standing]) -> list[_Variant]:
+def _variants(standings: Iterable[Standing], host_of: Callable[[bytes], Hashable]) -> list[_Variant]:
     found: dict[tuple[int, Lineage], _Variant] = {}
     for peer, epoch, lineage, can_give in standings:
         if lineage.rounds:  # newcomers, which have none, are on no side
@@ -160,6 +167,13 @@ def _variants(standings: Iterable[Standing]) -> list[_Variant]:
             variant.peers.append(peer)
             variant.can_give = variant.can_give or can_give
     ranked = sorted(found.values(), key=lambda variant: (-len(variant.peers), _order(variant)))
+    if len(ranked) > MAX_VARIANTS:  # the second one of a host comes after the first one of each host, and so on
+        earlier, places = Counter[Hashable](), dict[int, int]()
+        for variant in ranked:
+            hosts = {*map(host_of, variant.peers)}
+            places[id(variant)] = min(earlier[host] for host in hosts)
+            earlier.update(hosts)
+        ranked.sort(key=lambda variant: places[id(variant)])
     return sorted(ranked[:MAX_VARIANTS], key=_order)
 
 
@@ -247,6 +261,8 @@ class Kinship:
         self._verdict = Verdict()
         self.changed = False
         """Whether there was news since the last verdict that may change it: to settle is too slow for every look."""
+        # When the last verdict was found, and for how many seconds it holds whatever others say.
+        self._settled_at, self._pause, self._own_epoch = -math.inf, 0.0, -1
 
     @property
     def has_begun(self) -> bool:
@@ -290,21 +306,21 @@ class Kinship:
                 self._history.note_round(result.group_id, weights_of(result), epoch, now)
             elif self._history is not None:
                 self._history.note_lone_step(epoch)
-            self.changed = True
+            self.changed, self._settled_at = True, -math.inf
 
     def note_repair(self, result: RoundResult) -> None:
         """Parameters were averaged: that makes up for earlier rounds of gradients that failed."""
         with self._lock:
             if self._history is not None:
                 self._history.note_repair(frozenset(weights_of(result).keys() - {self._own}))
-            self.changed = True
+            self.changed, self._settled_at = True, -math.inf
 
     def adopt(self, lineage: Lineage, epoch: int, now: float) -> None:
         """This peer has taken over a state of this epoch, and with it the rounds behind it."""
         with self._lock:
             if self._history is not None:
                 self._history.adopt(lineage, epoch, now)
-            self.changed = True
+            self.changed, self._settled_at = True, -math.inf
 
     def forget(self, peer: bytes) -> None:
         """A peer has said goodbye."""
@@ -318,8 +334,9 @@ class Kinship:
     def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
         """Which side goes on, if the run was split."""
         with self._lock:
-            if self.changed:
+            if self.changed and (own.epoch != self._own_epoch or not 0 <= now - self._settled_at < self._pause):
                 self._verdict, self.changed = self._settle(own, companions, now), False
+                self._settled_at, self._own_epoch = now, own.epoch
             return self._verdict
 
     def _settle(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
@@ -334,6 +351,8 @@ class Kinship:
                 if peer in mates and companion.lineage_time < met_at:
                     told = Lineage(lineage.rounds, told.partings)
                 standings.append(Standing(peer, record.epoch, told, not record.client_mode))
+        variants = len({(standing.epoch, standing.lineage) for standing in standings})
+        self._pause = 0.0 if variants <= _FEW_VARIANTS else _PAUSE_PER_PAIR * min(variants, MAX_VARIANTS) ** 2
         return settle(standings, self._host_of)
 
     def epochs_given_up(self, own_epoch: int) -> int:
