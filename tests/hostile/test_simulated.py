@@ -94,3 +94,15 @@ def test_a_liar_costs_a_bounded_share(name: str, seed: int) -> None:
     assert outcome.spread == 0.0
     assert outcome.downloads == 0
     assert outcome.named == {name}, "the users are told who it is"
+
+
+@pytest.mark.parametrize("peers", [3, pytest.param(PEERS, marks=pytest.mark.slow_drill)])
+def test_a_leader_that_keeps_all_others_apart_is_not_followed_for_long(peers: int) -> None:
+    """Each of them averages with the leader alone, until they see that the others go on without them."""
+    name = "leads_each_into_a_group_of_two"
+    outcome, peace = (train(1, (), (lie,), peers=peers, epochs=EPOCHS) for lie in (name, HONEST))
+    assert outcome.epochs == EPOCHS
+    assert outcome.goodput >= 0.9 * peace.goodput
+    assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
+    assert outcome.downloads == 0, "nobody takes the others for another run"
+    assert outcome.named == {name}

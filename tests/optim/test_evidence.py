@@ -385,7 +385,9 @@ def test_nobody_counts_for_more_than_all_others_together():
         liar = min(float(MOST), evidence.largest_weight(LIAR, now + 9, BATCH))
         evidence.note_round({OWN: 100.0, **dict.fromkeys(CROWD, 100.0), LIAR: liar}, now + 10)
         assert (liar <= 1000 + BATCH) is (epoch > 0), "one liar can end only the first epoch"
-        assert count(evidence, claim(LIAR, samples=MOST, speed=1e20).record, now + 10).samples_accumulated <= 1000 + BATCH
+        assert (
+            count(evidence, claim(LIAR, samples=MOST, speed=1e20).record, now + 10).samples_accumulated <= 1000 + BATCH
+        )
         honest = claim(CROWD[0], samples=150, speed=20.0).record
         assert count(evidence, honest, now + 10) is honest
 

@@ -487,7 +487,9 @@ def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(m
     settled = []
     monkeypatch.setattr("shoal.optim.sides.settle", lambda *_: settled.append(1) or Verdict())
     for moment in range(1000):
-        companions = {p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]}
+        companions = {
+            p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]
+        }
         one.kinship.changed = True
         one.kinship.verdict(one.progress(), companions, moment * 1e-3)
     assert len(settled) < 10, "in a second"

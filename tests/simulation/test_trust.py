@@ -276,7 +276,11 @@ def test_nobody_follows_a_leader_that_lets_itself_weigh_all(seed, caplog):
         await asyncio.gather(*map(asyncio.wrap_future, steps[:3]))
         steps[3].cancel()
         assert all(node.p2p.metrics.members_untrue == 1 for node in nodes[:3])
-        return [tensor[0].item() for tensor in tensors[:3]], [node.last_round for node in nodes[:3]], loop.time() - started
+        return (
+            [tensor[0].item() for tensor in tensors[:3]],
+            [node.last_round for node in nodes[:3]],
+            loop.time() - started,
+        )
 
     averages, results, seconds = run(main(), seed=seed)
     assert averages == [1.0] * 3

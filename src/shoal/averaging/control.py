@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -53,6 +53,8 @@ class GroupInfo:
     """The number of the vector's values that each member reduces."""
     largest_weights: tuple[float, ...] = ()
     """The upper limit for each member's weight, whatever it claims; empty: no weight is limited."""
+    leader: PeerID | None = field(default=None, compare=False)
+    """The member that has led this peer into the group; ``None``: it led itself."""
 
     @property
     def group_size(self) -> int:

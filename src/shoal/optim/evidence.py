@@ -30,10 +30,9 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from shoal.logs import Seldom, counted
+from shoal.optim.deeds import Deeds, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.majorities import PEERS_PER_LIAR, cut_to_the_rest, largest_but_for_liars, votes_by_host
 from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
@@ -57,29 +56,6 @@ _LEAST_SHARE_OF_EPOCH = 0.5
 _ROUNDS_TO_MIX = 8
 # What others have seen of a peer counts for this many rounds.
 _ROUNDS_OF_TESTIMONY = 8
-# How many peers each memory holds at most: identities are free, memory is not.
-_MAX_REMEMBERED = 4096
-
-
-@dataclass(slots=True)
-class _Deeds:
-    """What a peer has brought to rounds."""
-
-    weight: float
-    """Samples, in the latest rounds."""
-    seconds: float
-    """How long the training for the latest round took."""
-    missed: int = 0
-    """For how many rounds in a row it did not come although this peer waited for it."""
-    has_wasted: bool = False
-    """It was unproven, came, and held up the round."""
-
-
-def _remember(known: dict[bytes, Any], peer: bytes, what: Any) -> None:
-    """Keep something about a peer. When the memory is full, its oldest entry goes."""
-    known[peer] = what
-    if len(known) > _MAX_REMEMBERED:
-        del known[next(iter(known))]
 
 
 class Evidence:
@@ -93,17 +69,18 @@ class Evidence:
 
     def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable], now: float) -> None:
         self._own, self._host_of = own, host_of
-        self._deeds: dict[bytes, _Deeds] = {}
+        self._deeds: dict[bytes, Deeds] = {}
         self.full_group: int | None = None
         """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
         self._meets_everybody = True
         # The median of what members brought to the latest round. It stands for peers that this one has not met.
-        self._typical = _Deeds(0.0, 1.0)
-        # The epochs of others, at this peer's last round.
+        self._typical = Deeds(0.0, 1.0)
+        # The epochs of others, at this peer's last round; and who went on without it then, of those that it knew.
         self._seen_at: dict[bytes, int] = {}
+        self._went_on: Collection[bytes] = ()
         self.has_receipts = False
         """Whether this peer receives receipts of the rounds of other groups."""
-        self.testimony: dict[bytes, tuple[int, _Deeds]] = {}
+        self.testimony: dict[bytes, tuple[int, Deeds]] = {}
         """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
         # The event loop writes it without the owner's lock, so every access is a single look-up or change.
         # What each member brought to the latest round with others.
@@ -172,9 +149,9 @@ class Evidence:
             self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
             for peer in members:
                 # A peer that brings less once may bring more again, so its weight at most halves.
-                known = self._deeds.pop(peer, _Deeds(0.0, seconds))
-                _remember(self._deeds, peer, _Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
-            self._typical = _Deeds(statistics.median(self._deeds[peer].weight for peer in members), seconds)
+                known = self._deeds.pop(peer, Deeds(0.0, seconds))
+                remember(self._deeds, peer, Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
+            self._typical = Deeds(statistics.median(self._deeds[peer].weight for peer in members), seconds)
         self.note_who_went_on(members, companions or {}, now, own)
 
     def note_who_went_on(
@@ -185,6 +162,7 @@ class Evidence:
         They have ended this epoch, or another one since this peer's last round. Clients do not count.
         """
         before, self._seen_at = self._seen_at, {peer: c.record.epoch for peer, c in companions.items()}
+        self._went_on = ()
         if not self.knows_rounds or not self._meets_everybody:
             return
         clients = {peer for peer, c in companions.items() if c.record.client_mode}
@@ -194,11 +172,12 @@ class Evidence:
             if min(own, before.get(peer, own)) < c.record.epoch and abs(c.record.epoch - own) <= EPOCHS_AHEAD
             if peer not in members and peer not in clients and c.is_reachable(now)
         ]
+        self._went_on = [peer for peer in without if self.is_known(peer)]
         if len({*map(self._host_of, without)}) <= len({*map(self._host_of, {*members, self._own} - clients)}):
             return
         for peer in without:
             known = self._deeds.pop(peer, self._typical)
-            _remember(self._deeds, peer, _Deeds(known.weight, known.seconds))
+            remember(self._deeds, peer, Deeds(known.weight, known.seconds))
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
         """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
@@ -268,7 +247,7 @@ class Evidence:
         if peer in told:
             return False
         self._warn_seldom(kind, PeerID(peer), *values, about=peer)
-        _remember(told, peer, None)
+        remember(told, peer, None)
         return True
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
@@ -279,8 +258,13 @@ class Evidence:
         """A peer that this one has met vouches for what others have brought to a round without this peer."""
         for peer, brought in samples.items():
             self.testimony.pop(peer, None)
-            deeds = _Deeds(min(brought, self._most_brought), self._seconds)  # capped, because witnesses may lie
-            _remember(self.testimony, peer, (self._rounds, deeds))
+            deeds = Deeds(min(brought, self._most_brought), self._seconds)  # capped, because witnesses may lie
+            remember(self.testimony, peer, (self._rounds, deeds))
+
+    def is_led_astray(self, leader: bytes, members: Collection[bytes]) -> bool:
+        """Whether as many known hosts have gone on without a round as were in it, this peer's and not the leader's."""
+        without = {self._host_of(peer) for peer in self._went_on if peer not in members}
+        return len(without) >= max(2, len({self._host_of(peer) for peer in members if peer != leader}))
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -322,7 +306,7 @@ class Evidence:
         """Whether this peer was in a round with another one."""
         return peer in self._deeds
 
-    def _known_deeds(self, peer: bytes) -> _Deeds | None:
+    def _known_deeds(self, peer: bytes) -> Deeds | None:
         met, testimony = self._deeds.get(peer), self.testimony.get(peer)
         if testimony is None or testimony[0] < self._rounds - _ROUNDS_OF_TESTIMONY:
             return met
@@ -337,7 +321,7 @@ class Evidence:
         # If no proven peer comes, one that may come is better than nobody.
         return proven if proven and now < max(self._waits_again_at, self._admits_again_at) else peers
 
-    def _deeds_of(self, peer: bytes) -> _Deeds | None:
+    def _deeds_of(self, peer: bytes) -> Deeds | None:
         """What a peer has brought to rounds; in several groups, the typical amount stands for a peer not met yet."""
         return self._known_deeds(peer) or (self._typical if self._believes_strangers else None)
 

@@ -396,6 +396,9 @@ class ProgressTracker(Facade):
             trust.admits = self.trains_the_same_model
             trust.is_proven = lambda peer: board.evidence.is_proven(peer.to_bytes())
             trust.has_time_for = lambda peer: board.evidence.has_time_for(peer.to_bytes(), get_dht_time())
+            trust.is_led_astray = lambda leader, members: board.evidence.is_led_astray(
+                leader.to_bytes(), [peer.to_bytes() for peer in members]
+            )
             trust.note_waste = lambda peer, seconds: board.evidence.note_waste(
                 [peer.to_bytes()], seconds, get_dht_time()
             )

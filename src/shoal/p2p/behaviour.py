@@ -6,7 +6,7 @@ Rounds and searches report here how each peer has done, and ask here for the con
 * who leads: this peer does not follow a peer that has lost its share, or that has accepted this one that often in a
   row without starting the group. Nor, in a group of three or more, one whose averages did not come the last time: it
   would give itself its whole share. Nor one that has just understated what a member weighs, which is done on purpose:
-  once is enough. Such a peer can still be a member;
+  once is enough; or has led it twice in a row into a group that most others were not in. It can still be a member;
 * who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 
@@ -188,6 +188,22 @@ class Behaviour:
                 "the next %.0f s",
                 leader,
                 known.leads.failures,
+                known.leads.rests_until - self._now(),
+                about=leader,
+            )
+
+    def note_split(self, leader: PeerID, seconds: float) -> None:
+        """A leader has made a group of a few, and most others went on without it, which has cost so many seconds."""
+        known = self._see(leader)
+        known.leads.failures += 1  # it has started a group, which counted as a success
+        known.leads.fail(self._now(), seconds)
+        if known.leads.is_lost:
+            known.deeds.excluded += 1
+            self._metrics.troubles["leaders not followed"] += 1
+            self._warn_seldom(
+                "peer %s has led this one again and again into a group without most others, who went on by themselves: "
+                "it is not followed for the next %.0f s. Either its line is bad, or it keeps others apart on purpose",
+                leader,
                 known.leads.rests_until - self._now(),
                 about=leader,
             )

@@ -6,6 +6,7 @@ They begin as honest members, so that the others have seen them deliver.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import GroupInfo
-from shoal.averaging.messages import PartStatus
+from shoal.averaging.groups.candidates import Search
+from shoal.averaging.groups.leading import describe_group, read_group
+from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
+from shoal.errors import AllreduceException
 from shoal.p2p.transport import MOST
 
 Lie = Callable[[AveragerNode], None]
@@ -121,6 +125,37 @@ def offers_a_state_of_the_far_future(node: AveragerNode) -> None:
     sharing.get_state = get_state
 
 
+def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
+    """A member. Promises to start first, and gives each follower a group of two with itself: all averages differ."""
+    [lane] = node.lanes.values()
+    matchmaking, tasks = lane.matchmaking, set[asyncio.Task[Any]]()
+    promised_time = matchmaking._promised_time
+    matchmaking._promised_time = lambda control: promised_time(control) - 1.0  # type: ignore[method-assign]
+
+    async def average(start: GroupStart, weight: float) -> None:
+        group = read_group(node.p2p, start, matchmaking.settings.total_size)
+        with contextlib.suppress(AllreduceException):
+            await node.session(group, lane, weight).all_reduce([each.clone() for each in lane.tensors], lane.infos)
+        node.rounds.leave_group(group.group_id)
+
+    def start_groups(search: Search) -> None:
+        followers, own = search.followers, None
+        for peer, follower in list(followers.items()):
+            search.followers = {peer: follower}
+            start = describe_group(node.p2p, search, matchmaking._trust)
+            if not follower.outcome.done():
+                follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
+            if own is None:
+                own = start
+            else:
+                tasks.add(asyncio.ensure_future(average(start, search.control.weight)))
+        search.followers = {}
+        if own is not None:
+            search.group.set_result(matchmaking._adopt(own))
+
+    matchmaking.start_group = start_groups  # type: ignore[method-assign]
+
+
 LIES: dict[str, Lie] = {
     lie.__name__: lie
     for lie in (
@@ -129,6 +164,7 @@ LIES: dict[str, Lie] = {
         gives_everybody_another_average,
         sends_what_is_not_finite,
         says_that_it_comes_and_never_does,
+        leads_each_into_a_group_of_two,
         offers_a_state_of_constants,
         offers_a_state_of_the_far_future,
     )

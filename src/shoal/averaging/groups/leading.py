@@ -169,13 +169,14 @@ def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
     return None
 
 
-def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
+def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | None = None) -> GroupInfo:
     """Check the group that a leader has announced, and learn the addresses of its members.
 
     Args:
         p2p: this peer.
         start: the leader's announcement.
         total_size: number of values in the averaged vector.
+        leader: who has announced it, if not this peer.
 
     Raises:
         ProtocolError: the announcement is not valid.
@@ -191,7 +192,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
     for member in start.members:
         learn(p2p, member.peer)
     limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)
-    return GroupInfo(start.group_id, peers, tuple(m.gathered for m in start.members), modes, shares, limits)
+    gathered = tuple(member.gathered for member in start.members)
+    return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
 
 
 def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promised: float, accepted_at: float) -> None:

@@ -364,7 +364,7 @@ class Matchmaking:
                 search.refuse(leader)
                 self._leave_group(reply.group.group_id)
                 raise ProtocolError(reason)
-            search.group.set_result(self._adopt(reply.group))
+            search.group.set_result(self._adopt(reply.group, leader))
             return
         if reply.better_leader is not None:
             if (better := learn(self.p2p, reply.better_leader)) != self.p2p.peer_id:
@@ -477,8 +477,8 @@ class Matchmaking:
         search.followers.clear()
         search.group.set_result(self._adopt(start))
 
-    def _adopt(self, start: GroupStart) -> GroupInfo:
-        group = read_group(self.p2p, start, self.settings.total_size)
+    def _adopt(self, start: GroupStart, leader: PeerID | None = None) -> GroupInfo:
+        group = read_group(self.p2p, start, self.settings.total_size, leader)
         self.keys.update_key_on_group_assembled(group)
         return group
 

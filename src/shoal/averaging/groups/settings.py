@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
@@ -67,6 +67,8 @@ class Trust:
     """Tells the upper limit for a member's weight."""
     depth: Callable[[], int] = lambda: 0
     """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
+    is_led_astray: Callable[[PeerID, Collection[PeerID]], bool] | None = None
+    """Tells whether a leader (first) has made a group (second) beside which most others have gone on without it."""
     least_limit: Callable[[PeerID, PeerID], float] | None = None
     """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
     most_limit: Callable[[PeerID, PeerID], float] | None = None
