@@ -249,7 +249,8 @@ def test_whose_clock_is_ahead_is_told_so(seed: int, caplog: pytest.LogCaptureFix
     """Others do not count it. It may be too late to correct its time: they have agreed without it."""
 
     async def main() -> None:
-        early, *others = trackers = await start_trackers(Network(), 3, SharedTable())
+        trackers = await start_trackers(Network(), 3, SharedTable())
+        early = trackers[0]
         message = early.exchange._message
 
         def later(to: PeerID, leaving: bool = False) -> ProgressMessage:

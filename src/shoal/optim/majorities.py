@@ -33,8 +33,8 @@ def votes_by_host(epochs: Mapping[bytes, int], host_of: Callable[[bytes], Hashab
 def cut_to_the_rest(weights: Mapping[bytes, float]) -> dict[bytes, float]:
     """Weights of peers, none of which counts for more than half of what all bring but for the largest fifth.
 
-    A peer may claim twice as much the next time, so it can be half of the whole. Of fewer than five peers each counts in
-    full: nobody can tell a liar from a fast machine.
+    A peer may claim twice as much the next time, so it can be half of the whole. Of fewer than five peers each counts
+    in full: nobody can tell a liar from a fast machine.
     """
     if len(weights) < PEERS_PER_LIAR:
         return dict(weights)

@@ -114,7 +114,7 @@ Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 MAX_ADDRESSES = 8
 # How many peers are called directly: calls to all peers of a large swarm would cost too much. The rest read the DHT.
 MAX_CALLED = 64
-# So many peers are remembered. Readings of a large swarm bring a few hundred; anybody can call under any number of names.
+# So many peers are remembered. Readings of a large swarm bring a few hundred; anybody can call under many names.
 MAX_COMPANIONS = 2048
 # How many of the DHT nodes that hold the records are asked in a regular reading.
 HOLDERS_READ = 2

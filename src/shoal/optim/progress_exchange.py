@@ -385,7 +385,7 @@ class ProgressExchange(ServicerBase):
         return [PeerID(record.peer_id) for record in records]
 
     def _some_of(self, records: list[LocalTrainingProgress], most: int) -> list[LocalTrainingProgress]:
-        """Of many peers a sample. Half of it is of those that were in rounds, else a crowd could keep news from them."""
+        """Of many peers a sample, half of it of those that were in rounds: else a crowd could keep news from them."""
         if len(records) <= MAX_CALLED:
             return records
         rng, is_known = self._p2p.rng, self._board.evidence.is_known

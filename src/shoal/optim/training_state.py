@@ -390,8 +390,8 @@ def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | N
 
 
 def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troubles: Counter[str]) -> int:
-    """The largest epoch that members of a group have claimed, without those that the run cannot have reached. Of three or
-    more members one may lie, of ten or more a fifth: it must not push the others on with each round.
+    """The largest epoch that members of a group have claimed, without those that the run cannot have reached. Of three
+    or more members one may lie, of ten or more a fifth: it must not push the others on with each round.
 
     Args:
         claimed: what each member gave in the round; it can be anything.

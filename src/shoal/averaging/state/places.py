@@ -4,8 +4,8 @@ A newcomer may lose its place if another one wants it, but only if it has hardly
 slower than the slowest line in use, or than a quarter of the speed at which it takes bytes while it asks for some. A
 newcomer that has asked for half of the state keeps its place.
 
-A peer has one place: a new call of it takes the place of its last one. If there is no place left, a newcomer from a host
-without any gets one of a host that has several.
+A peer has one place: a new call of it takes the place of its last one. If there is no place left, a newcomer from a
+host without any gets one of a host that has several.
 """
 
 from __future__ import annotations
