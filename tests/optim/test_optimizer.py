@@ -12,11 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shoal.optim import Optimizer
+from shoal.averaging import AveragingStage, StepControl
+from shoal.optim import Optimizer, state_jobs, synchronization
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.state_jobs import let_go
 from shoal.optim.synchronization import Synchronization
 from shoal.p2p import PeerID
 from tests.device import chosen_device
@@ -571,6 +573,27 @@ def test_shutdown_ends_everything_and_can_be_repeated(make_trainers):
     assert not opt.tracker.is_alive()
     assert not opt.grad_averager.is_alive()
     assert trainers[1].opt.is_alive()
+
+
+def test_a_silent_peer_holds_up_the_end_for_one_round_at_most(monkeypatch):
+    waits, now = [], [0.0]
+
+    def wait(futures, timeout):
+        waits.append(({*futures}, timeout))
+        now[0] += timeout
+
+    monkeypatch.setattr(state_jobs.concurrent.futures, "wait", wait)
+    monkeypatch.setattr(synchronization.time, "monotonic", lambda: now[0])
+    controls = [StepControl(scheduled_time=0.0, deadline=1e12) for _ in range(3)]
+    for control in controls[:2]:
+        control.stage = AveragingStage.RUNNING_ALLREDUCE
+    step, averager = Mock(), Mock()
+    step.let_go_of_rounds = lambda timeout: let_go([None, *controls], timeout)
+    step.settings.averaging_timeout = 60.0
+    Synchronization.end_other_work(Mock(_global_step=step, _state_averager=averager, _averaging_timeout=60.0))
+    assert waits == [({*controls[:2]}, 60.0)], "both rounds at once"
+    assert all(control.cancelled() for control in controls)
+    averager.finish_jobs.assert_called_once_with(1.0)
 
 
 def test_shutdown_does_not_wait_for_who_never_comes_to_a_round(make_trainers, monkeypatch):

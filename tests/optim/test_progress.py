@@ -520,6 +520,6 @@ def test_a_crowd_of_strangers_takes_neither_memory_nor_the_news_from_those_who_t
     )
     records = board.companions_to_call(now + 5)
     for most in (MAX_ASKED, MAX_CALLED):
-        chosen = [record.peer_id for record in exchange._some_of(records, most)]
+        chosen = [record.peer_id for record in exchange.some_of(records, most)]
         assert len(set(chosen)) == len(chosen) == most
         assert {*mates} <= {*chosen}

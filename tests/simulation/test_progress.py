@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
@@ -15,7 +14,7 @@ from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.optim.progress_message import ProgressMessage
-from shoal.p2p import P2P, P2PContext, PeerID
+from shoal.p2p import P2P, P2PContext
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
 from tests.drills import mostly_drills
@@ -251,12 +250,8 @@ def test_whose_clock_is_ahead_is_told_so(seed: int, caplog: pytest.LogCaptureFix
     async def main() -> None:
         trackers = await start_trackers(Network(), 3, SharedTable())
         early = trackers[0]
-        message = early.exchange._message
-
-        def later(to: PeerID, leaving: bool = False) -> ProgressMessage:
-            return msgspec.structs.replace(message(to, leaving), time=early.host.dht_time() + 4)
-
-        early.exchange._message = later  # type: ignore[method-assign]
+        early.host.clock_offset = 4.0
+        early.p2p.clock.hear = lambda *_: 0.0  # type: ignore[method-assign]
         await train(trackers, 60)
         lines = [record.getMessage() for record in caplog.records if "does not count this one" in record.getMessage()]
         assert len(lines) == 1

@@ -297,16 +297,16 @@ def test_a_coordinator_cannot_say_that_it_weighs_more_than_its_leader_allows(mon
         network = Network()
         nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(3)], min_matchmaking_time=SECONDS)
         liar = nodes[2].p2p.peer_id
-        final_weights = Coordination._final_weights
+        honest = Coordination.final_weights
 
         def lie(self: Coordination) -> list[float]:
-            weights = final_weights(self)
+            weights = honest(self)
             if self.group.peer_ids[self.own] == liar:
                 has_lied.append(True)
                 weights[self.own] = float(MOST)
             return weights
 
-        monkeypatch.setattr(Coordination, "_final_weights", lie)
+        monkeypatch.setattr(Coordination, "final_weights", lie)
         for node in nodes:
             node.trust.largest_weight = lambda peer: 20.0
         while not has_lied:

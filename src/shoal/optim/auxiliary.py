@@ -67,5 +67,4 @@ class Auxiliary:
     def let_go_of_rounds(self) -> None:
         """Look for no more groups, and finish the rounds that have begun."""
         controls, self._controls = self._controls, [None] * len(self._controls)
-        for control in controls:
-            let_go(control, self._averaging_timeout)
+        let_go(controls, self._averaging_timeout)

@@ -113,8 +113,7 @@ class GlobalStep:
         """Withdraw from scheduled rounds without making others wait."""
         controls = self.scheduled_grads, self.scheduled_state
         self.scheduled_grads = self.scheduled_state = None
-        for control in controls:
-            let_go(control, timeout)
+        let_go(controls, timeout)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -172,11 +171,11 @@ class GlobalStep:
         control, self.scheduled_grads = self.scheduled_grads, None
         expected = self._expected_members()
         if not expected:
-            let_go(control, self.settings.averaging_timeout)
+            let_go([control], self.settings.averaging_timeout)
             averager.load_accumulators_into_averager_()
             return None
         if control is None or not self._in_time(control):
-            let_go(control, self.settings.averaging_timeout)
+            let_go([control], self.settings.averaging_timeout)
             timeout = self.settings.averaging_timeout
             control = averager.schedule_step(gather=self.comparison.describe(), timeout=timeout)
         control.keep_open = False

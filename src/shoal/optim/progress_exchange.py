@@ -374,17 +374,17 @@ class ProgressExchange(ServicerBase):
         """Call others to learn how far they are, which of them are gone, and which are back."""
         for record in self._board.companions_to_try_again(get_dht_time())[:MAX_ASKED]:
             self._call_soon(PeerID(record.peer_id))  # nobody waits for it
-        records = self._some_of(self._board.companions_to_ask(get_dht_time()), MAX_ASKED)
+        records = self.some_of(self._board.companions_to_ask(get_dht_time()), MAX_ASKED)
         calls = [self._calls.get(peer) or self._call_soon(peer) for peer in (PeerID(each.peer_id) for each in records)]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.plan_refresh(get_dht_time())
 
     def _peers_to_call(self) -> list[PeerID]:
-        records = self._some_of(self._board.companions_to_call(get_dht_time(), or_ended=False), MAX_CALLED)
+        records = self.some_of(self._board.companions_to_call(get_dht_time(), or_ended=False), MAX_CALLED)
         return [PeerID(record.peer_id) for record in records]
 
-    def _some_of(self, records: list[LocalTrainingProgress], most: int) -> list[LocalTrainingProgress]:
+    def some_of(self, records: list[LocalTrainingProgress], most: int) -> list[LocalTrainingProgress]:
         """Of many peers a sample, half of it of those that were in rounds: else a crowd could keep news from them."""
         if len(records) <= MAX_CALLED:
             return records

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,27 +43,31 @@ def log_failure(message: str, epoch: int, error: Exception) -> None:
     logger.warning(message, epoch, reason, exc_info=error if unexpected else None)
 
 
-def let_go(control: StepControl | None, timeout: float) -> None:
-    """Withdraw from a scheduled step without making its group wait.
+def let_go(controls: Iterable[StepControl | None], timeout: float) -> None:
+    """Withdraw from scheduled steps without making their groups wait.
 
     A group that is complete already would wait for this peer, so this peer takes part in it with weight 0.
 
     Args:
-        control: the step; ``None`` if there is none.
-        timeout: the longest time to take part, in seconds.
+        controls: the steps; ``None`` counts for nothing.
+        timeout: the longest time to take part in all of them together, in seconds.
     """
-    if control is None or control.done():
-        return
-    if control.stage <= AveragingStage.LOOKING_FOR_GROUP:
-        control.cancel()
-        return
-    if not control.triggered:
-        control.weight = 0.0
-        control.allow_allreduce()
+    begun = []
+    for control in controls:
+        if control is None or control.done():
+            continue
+        if control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+            control.cancel()
+            continue
+        if not control.triggered:
+            control.weight = 0.0
+            control.allow_allreduce()
+        begun.append(control)
     try:
-        concurrent.futures.wait([control], timeout)
+        concurrent.futures.wait(begun, timeout)
     finally:
-        control.cancel()
+        for control in begun:
+            control.cancel()
 
 
 @dataclass

@@ -190,10 +190,12 @@ class Synchronization:
         return True
 
     def end_other_work(self) -> None:
-        """Finish rounds with other peers and work in the background."""
+        """Finish rounds with other peers and work in the background. A peer that falls silent holds all of this up for
+        the time of one round at most, whatever rounds it is in."""
+        ends_at = time.monotonic() + self._averaging_timeout
         self._global_step.let_go_of_rounds(self._averaging_timeout)
         self._state_averager.let_go_of_searches()
-        self._state_averager.finish_jobs(self._averaging_timeout)
+        self._state_averager.finish_jobs(max(1.0, ends_at - time.monotonic()))
 
     def resume(self) -> None:
         """This peer has loaded a checkpoint, which may be older than the state of the swarm."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.control import GroupInfo
+from shoal.averaging.control import GroupInfo, StepControl
 from shoal.averaging.groups.candidates import Search
 from shoal.averaging.groups.leading import describe_group, read_group
 from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
@@ -129,8 +129,13 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
     """A member. Promises to start first, and gives each follower a group of two with itself: all averages differ."""
     [lane] = node.lanes.values()
     matchmaking, tasks = lane.matchmaking, set[asyncio.Task[Any]]()
-    promised_time = matchmaking._promised_time
-    matchmaking._promised_time = lambda control: promised_time(control) - 1.0  # type: ignore[method-assign]
+    run_step, matchmaking.settings.min_matchmaking_time = node.run_step, matchmaking.settings.min_matchmaking_time / 2
+
+    def hurry(control: StepControl) -> Awaitable[None]:
+        control.scheduled_time -= matchmaking.settings.min_matchmaking_time
+        return run_step(control)
+
+    node.run_step = hurry  # type: ignore[method-assign, assignment]
 
     async def average(start: GroupStart, weight: float) -> None:
         group = read_group(node.p2p, start, matchmaking.settings.total_size)
@@ -142,7 +147,7 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
         followers, own = search.followers, None
         for peer, follower in list(followers.items()):
             search.followers = {peer: follower}
-            start = describe_group(node.p2p, search, matchmaking._trust)
+            start = describe_group(node.p2p, search, node.trust)
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
             if own is None:
@@ -151,7 +156,7 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
                 tasks.add(asyncio.ensure_future(average(start, search.control.weight)))
         search.followers = {}
         if own is not None:
-            search.group.set_result(matchmaking._adopt(own))
+            search.group.set_result(read_group(node.p2p, own, matchmaking.settings.total_size))
 
     matchmaking.start_group = start_groups  # type: ignore[method-assign]
 

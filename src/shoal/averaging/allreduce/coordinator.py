@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
     from shoal.averaging.allreduce.verification import Verification
 
-
 logger = logging.getLogger(__name__)
 
 # A member that was silent for too long, say, is dead unless it calls again within so many seconds.
@@ -384,7 +383,7 @@ class Coordination:
         is_first = not self.allreduce.weights
         if is_first and self._some_may_return():
             self.roster.closed_early = True
-        self.allreduce.weights = self.allreduce.weights or self._final_weights()
+        self.allreduce.weights = self.allreduce.weights or self.final_weights()
         if self.roster.closed_early:
             self.latecomers.keep_result(self.allreduce.weights)
         commit = RoundMessage(
@@ -415,7 +414,8 @@ class Coordination:
         """Whether a member that failed may hold fewer averages than the others, or other ones."""
         return member.failed and not self.roster.all_complete.is_set()
 
-    def _final_weights(self) -> list[float]:
+    def final_weights(self) -> list[float]:
+        """What each member weighs in the result."""
         weights, punctual = [0.0] * self.group.group_size, self.roster.punctual
         for index in self.roster.senders:
             member = self.roster.members[index]

@@ -239,7 +239,7 @@ class Rounds:
         """Go on from a checkpoint.
 
         Args:
-            timeout: the longest time to leave each round under way, in seconds.
+            timeout: the longest time to leave the rounds under way, in seconds.
         """
         if saved.differences:
             logger.warning("the checkpoint is of a run with other settings: %s", saved.differences)
@@ -392,6 +392,4 @@ class Rounds:
 
     def let_go(self, timeout: float) -> None:
         """Leave all rounds without making others wait."""
-        for each in self.fragments:
-            if each.flight is not None:
-                let_go(each.flight.control, timeout)
+        let_go([each.flight.control for each in self.fragments if each.flight is not None], timeout)
