@@ -72,8 +72,9 @@ class Participation:
         self.vector, self.group, self.roster = allreduce.vector, allreduce.group, allreduce.roster
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
-        # The latest assignment of the coordinator.
+        # The latest assignment of the coordinator, and whether work on it has yet to begin.
         self._assignment: RoundMessage | None = None
+        self._is_assigned = asyncio.Event()
         self._reported_at = self.first_report_at = math.inf
 
     def has_waited(self, seconds: float) -> bool:
@@ -106,6 +107,7 @@ class Participation:
                 show_life(shared, self._silence),
                 self._say_when_delivered(shared),
                 self._report_when_ready(shared),
+                self._fulfil_the_latest(shared),
             )
         ]
         try:
@@ -142,8 +144,8 @@ class Participation:
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
                     # An older assignment sees that it was replaced, and stops between two parts.
                     self._assignment, self._reported_at = message, math.inf
+                    self._is_assigned.set()
                     self._changed.set()
-                    helpers.append(asyncio.ensure_future(self._fulfil(shared, message)))
         finally:
             self._reported_at = math.inf
             await cancel_and_wait(*helpers)
@@ -237,6 +239,14 @@ class Participation:
         await shared.send(report)
         self._reported_at = asyncio.get_running_loop().time()
         self.first_report_at = min(self.first_report_at, self._reported_at)
+
+    async def _fulfil_the_latest(self, shared: SharedCall) -> None:
+        """One assignment at a time: a coordinator could give any number of them, and take no answers."""
+        while True:
+            await self._is_assigned.wait()
+            self._is_assigned.clear()
+            if (assignment := self._assignment) is not None and assignment.kind != RoundKind.VOID:
+                await self._fulfil(shared, assignment)
 
     async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
         """Send the parts that the coordinator wants, wait for those that it has promised, and report."""

@@ -1,0 +1,49 @@
+"""What a coordinator can make a member do at the end of a round."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import MagicMock
+
+from shoal.averaging.allreduce.finish import Participation
+from shoal.averaging.messages import RoundKind, RoundMessage
+
+ASSIGNMENTS = 1000
+
+
+class DeafCoordinator:
+    """The member's call to a coordinator that gives one assignment after another, and takes no answers."""
+
+    remote = "coordinator"
+
+    def __init__(self) -> None:
+        self.most_tasks, self._said = 0, self._talk()
+        self.hears = asyncio.Event()
+
+    def _talk(self):
+        yield RoundMessage(kind=RoundKind.ALIVE)
+        for _ in range(ASSIGNMENTS):
+            yield RoundMessage(kind=RoundKind.ASSIGNMENT)
+        yield RoundMessage(kind=RoundKind.COMMIT, weights=[1.0])
+
+    async def receive(self, _: type) -> RoundMessage:
+        await asyncio.sleep(0)
+        self.most_tasks = max(self.most_tasks, len(asyncio.all_tasks()))
+        return next(self._said)
+
+    async def send(self, message: RoundMessage, *_: object, end: bool = False) -> None:
+        if message.kind != RoundKind.HELLO:
+            await self.hears.wait()
+
+
+async def test_assignments_that_a_coordinator_does_not_wait_for_cost_no_memory() -> None:
+    allreduce, call = MagicMock(), DeafCoordinator()
+    allreduce.settings.sender_timeout, allreduce.settings.quorum = 600.0, None
+    allreduce.exchanged = asyncio.Event()
+    allreduce.verification = allreduce.notary = None
+    allreduce.vector.held = [0]
+    allreduce.group.peer_ids, allreduce.group.group_size = [call.remote], 1
+    allreduce.group.limited = lambda index, weight: weight
+    allreduce.book.report.return_value = allreduce.book.own.norms = []
+    await Participation(allreduce).run(call)  # type: ignore[arg-type]
+    assert call.most_tasks < 10
