@@ -106,3 +106,12 @@ def test_a_leader_that_keeps_all_others_apart_is_not_followed_for_long(peers: in
     assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
     assert outcome.downloads == 0, "nobody takes the others for another run"
     assert outcome.named == {name}
+
+
+@pytest.mark.parametrize("name", ["ghosts_take_part", "claims_a_billion_samples"])
+def test_who_trains_alone_does_not_wait_for_strangers_in_each_epoch(name: str) -> None:
+    """Nobody has ever come. So it knows no rounds by which it could tell strangers from those who take part."""
+    peace, attacked = train(1, peers=1, epochs=EPOCHS), train(1, (name,), peers=1, epochs=EPOCHS)
+    assert attacked.epochs == peace.epochs == EPOCHS
+    assert attacked.downloads == 0
+    assert attacked.loss == pytest.approx(peace.loss, rel=0.05)

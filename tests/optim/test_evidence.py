@@ -126,6 +126,13 @@ def test_who_was_away_believes_what_the_run_can_have_reached():
     assert believed(evidence, claims(10**6), 3, NOW + 70) == set()
 
 
+def test_one_epoch_that_ended_at_once_does_not_make_all_epochs_possible():
+    evidence = veteran(FRIEND)
+    evidence.pace.trained_until = NOW + 30
+    evidence.pace.note_epoch(3, 4, NOW + 30.1, with_others=True)
+    assert evidence.pace.reach(4, NOW + 90) <= 4 + 2 * 60 / (9 / 4) + 1
+
+
 def test_an_epoch_is_over_for_all_when_one_says_so_after_half_of_it():
     evidence, end = veteran(FRIEND), NOW + 40
     assert believed(evidence, claims(4), 3, NOW + 34, end) == set()
@@ -209,6 +216,22 @@ def test_who_is_alone_although_others_are_there_is_told_once(caplog):
     for number in range(2):
         evidence.note_round({}, NOW + 90 + number, {FRIEND: claim(FRIEND, 3)}, 3)
     assert len(caplog.records) == 2
+
+
+def test_who_was_always_alone_no_longer_waits_for_those_who_never_come():
+    """A stranger that says it takes part would hold up somebody who trains alone in each epoch, for ever."""
+    evidence, others = newcomer(), {peer: claim(peer, epoch=0, samples=10**9, speed=1e6) for peer in PEERS[:2]}
+    records = [other.record for other in others.values()]
+    for epoch in range(3):
+        now = NOW + 60 * epoch
+        assert evidence.whom_to_wait_for({*others}, now) == {*others}
+        evidence.begin_to_wait(others, now, 5.0)
+        evidence.note_round({}, now + 60, others)
+    assert evidence.whom_to_wait_for({*others}, NOW + 180) == set()
+    assert max(record.samples_accumulated for record in evidence.limited(records, NOW + 180, BATCH)) == BATCH
+    assert evidence.whom_to_wait_for({*others}, NOW + 180 + 20 * 60) == {*others}, "for a twentieth of the time"
+    evidence.note_round({OWN: 100.0, PEERS[0]: 100.0}, NOW + 190, others)
+    assert evidence.whom_to_wait_for({PEERS[0]}, NOW + 190) == {PEERS[0]}
 
 
 def test_a_second_liar_is_named_too(caplog):

@@ -13,7 +13,8 @@ averaging rounds, its *deeds*, and compares claims with them:
 * Waiting: this peer waits for peers that take part in rounds, and for others while that costs it at most 5 % of its
   time. If more peers go on without this one than with it, they are the run, and count as if they had come.
 
-In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody. Later a fifth
+In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody, until nobody has come
+three times. Later a fifth
 of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or that the
 run is ahead. A peer that joins late, or was alone in its first round, has no deeds to compare with: it ignores the
 largest fifth of the claims, and cuts them to twice the largest of the rest. So one liar can end only the first epoch.
@@ -210,6 +211,8 @@ class Evidence:
         strangers = [peer for peer in awaited if peer not in members and not self.is_proven(peer)]
         if strangers:
             self._waits_again_at = now + min(now - since, patience) / SHARE_WASTED
+        if awaited and not members and self._is_deserted:
+            self._waits_again_at = now + (now - since) / SHARE_WASTED  # it was a whole search for a group
         for peer in members:
             if peer in self._deeds:
                 self._deeds[peer].missed = 0
@@ -278,6 +281,11 @@ class Evidence:
         """Whether this peer is in its first epoch, has made no step alone, and has taken over no state."""
         return not self.knows_rounds and self.pace.contact is None and not self._alone
 
+    @property
+    def _is_deserted(self) -> bool:
+        """Whether this peer, which was in no round yet, was alone so often that it no longer believes that others come."""
+        return not self.knows_rounds and self._alone >= _ROUNDS_TO_LOSE_TRUST - 1
+
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
         deeds = self._known_deeds(peer) if self._deeds else None
@@ -317,6 +325,8 @@ class Evidence:
         """Of several peers that claim to come, those that this peer should wait for."""
         if not self._meets_everybody:
             return peers
+        if self._is_deserted and now < self._waits_again_at:
+            return set()
         proven = {peer for peer in peers if self.is_proven(peer)}
         # If no proven peer comes, one that may come is better than nobody.
         return proven if proven and now < max(self._waits_again_at, self._admits_again_at) else peers
@@ -372,6 +382,8 @@ class Evidence:
         """The records of all peers, cut to what is believed; the other arguments are those of :meth:`most_samples`."""
         if self.knows_rounds:
             return [self._limited_by_deeds(record, now, batch_size) for record in records]
+        if self._is_deserted:
+            return [record.at_most(max(1, batch_size), 0.0) for record in records]
         samples = largest_but_for_liars(record.samples_accumulated for record in records) if records else 0.0
         self._most_claimed = samples
         if len(records) < PEERS_PER_LIAR or self._knows_nothing:

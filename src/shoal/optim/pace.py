@@ -8,6 +8,8 @@ from collections import deque
 
 # A peer that has been in no round for the time of this many epochs may have missed any number of them.
 _EPOCHS_TO_BE_AWAY = 2
+# The shortest epoch counts for so much less than the usual one at most: a liar may have ended one at once.
+_MOST_HASTE = 4.0
 # How many of the latest epochs tell how fast the run can be.
 EPOCHS_TIMED = 16
 # The others may be this many times as fast as they were.
@@ -64,4 +66,5 @@ class Pace:
         away = now - since
         if away < _EPOCHS_TO_BE_AWAY * self.usual_epoch:
             return own
-        return epoch + _GENEROSITY * away / min(training for _, training in self._epochs)
+        seconds = [training for _, training in self._epochs]
+        return epoch + _GENEROSITY * away / max(min(seconds), statistics.median(seconds) / _MOST_HASTE)
