@@ -283,7 +283,7 @@ class Evidence:
 
     @property
     def _is_deserted(self) -> bool:
-        """Whether this peer, which was in no round yet, was alone so often that it no longer believes that others come."""
+        """Whether this peer, which was in no round yet, was alone so often that it no longer believes others."""
         return not self.knows_rounds and self._alone >= _ROUNDS_TO_LOSE_TRUST - 1
 
     def is_proven(self, peer: bytes) -> bool:
