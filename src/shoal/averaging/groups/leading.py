@@ -139,8 +139,9 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
     limits = [None if trust.largest_weight is None else trust.largest_weight(peer) for peer, *_ in entries]
-    if trust.largest_weight is not None and search.control.triggered:  # it knows its own weight
-        limits[[peer for peer, *_ in entries].index(p2p.peer_id)] = search.control.weight
+    if trust.largest_weight is not None and search.control.triggered:
+        # It knows its own weight. In phases with weights of their own, that of a member is 1.
+        limits[[peer for peer, *_ in entries].index(p2p.peer_id)] = max(1.0, search.control.weight)
     members = [
         Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
         for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
