@@ -115,3 +115,8 @@ def test_who_trains_alone_does_not_wait_for_strangers_in_each_epoch(name: str) -
     assert attacked.epochs == peace.epochs == EPOCHS
     assert attacked.downloads == 0
     assert attacked.loss == pytest.approx(peace.loss, rel=0.05)
+
+
+def test_who_expects_members_that_do_not_exist_holds_nobody_up() -> None:
+    outcome, peace = (train(1, (), (lie,), peers=PEERS, epochs=EPOCHS) for lie in ("expects_a_million_others", HONEST))
+    check_equal(outcome, peace, goodput=0.95)

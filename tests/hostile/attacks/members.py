@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shoal.averaging.groups.leading import describe_group, read_group
 from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
 from shoal.errors import AllreduceException
+from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
 Lie = Callable[[AveragerNode], None]
@@ -96,6 +97,23 @@ def says_that_it_comes_and_never_does(node: AveragerNode) -> None:
     node.run_step = hang  # type: ignore[method-assign]
 
 
+def expects_a_million_others(node: AveragerNode) -> None:
+    """A member. Tells each leader that there are far more members to come: groups must not wait for them each time."""
+    run_step = node.run_step
+
+    def expect_many(control: StepControl) -> Awaitable[None]:
+        expect = control.expect
+
+        def expect_more(peers: Collection[PeerID], least: int = 0) -> None:
+            expect(peers, least)
+            control.expected_group_size = 10**6
+
+        control.expect = expect_more  # type: ignore[method-assign, assignment]
+        return run_step(control)
+
+    node.run_step = expect_many  # type: ignore[method-assign, assignment]
+
+
 def offers_a_state_of_constants(node: AveragerNode) -> None:
     """A donor of the highest priority. All parameters are 7. Nobody who trains may take it over."""
     sharing, honest = node.state_sharing, node.state_sharing.get_state
@@ -169,6 +187,7 @@ LIES: dict[str, Lie] = {
         gives_everybody_another_average,
         sends_what_is_not_finite,
         says_that_it_comes_and_never_does,
+        expects_a_million_others,
         leads_each_into_a_group_of_two,
         offers_a_state_of_constants,
         offers_a_state_of_the_far_future,

@@ -35,6 +35,8 @@ MOST_ANSWERS = 4
 PATIENCE_FACTOR = 4
 # A peer that sees enough others for a group looks for more of them less often, by this factor.
 PATIENCE_IN_COMPANY = 4
+# Of so many members one may lie.
+MEMBERS_PER_LIAR = 5
 # The largest group without a target size.
 MAX_GROUP_SIZE = 4096
 
@@ -221,7 +223,9 @@ class Search:
         known = [number for number in others if number is not None]
         if own is None and not known:
             return False
-        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= max(known, default=0)
+        # Of five members one may expect others that do not exist.
+        wanted = sorted([*known, own or 0], reverse=True)
+        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted[len(wanted) // MEMBERS_PER_LIAR]
 
     def _counts(self, peer: PeerID) -> bool:
         """Whether a peer may be one of those that this one expects: any stranger could come in the place of others."""
