@@ -278,7 +278,7 @@ class GlobalStep:
         if self.grad_averager is None and self._will_average_state() and not averages:
             self.tracker.note_round(None)  # this round was due, and nobody else is there
         if control is not None and not (averages and self._in_time(control)):
-            let_go(control, settings.averaging_timeout)
+            let_go([control], settings.averaging_timeout)
             control = None
         if averages:
             if control is None:
