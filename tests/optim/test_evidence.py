@@ -423,20 +423,18 @@ def test_in_a_small_swarm_a_fast_machine_counts_in_full():
     assert count(evidence, honest, NOW + 19) is honest
 
 
-def test_what_a_leader_may_let_members_weigh_is_bounded():
-    assert newcomer().most_limit(FRIEND, FRIEND, NOW, BATCH) == MOST, "in the first epoch nobody knows better"
+def test_what_a_leader_may_weigh_is_bounded():
+    assert newcomer().most_limit(FRIEND, NOW, BATCH) == MOST, "in the first epoch nobody knows better"
     evidence, now = veteran(FRIEND, PEERS[1]), NOW + 30
     for leader in (FRIEND, LIAR):
-        assert evidence.most_limit(leader, leader, now, BATCH) <= 4 * 100 + 2 * BATCH
-    assert evidence.most_limit(FRIEND, PEERS[1], now, BATCH) <= 4 * 100 + 2 * BATCH
-    assert evidence.most_limit(LIAR, PEERS[1], now, BATCH) == MOST, "nobody knows what this leader has seen"
-    assert evidence.most_limit(FRIEND, OWN, now, BATCH) == MOST, "nobody minds that"
+        assert evidence.most_limit(leader, now, BATCH) <= 4 * 100 + 2 * BATCH
+        assert evidence.most_limit(leader, now + 90, BATCH) >= 10 * 100, "the epoch may have become longer"
     # What honest leaders find is within that, also before their own first round.
-    assert veteran(OWN, FRIEND).largest_weight(OWN, now, BATCH) <= evidence.most_limit(FRIEND, FRIEND, now, BATCH)
+    assert veteran(OWN, FRIEND).largest_weight(OWN, now, BATCH) <= evidence.most_limit(FRIEND, now, BATCH)
     late = newcomer()
     late.pace.note_epoch(0, 3, now, with_others=True)
     late.limited([claim(peer, 3, 100).record for peer in PEERS[:3]], now, BATCH)
-    assert 100 <= late.largest_weight(OWN, now, BATCH) <= evidence.most_limit(LIAR, LIAR, now, BATCH)
+    assert 100 <= late.largest_weight(OWN, now, BATCH) <= evidence.most_limit(LIAR, now, BATCH)
     assert newcomer().largest_weight(OWN, now, BATCH) == MOST
 
 

@@ -362,14 +362,14 @@ class Evidence:
         most = self.most_samples(peer, now, batch_size)
         return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))
 
-    def most_limit(self, leader: bytes, peer: bytes, now: float, batch_size: int) -> float:
-        """An upper bound of what an honest leader finds for itself, or for a third peer if it was in this peer's latest
-        round: what this peer finds, or would of the largest member, and as much again because they may differ."""
-        is_third = peer not in (leader, self._own)
-        if not self.knows_rounds or peer == self._own or (is_third and leader not in self._latest):
+    def most_limit(self, leader: bytes, now: float, batch_size: int) -> float:
+        """An upper bound of what an honest leader finds for itself: what this peer finds, or would of the largest
+        member, and as much again because they may differ."""
+        if not self.knows_rounds:
             return MOST
-        known = self.most_samples(peer, now, batch_size)
-        return min(MOST, _GENEROSITY * max(known, _GENEROSITY * self._most_brought))
+        rounds = max(1.0, (now - self._round_ended_at) / self._seconds)
+        known = self.most_samples(leader, now, batch_size)
+        return min(MOST, _GENEROSITY * max(known, _GENEROSITY * self._most_brought * rounds))
 
     def least_limit(self, leader: bytes, peer: bytes) -> float:
         """A lower bound of what an honest leader finds by :meth:`largest_weight`: what it saw the peer bring, if both

@@ -462,10 +462,10 @@ class ProgressBoard:
         with self._lock:
             return self.evidence.largest_weight(peer, now, self._batch_size)
 
-    def most_limit(self, leader: bytes, peer: bytes, now: float) -> float:
-        """The most that an honest leader can let a member of its group weigh."""
+    def most_limit(self, leader: bytes, now: float) -> float:
+        """The most that an honest leader can let itself weigh."""
         with self._lock:
-            return self.evidence.most_limit(leader, peer, now, self._batch_size)
+            return self.evidence.most_limit(leader, now, self._batch_size)
 
     def believed_epochs(self, now: float) -> dict[bytes, int]:
         """The epochs of all peers that count."""

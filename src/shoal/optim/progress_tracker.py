@@ -409,9 +409,7 @@ class ProgressTracker(Facade):
         trust.least_limit = lambda leader, peer: (
             board.evidence.least_limit(leader.to_bytes(), peer.to_bytes()) if weighs_samples else 1.0
         )
-        trust.most_limit = lambda leader, peer: (
-            board.most_limit(leader.to_bytes(), peer.to_bytes(), get_dht_time()) if weighs_samples else 1.0
-        )
+        trust.most_limit = lambda leader: board.most_limit(leader.to_bytes(), get_dht_time()) if weighs_samples else 1.0
 
     def _depth(self) -> int:
         return 0 if self.exchange is None else self.exchange.spread.depth

@@ -152,9 +152,9 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
 def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
     """What a leader has done to the members of its group, in words; ``None``: nothing.
 
-    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring, or far above
-    what the member can have made: then its values would be the average. A leader that is not in the group could lead
-    others to peers that do not exist, and would never be among those that fail.
+    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring; its own if it
+    is far above what it can have made, because then its values would be the average. A leader that is not in the group
+    could lead others to peers that do not exist, and would never be among those that fail.
     """
     limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
     if leader not in limits:
@@ -163,10 +163,9 @@ def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
         for peer, limit in limits.items():
             if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
                 return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
-    if trust.most_limit is not None:
-        for peer, limit in limits.items():
-            if (math.inf if limit is None else limit) > (most := trust.most_limit(leader, peer)):
-                return f"as the leader it lets {peer} weigh {limit or math.inf:g}, which can have made {most:g} at most"
+    own = math.inf if limits[leader] is None else limits[leader]
+    if trust.most_limit is not None and own is not None and own > (most := trust.most_limit(leader)):
+        return f"as the leader it lets itself weigh {own:g}, and can have made {most:g} at most"
     return None
 
 

@@ -71,8 +71,8 @@ class Trust:
     """Tells whether a leader (first) has made a group (second) beside which most others have gone on without it."""
     least_limit: Callable[[PeerID, PeerID], float] | None = None
     """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
-    most_limit: Callable[[PeerID, PeerID], float] | None = None
-    """Tells the weight that a leader (first) may allow a member (second), which may be the leader itself, at most."""
+    most_limit: Callable[[PeerID], float] | None = None
+    """Tells the weight that a leader may allow itself at most."""
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:

@@ -60,12 +60,12 @@ class Deeds:
         """A lower bound of what an honest leader finds: what it has seen the peer weigh in this peer's latest round."""
         return self._latest.get(peer, 0.0) if leader in self._latest else 0.0
 
-    def most_limit(self, leader: PeerID, peer: PeerID) -> float:
-        """An upper bound of what an honest leader finds for itself, or for others if it was in this peer's latest
-        round: what this peer finds, or would of the largest member, and as much again because they may differ."""
-        if not self._weights or (peer != leader and leader not in self._latest):
+    def most_limit(self, leader: PeerID) -> float:
+        """An upper bound of what an honest leader finds for itself: what this peer finds, or would of the largest
+        member, and as much again because they may differ."""
+        if not self._weights:
             return MOST
-        return _GENEROSITY * max(self.largest_weight(peer), _GENEROSITY * max(self._weights.values()))
+        return _GENEROSITY * max(self.largest_weight(leader), _GENEROSITY * max(self._weights.values()))
 
     def note(self, flight: Flight, expected: Expectation | None) -> None:
         """A round has ended.
