@@ -399,20 +399,27 @@ def test_who_was_deceived_in_the_first_epoch_is_not_again():
     assert max(record.samples_accumulated for record in evidence.limited(records, NOW, BATCH)) == 2 * 50 + BATCH
 
 
-def test_nobody_counts_for_more_than_all_others_together():
-    """Weights are claims, too: who may claim twice as much each time would soon be the whole swarm."""
-    evidence = newcomer()
-    for epoch in range(10):
+def test_what_was_claimed_in_the_first_epoch_does_not_count_for_ever():
+    """Weights are claims, too."""
+    evidence, now = newcomer(), NOW + 10
+    evidence.begin_to_wait(CROWD, now - 1, 5.0)
+    assert evidence.largest_weight(LIAR, now - 1, BATCH) == MOST
+    evidence.note_round({OWN: 100.0, **dict.fromkeys(CROWD, 100.0), LIAR: float(MOST)}, now)
+    limit = 2 * 8 * 100 + BATCH
+    assert evidence.largest_weight(LIAR, now + 9, BATCH) == limit
+    assert count(evidence, claim(LIAR, samples=MOST, speed=1e20).record, now).samples_accumulated <= limit
+
+
+def test_a_machine_that_is_much_faster_than_all_others_soon_counts_in_full():
+    evidence, made = newcomer(), 100.0 * 1000
+    for epoch in range(8):
         now = NOW + 10 * epoch
         evidence.begin_to_wait(CROWD, now + 9, 5.0)
-        liar = min(float(MOST), evidence.largest_weight(LIAR, now + 9, BATCH))
-        evidence.note_round({OWN: 100.0, **dict.fromkeys(CROWD, 100.0), LIAR: liar}, now + 10)
-        assert (liar <= 1000 + BATCH) is (epoch > 0), "one liar can end only the first epoch"
-        assert (
-            count(evidence, claim(LIAR, samples=MOST, speed=1e20).record, now + 10).samples_accumulated <= 1000 + BATCH
-        )
-        honest = claim(CROWD[0], samples=150, speed=20.0).record
-        assert count(evidence, honest, now + 10) is honest
+        brought = min(made, evidence.largest_weight(FRIEND, now + 9, BATCH))
+        evidence.note_round({OWN: 100.0, **dict.fromkeys(CROWD, 100.0), FRIEND: brought}, now + 10)
+    honest = claim(FRIEND, samples=made, speed=made / 10).record
+    assert brought == made
+    assert count(evidence, honest, now + 19) is honest
 
 
 def test_in_a_small_swarm_a_fast_machine_counts_in_full():

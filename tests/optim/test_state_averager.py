@@ -752,6 +752,20 @@ def test_learning_rates_that_cannot_be_are_refused(make_averagers, values, rate,
     assert all(torch.equal(a, b) for a, b in zip(values_of(joiner), before, strict=True))
 
 
+def test_a_schedule_that_begins_in_its_middle_is_no_lie(make_averagers):
+    def begin_at_ten(optimizer):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return StepLR(optimizer, 2, last_epoch=10)
+
+    donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=begin_at_ten)
+    donor.local_epoch = 4
+    metadata, tensors, _ = donor.get_current_state()
+    take_over(joiner, metadata, tensors)
+    assert joiner.local_epoch == 4
+    assert joiner.learning_rates() == donor.learning_rates()
+
+
 def test_a_newcomer_keeps_the_constants_of_its_own_schedule(make_averagers, caplog):
     """Otherwise a donor could end the user's training, by a division by zero in a later step."""
     donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))

@@ -5,8 +5,8 @@ others to an epoch that does not exist, or to make them wait. So this peer remem
 averaging rounds, its *deeds*, and compares claims with them:
 
 * Samples: a peer is believed to make up to twice what it brought to its last round, in each span as long as the
-  training for that round, and one batch more. A peer that was in no round is believed to have one batch. Where five or
-  more took part, nobody counts for more than all others together but for the largest fifth.
+  training for that round, and one batch more. A peer that was in no round is believed to have one batch. What it
+  brought to the first round of a run is a claim itself, and counts as at most eight times what most others brought.
 * Epochs: the run is at the epoch that most hosts have reached; this peer has a vote unless it is a newcomer. Peers that
   were in rounds may also say that an epoch is over, once half of it has passed by this peer's own estimate. A peer that
   was away for some epochs believes any epoch that the run can have reached meanwhile at twice its usual pace.
@@ -14,10 +14,10 @@ averaging rounds, its *deeds*, and compares claims with them:
   time. If more peers go on without this one than with it, they are the run, and count as if they had come.
 
 In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody, until nobody has come
-three times. Later a fifth
-of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or that the
-run is ahead. A peer that joins late, or was alone in its first round, has no deeds to compare with: it ignores the
-largest fifth of the claims, and cuts them to twice the largest of the rest. So one liar can end only the first epoch.
+three times. Later a fifth of all hosts may lie. Where at least five others are known, more than a fifth must say that
+an epoch is over or that the run is ahead. A peer that joins late, or was alone in its first round, has no deeds to
+compare with: it ignores the largest fifth of the claims, and cuts them to twice the largest of the rest. So one liar
+can end only the first epoch.
 
 In a run of several groups a peer never meets most others. It takes them to be as fast as those it has met, and counts
 nobody as missing. After some rounds, if it can hear of all peers, it believes strangers only if receipts of rounds show
@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from shoal.logs import Seldom, counted
 from shoal.optim.deeds import Deeds, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.majorities import PEERS_PER_LIAR, cut_to_the_rest, largest_but_for_liars, votes_by_host
+from shoal.optim.majorities import PEERS_PER_LIAR, cut_at_first, largest_but_for_liars, votes_by_host
 from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
@@ -135,7 +135,8 @@ class Evidence:
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
         """
-        samples, members = cut_to_the_rest(samples), samples.keys() - {self._own}
+        members = samples.keys() - {self._own}
+        samples = samples if self.knows_rounds else cut_at_first(samples)
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 
 PEERS_PER_LIAR = 5
 """One of this many may lie."""
+MOST_AT_FIRST = 8
 
 
 def largest_but_for_liars(values: Iterable[float]) -> float:
@@ -30,14 +31,14 @@ def votes_by_host(epochs: Mapping[bytes, int], host_of: Callable[[bytes], Hashab
     )
 
 
-def cut_to_the_rest(weights: Mapping[bytes, float]) -> dict[bytes, float]:
-    """Weights of peers, none of which counts for more than half of what all bring but for the largest fifth.
+def cut_at_first(weights: Mapping[bytes, float]) -> dict[bytes, float]:
+    """Weights in the first round that a peer knows of, when everybody could claim what it likes.
 
-    A peer may claim twice as much the next time, so it can be half of the whole. Of fewer than five peers each counts
-    in full: nobody can tell a liar from a fast machine.
+    None of them counts for more than eight times the largest but for the largest fifth. A machine that is faster than
+    that counts in full after some more rounds, in each of which it may bring twice as much as before. Of fewer than
+    five peers each counts in full: nobody can tell a liar from a fast machine.
     """
     if len(weights) < PEERS_PER_LIAR:
         return dict(weights)
-    ordered = sorted(weights.values())
-    rest = sum(ordered[: len(ordered) - len(ordered) // PEERS_PER_LIAR])
-    return {peer: min(weight, rest / 2) for peer, weight in weights.items()}
+    most = MOST_AT_FIRST * largest_but_for_liars(weights.values())
+    return {peer: min(weight, most) for peer, weight in weights.items()}

@@ -247,7 +247,7 @@ def load_scheduler_state(scheduler: Any, received: Any, *, of_others: bool = Fal
     if scheduler is None or not isinstance(received, dict):
         return
     state = scheduler.state_dict()
-    names = _MOVING if of_others and type(scheduler).__module__ == lr_scheduler.__name__ else None
+    names = _MOVING if of_others and _is_of_torch(scheduler) else None
     merged = _merge(state, received, names)
     if names is not None and (other := {k: received.get(k) for k in state if merged[k] != _merge(state, received)[k]}):
         own_values = {name: state[name] for name in other}
@@ -310,12 +310,18 @@ def check_received_schedule(scheduler: Any, received: Any, groups: Sequence[Any]
         for value in _numbers(_found_in(received, {"base_lrs", "_last_lr"})):
             if not 0 <= value <= (most or float("inf")):
                 raise ValueError(f"its schedule has a learning rate of {value:g}, which cannot be right")
+    # A schedule may begin in its middle. What those of other packages count is not known.
+    latest = max(epoch, getattr(scheduler, "last_epoch", epoch)) if _is_of_torch(scheduler) else float("inf")
     for value in _numbers(_found_in(received, {"last_epoch", "T_cur"})):
-        if not -1 <= value <= epoch:
+        if not -1 <= value <= latest:
             raise ValueError(f"its schedule is at step {value:g}, in epoch {epoch}")
     for value in _numbers(_found_in(received, {"T_i"})):
         if value < 1:
             raise ValueError(f"a cycle of its schedule has {value:g} steps")
+
+
+def _is_of_torch(scheduler: Any) -> bool:
+    return type(scheduler).__module__ == lr_scheduler.__name__
 
 
 def _found_in(received: Any, names: Collection[str]) -> list[Any]:
