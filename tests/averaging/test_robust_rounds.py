@@ -131,6 +131,24 @@ async def test_all_get_what_the_rule_makes_of_whole_vectors(rule, case):
     await swarm.close()
 
 
+@pytest.mark.parametrize("rule", [ClipToMedianNorm(), CenteredClip(1.0)], ids=repr)
+@pytest.mark.parametrize("number", [4, 5])
+@alone_in_virtual_time
+async def test_among_five_nobody_can_decide_by_claiming_many_samples(rule, number):
+    tensors = make_tensors(number)
+    before = [flat(each) for each in tensors]
+    swarm = await start(tensors, rule=rule)
+    controls = await run_round(swarm, weights=[2.0**40, *[1.0] * (number - 1)])
+    assert controls[1].round.weights[0] == 2.0**40, "what it claims is known"
+    limited = [2.0 if number == 5 else 2.0**40, *[1.0] * (number - 1)]
+    if not isinstance(rule, CenteredClip):
+        torch.testing.assert_close(flat(tensors[1]), expect(rule, before, limited))
+    if number == 5:
+        away = (before[0] - before[1]).norm()
+        assert (flat(tensors[1]) - before[0]).norm() > away / 3
+    await swarm.close()
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @alone_in_virtual_time
 async def test_clients_and_auxiliaries(rule):

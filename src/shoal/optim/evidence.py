@@ -32,10 +32,10 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 
+from shoal.averaging.majorities import PEERS_PER_LIAR, cut_to_others, largest_but_for_liars, votes_by_host
 from shoal.logs import Seldom, counted
 from shoal.optim.deeds import Deeds, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.majorities import PEERS_PER_LIAR, cut_at_first, largest_but_for_liars, votes_by_host
 from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
@@ -55,6 +55,9 @@ SHARE_WASTED = 0.05
 _LEAST_SHARE_OF_EPOCH = 0.5
 # In a run of several groups it takes about this many rounds until this peer has met somebody from most groups.
 _ROUNDS_TO_MIX = 8
+# What a peer brought to the first round counts as at most so many times what most others brought. It may bring twice as
+# much to each later one, so that a machine that is faster than that counts in full after some rounds.
+_MOST_AT_FIRST = 8
 # What others have seen of a peer counts for this many rounds.
 _ROUNDS_OF_TESTIMONY = 8
 
@@ -136,7 +139,7 @@ class Evidence:
             own: this peer's epoch, which the round ends.
         """
         members = samples.keys() - {self._own}
-        samples = samples if self.knows_rounds else cut_at_first(samples)
+        samples = samples if self.knows_rounds else cut_to_others(samples, _MOST_AT_FIRST)
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from shoal.averaging.finite import all_finite, first_not_finite, without_overflow
+from shoal.averaging.majorities import PEERS_PER_LIAR
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.logs import Seldom, quoted
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.lineage import Lineage, LineageKeeper
-from shoal.optim.majorities import PEERS_PER_LIAR
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,

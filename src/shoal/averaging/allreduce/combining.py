@@ -30,6 +30,7 @@ import torch
 from shoal.averaging.aggregation import Aggregation
 from shoal.averaging.control import AveragingMode, GroupInfo
 from shoal.averaging.finite import all_finite
+from shoal.averaging.majorities import cut_to_others
 from shoal.averaging.messages import STATEMENT_BYTES
 from shoal.errors import ProtocolError
 from shoal.p2p.identity import verify_signature
@@ -45,6 +46,8 @@ SMALL_NORM = 1e-15
 # Norms are cut to this, so that the norm of several shares together is finite, too.
 MAX_NORM = 1e300
 
+# A member may claim any number of samples. With a rule, it weighs at most so many times as much as most others.
+MOST_WITH_RULE = 2
 # A rule that is given more values than these, of all members together, may take more than a millisecond.
 HEAVY_VALUES = 2**15
 
@@ -255,6 +258,7 @@ class Combiner:
             values: one tensor of each of these members.
             weights: of all members that have announced themselves.
         """
+        weights = cut_to_others(weights, MOST_WITH_RULE)
         # Fixed at the first part: all parts of a round must be scaled alike.
         if self._factors is None:
             self._factors = self._find_factors(weights)

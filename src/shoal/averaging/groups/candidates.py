@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSettings
 from shoal.averaging.groups.settings import Trust as Trust
+from shoal.averaging.majorities import largest_but_for_liars
 from shoal.averaging.messages import Code, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
@@ -35,8 +36,6 @@ MOST_ANSWERS = 4
 PATIENCE_FACTOR = 4
 # A peer that sees enough others for a group looks for more of them less often, by this factor.
 PATIENCE_IN_COMPANY = 4
-# Of so many members one may lie.
-MEMBERS_PER_LIAR = 5
 # The largest group without a target size.
 MAX_GROUP_SIZE = 4096
 
@@ -224,8 +223,8 @@ class Search:
         if own is None and not known:
             return False
         # Of five members one may expect others that do not exist.
-        wanted = sorted([*known, own or 0], reverse=True)
-        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted[len(wanted) // MEMBERS_PER_LIAR]
+        wanted = largest_but_for_liars([*known, own or 0])
+        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted
 
     def _counts(self, peer: PeerID) -> bool:
         """Whether a peer may be one of those that this one expects: any stranger could come in the place of others."""

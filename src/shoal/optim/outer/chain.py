@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.averaging.majorities import PEERS_PER_LIAR
 from shoal.compression.base import bytes_of
-from shoal.optim.majorities import PEERS_PER_LIAR
 
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.

@@ -1,12 +1,13 @@
-"""Votes among peers some of which lie: each host has one vote, and up to a fifth of the hosts may be liars."""
+"""What many peers say, some of whom lie: each host has one vote, and up to a fifth of the hosts may be liars."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
 
 PEERS_PER_LIAR = 5
 """One of this many may lie."""
-MOST_AT_FIRST = 8
 
 
 def largest_but_for_liars(values: Iterable[float]) -> float:
@@ -31,14 +32,14 @@ def votes_by_host(epochs: Mapping[bytes, int], host_of: Callable[[bytes], Hashab
     )
 
 
-def cut_at_first(weights: Mapping[bytes, float]) -> dict[bytes, float]:
-    """Weights in the first round that a peer knows of, when everybody could claim what it likes.
+Key = TypeVar("Key", bound=Hashable)
 
-    None of them counts for more than eight times the largest but for the largest fifth. A machine that is faster than
-    that counts in full after some more rounds, in each of which it may bring twice as much as before. Of fewer than
-    five peers each counts in full: nobody can tell a liar from a fast machine.
+
+def cut_to_others(weights: Mapping[Key, float], times: float) -> dict[Key, float]:
+    """Weights of peers, none of which is more than so many times the largest but for the largest fifth.
+
+    Of fewer than five peers each counts in full: nobody can tell a liar from a fast machine.
     """
-    if len(weights) < PEERS_PER_LIAR:
-        return dict(weights)
-    most = MOST_AT_FIRST * largest_but_for_liars(weights.values())
+    heavy = [weight for weight in weights.values() if weight > 0]
+    most = times * largest_but_for_liars(heavy) if len(heavy) >= PEERS_PER_LIAR else math.inf
     return {peer: min(weight, most) for peer, weight in weights.items()}
