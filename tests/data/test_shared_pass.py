@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -159,7 +160,10 @@ def test_a_peer_that_finds_the_run_further_says_why_it_gets_nothing(
     with SharedPass(range(20), dhts[1], "run", batch_size=10, chunk=10) as shared:
         seen = [len(in_all(shared.loader())) for _ in range(3)]
     assert seen == [0, 0, 20]
-    assert caplog.text.count("run 'run' is at pass 2 already, so this peer's iteration for pass 0 has no batches") == 1
+    # Of what the other one has published, it may have seen only the first pass at first.
+    assert re.search(
+        "run 'run' is at pass [12] already, so this peer's iteration for pass 0 has no batches", caplog.text
+    )
     assert caplog.text.count("has no batches") == 1
 
 
