@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.state.download import State
@@ -750,6 +750,22 @@ def test_learning_rates_that_cannot_be_are_refused(make_averagers, values, rate,
     assert joiner.local_epoch == 0
     assert joiner.learning_rates() == rates
     assert all(torch.equal(a, b) for a, b in zip(values_of(joiner), before, strict=True))
+
+
+def test_learning_rates_of_groups_may_be_far_apart(make_averagers):
+    def optimizer_of(groups):
+        first, *rest = [parameter for group in groups for parameter in group["params"]]
+        return torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": rest, "lr": 1e-6}])
+
+    donor, joiner = make_averagers(
+        [make_model(seed) for seed in range(2)],
+        optimizer=optimizer_of,
+        scheduler=lambda o: SequentialLR(o, [StepLR(o, 2), StepLR(o, 2)], [3]),
+    )
+    donor.local_epoch = 2
+    metadata, tensors, _ = donor.get_current_state()
+    take_over(joiner, metadata, tensors)
+    assert joiner.learning_rates() == donor.learning_rates()
 
 
 def test_a_schedule_that_begins_in_its_middle_is_no_lie(make_averagers):

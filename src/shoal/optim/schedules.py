@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -298,20 +299,21 @@ def check_received_schedule(scheduler: Any, received: Any, groups: Sequence[Any]
     """
     if scheduler is None:
         return
-    names = scheduled_hyperparameters(scheduler)
-    for own, given in zip(scheduler.optimizer.param_groups, groups, strict=False):
-        rates = [float(own[name]) for name in _SCHEDULED if isinstance(own.get(name), (int, float, torch.Tensor))]
-        most = _LARGEST_RATIO * max([*rates, *map(float, getattr(scheduler, "base_lrs", ()))], default=0.0)
+    own_groups, names = scheduler.optimizer.param_groups, scheduled_hyperparameters(scheduler)
+    own_rates = [own[name] for own in own_groups for name in _SCHEDULED if name in own]
+    sound = [float(rate) for rate in own_rates if isinstance(rate, (int, float, torch.Tensor))]
+    most = _LARGEST_RATIO * max([*sound, *map(float, getattr(scheduler, "base_lrs", ()))], default=0.0) or math.inf
+    for own, given in zip(own_groups, groups, strict=False):
         for name in names if isinstance(given, dict) else ():
             largest = 1.0 if name in _SCHEDULED_WITH_MOMENTUM else most
             for value in _numbers(given.get(name)):
-                if not 0 <= value <= (largest or float("inf")):
+                if not 0 <= value <= largest:
                     raise ValueError(f"its {name} of {value:g} cannot be right: this peer has {own.get(name)}")
-        for value in _numbers(_found_in(received, {"base_lrs", "_last_lr"})):
-            if not 0 <= value <= (most or float("inf")):
-                raise ValueError(f"its schedule has a learning rate of {value:g}, which cannot be right")
+    for value in _numbers(_found_in(received, {"base_lrs", "_last_lr"})):
+        if not 0 <= value <= most:
+            raise ValueError(f"its schedule has a learning rate of {value:g}, which cannot be right")
     # A schedule may begin in its middle. What those of other packages count is not known.
-    latest = max(epoch, getattr(scheduler, "last_epoch", epoch)) if _is_of_torch(scheduler) else float("inf")
+    latest = max(epoch, getattr(scheduler, "last_epoch", epoch)) if _is_of_torch(scheduler) else math.inf
     for value in _numbers(_found_in(received, {"last_epoch", "T_cur"})):
         if not -1 <= value <= latest:
             raise ValueError(f"its schedule is at step {value:g}, in epoch {epoch}")
