@@ -151,7 +151,7 @@ class Archiver:
                     is_private = self._dht.p2p.membership is not None
                     self.latest = self._store.write(self._run_id, kind, found[0], data, is_private=is_private)
                 except ValueError as e:
-                    self._refuse(source, found[1], f"state of {found[1]} is not kept: {e}", bad)
+                    self._refuse(source, found[1], f"the state of {found[1]} is not kept: {e}", bad)
                     break
                 self._tell_further(self._store.prune(self._keep))
                 return self.latest
@@ -166,12 +166,12 @@ class Archiver:
         found = self._dht.run_coroutine(partial(_download, source, skip=bad))
         if found is None:
             return None
-        (metadata, tensors), donor = found[:2], found.donor
+        metadata, tensors = found
         if kind == "DiLoCo" and isinstance(metadata, dict) and EPOCHS[kind] in metadata:
             inner = self._download_statistics(source)
             if inner is not None:
-                return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), donor
-        return State(metadata, tensors), donor
+                return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
+        return State(metadata, tensors), found.donor
 
     def _download_statistics(self, source: StateSharing) -> State | None:
         """Each peer has other statistics of its inner optimizers: those of any are as good, if they are finite."""
@@ -183,12 +183,13 @@ class Archiver:
             if first_not_finite(found.tensors) is None:
                 return found
             self._refuse(
-                source, found.donor, f"statistics of {found.donor} are not kept: some are NaN or infinite", bad
+                source, found.donor, f"the statistics of {found.donor} are not kept: some are NaN or infinite", bad
             )
         return None
 
     def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
-        logger.warning("the %s", why)
+        """Tell why what a donor gave is no good, and ask it no more for a while."""
+        logger.warning("%s", why)
         bad.add(donor)
         self._dht.run_coroutine(partial(_leave_out, source, donor))
 

@@ -367,8 +367,8 @@ class Evidence:
         return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))
 
     def most_limit(self, leader: bytes, now: float, batch_size: int) -> float:
-        """An upper bound of what an honest leader finds for itself: what this peer finds, or would of the largest
-        member, and as much again because they may differ."""
+        """At least the limit that an honest leader sets for itself. It is twice what this peer finds for the leader, or
+        would for the member that brought most: what peers have seen may differ."""
         if not self.knows_rounds:
             return MOST
         rounds = max(1.0, (now - self._round_ended_at) / self._seconds)

@@ -138,15 +138,21 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
-    limits = [None if trust.largest_weight is None else trust.largest_weight(peer) for peer, *_ in entries]
-    if trust.largest_weight is not None and search.control.triggered:
-        # It knows its own weight. In phases with weights of their own, that of a member is 1.
-        limits[[peer for peer, *_ in entries].index(p2p.peer_id)] = max(1.0, search.control.weight)
+    limits = [_limit_of(peer, p2p, search, trust) for peer, *_ in entries]
     members = [
         Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
         for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
     ]
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
+
+
+def _limit_of(peer: PeerID, p2p: P2P, search: Search, trust: Trust) -> float | None:
+    """The most that a member may weigh; ``None``: as much as it likes."""
+    if trust.largest_weight is None:
+        return None
+    if peer == p2p.peer_id and search.control.triggered:  # the leader knows its own weight
+        return max(1.0, search.control.weight)  # in phases with weights of their own, that of a member is 1
+    return trust.largest_weight(peer)
 
 
 def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
@@ -163,8 +169,9 @@ def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
         for peer, limit in limits.items():
             if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
                 return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
-    own = math.inf if limits[leader] is None else limits[leader]
-    if trust.most_limit is not None and own is not None and own > (most := trust.most_limit(leader)):
+    limit = limits[leader]
+    own = math.inf if limit is None else limit
+    if trust.most_limit is not None and own > (most := trust.most_limit(leader)):
         return f"as the leader it lets itself weigh {own:g}, and can have made {most:g} at most"
     return None
 

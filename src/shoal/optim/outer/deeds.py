@@ -61,8 +61,8 @@ class Deeds:
         return self._latest.get(peer, 0.0) if leader in self._latest else 0.0
 
     def most_limit(self, leader: PeerID) -> float:
-        """An upper bound of what an honest leader finds for itself: what this peer finds, or would of the largest
-        member, and as much again because they may differ."""
+        """At least the limit that an honest leader sets for itself. It is twice what this peer finds for the leader, or
+        would for the member that brought most: what peers have seen may differ."""
         if not self._weights:
             return MOST
         return _GENEROSITY * max(self.largest_weight(leader), _GENEROSITY * max(self._weights.values()))
