@@ -10,7 +10,7 @@ import torch
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, Place, Places
+from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, Place, Places
 from shoal.errors import StreamClosedError
 from shoal.p2p import Call, Header, PeerID
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT
@@ -285,6 +285,22 @@ def test_a_network_gives_one_of_its_places_to_another_one() -> None:
         for place in filter(None, mine):
             place.note_request(5)
         assert places.find(PeerID(b"six"), 2.0) is None, "who has half of it keeps its place"
+
+    run(main())
+
+
+def test_a_network_does_not_lose_all_its_places_for_a_snapshot() -> None:
+    """Both copies of the state are in use. Taking one of two places of a network would free neither."""
+
+    async def main() -> None:
+        places = Places(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
+        mine = [places.find(PeerID(name), 0.0) for name in (b"one1", b"one2")]
+        others = [places.find(PeerID(b"two"), 2 * SNAPSHOT_AGE)]
+        for place in filter(None, [*mine, *others]):
+            place.begin(10, 2 * SNAPSHOT_AGE)
+        assert len(places.sharings) == MAX_SNAPSHOTS
+        assert places.find(PeerID(b"six"), 4 * SNAPSHOT_AGE) is None
+        assert not any(place is None or place.lost.is_set() for place in [*mine, *others])
 
     run(main())
 

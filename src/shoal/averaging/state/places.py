@@ -161,7 +161,7 @@ class Places:
         if not self._has_snapshot(peer, now):
             return None
         if sum(not place.has_all for place in self) >= MAX_DOWNLOADS:
-            reasons = {place: self._reason_to_give_way(place, peer, now) for place in self}
+            reasons = {place: self._reason_to_give_way(place, peer, now, list(self)) for place in self}
             places = [place for place, reason in reasons.items() if reason]
             if not places:
                 return None
@@ -176,18 +176,21 @@ class Places:
         if self._is_fresh(now) or len(self.sharings) < MAX_SNAPSHOTS:
             return True
         for sharing in self.sharings:
-            reasons = {place: self._reason_to_give_way(place, peer, now) for place in sharing.places}
+            reasons, kept = {}, list(self)
+            for place in sharing.places:
+                reasons[place] = self._reason_to_give_way(place, peer, now, kept)
+                kept.remove(place)  # of several places of one network, the last one is not one of several
             if all(reason or place.has_all for place, reason in reasons.items()):
                 for place, reason in reasons.items():
                     self._take_away(place, now, reason)
                 return True
         return False
 
-    def _reason_to_give_way(self, place: Place, peer: PeerID, now: float) -> str:
-        """Why a newcomer may get this place; empty: it may not."""
+    def _reason_to_give_way(self, place: Place, peer: PeerID, now: float, places: list[Place]) -> str:
+        """Why a newcomer may get this place, which is one of several; empty: it may not."""
         if place.is_idle(now):
             return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
-        hosts = [self._host_of(each.peer) for each in self]
+        hosts = [self._host_of(each.peer) for each in places]
         is_one_of_several = hosts.count(self._host_of(place.peer)) > 1 and self._host_of(peer) not in hosts
         return "its network has several" if is_one_of_several and not place.has_half else ""
 
