@@ -32,7 +32,7 @@ _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
-MAX_OWNERS_KNOWN = 4096
+MAX_OWNERS_KNOWN, MAX_SUBKEY_REMEMBERED = 4096, 128
 # How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
 _SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 _SSH_LENGTH = len(_SSH_NAME) + 4 * (len(_SSH_HEADER) + PUBLIC_KEY_BYTES) // 3
@@ -206,6 +206,15 @@ def _owner_tags(data: bytes) -> list[bytes]:
     return _OWNER_TAG.findall(data, 0, data.rfind(b"]") + 1)
 
 
+def _owners_in(data: bytes) -> tuple[bytes, ...]:
+    """The different owners that are named in a key or a subkey."""
+    return tuple(dict.fromkeys(_owner_tags(data)))
+
+
+# Averagers and trackers come with the same subkeys again and again.
+_known_owners_in = functools.lru_cache(MAX_OWNERS_KNOWN)(_owners_in)
+
+
 class SignatureValidator(RecordValidatorBase):
     """Protects records whose subkey contains an owner tag; all other records pass untouched.
 
@@ -231,16 +240,18 @@ class SignatureValidator(RecordValidatorBase):
             return True
         if record in self.accepted:
             return True
-        if len(owners) > 1 or not self._is_signed_by(next(iter(owners)), record):
+        if len(owners) > 1 or not self._is_signed_by(owners[0], record):
             return False
         self.accepted.add(record)
         return True
 
     @staticmethod
-    def _owners(record: DHTRecord) -> dict[bytes, None]:
-        if b"[owner:" not in record.key:  # it is a hash, so it hardly ever is
-            return dict.fromkeys(_owner_tags(record.subkey)) if b"[owner:" in record.subkey else {}
-        return dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey))
+    def _owners(record: DHTRecord) -> tuple[bytes, ...]:
+        if b"[owner:" in record.key:  # it is a hash, so it hardly ever is
+            return tuple(dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey)))
+        if len(record.subkey) <= MAX_SUBKEY_REMEMBERED:
+            return _known_owners_in(record.subkey)
+        return _owners_in(record.subkey) if b"[owner:" in record.subkey else ()
 
     def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
         signatures = list(_SIGNATURE.finditer(record.value))
@@ -264,7 +275,7 @@ class SignatureValidator(RecordValidatorBase):
                 signature = private_key.sign(self.signed_bytes(record, record.value))
                 signed = record.value + b"[signature:" + signature + b"]"
                 # It comes back from others, and from this node's own storage. Whatever is odd is checked then.
-                if list(self._owners(record)) == _owner_tags(owner_tag) and _SIGNATURE.search(record.value) is None:
+                if self._owners(record) == _owners_in(owner_tag) and _SIGNATURE.search(record.value) is None:
                     self.accepted.add(DHTRecord(record.key, record.subkey, signed, record.expiration_time))
                 return signed
         return record.value

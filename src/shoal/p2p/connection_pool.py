@@ -208,7 +208,9 @@ class ConnectionPool:
     def _take_idle(self, peer: PooledPeer) -> Connection | None:
         if not peer.idle:
             return None
-        connection = next((each for each in reversed(peer.idle) if each.stream.via is None), peer.idle[-1])
+        connection = peer.idle[-1]
+        if connection.stream.via is not None:
+            connection = next((each for each in reversed(peer.idle) if each.stream.via is None), connection)
         peer.idle.remove(connection)
         del self._idle_since[connection]
         connection.stream.on_closed(None)
