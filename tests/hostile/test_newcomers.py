@@ -72,6 +72,7 @@ def test_newcomers_find_the_run_where_nodes_hide_it() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "hides_what_is_stored")))
 
 
+@pytest.mark.slow_drill
 def test_a_full_table_has_room_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much smaller than usual as is the time in which a stranger fills it."""
     room = Room(nbytes=2**20, bytes_per_peer=2**16, bytes_per_host=2**17)

@@ -27,6 +27,7 @@ def most_hops_in_the_median(nodes: int) -> float:
     return math.log2(nodes) / 2 + 1
 
 
+@pytest.mark.slow_drill
 def test_without_faults_everything_is_found_in_few_hops():
     figures = simulate("plain", nodes=80, operations=150)
     assert figures.stored == figures.asked == figures.found == 150

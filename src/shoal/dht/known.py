@@ -24,23 +24,23 @@ from shoal.dht.storage import DictionaryDHTValue, Subkey, ValueWithExpiration
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
-_FACTOR_BYTES, _FINGERPRINT_BYTES = ID_BITS // 8, 4
+_SEED_BYTES, _FINGERPRINT_BYTES = 8, 4
 MAX_KNOWN = 1024
-MAX_KNOWN_BYTES = _FACTOR_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
+MAX_KNOWN_BYTES = _SEED_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
 MAX_NUMBERS_REMEMBERED, MAX_SUBKEY_REMEMBERED = 4096, 128
 _SHIFT, _MASK = ID_BITS - 8 * _FINGERPRINT_BYTES, (1 << ID_BITS) - 1
 
 
-def _factor_of(packed: bytes) -> int:
-    return int.from_bytes(packed[:_FACTOR_BYTES], "big") | 1
+def _factor_of(seed: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(seed, digest_size=ID_BITS // 8).digest(), "big") | 1
 
 
 def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
     """The random factor, and the fingerprints of nodes and entries, the first :data:`MAX_KNOWN` of them."""
-    drawn = rng.randbytes(_FACTOR_BYTES)
-    factor = _factor_of(drawn)
+    seed = rng.randbytes(_SEED_BYTES)
+    factor = _factor_of(seed)
     fingerprints = [(number * factor & _MASK) >> _SHIFT for number in numbers][:MAX_KNOWN]
-    return drawn + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
+    return seed + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
 
 
 class Known:
@@ -51,9 +51,9 @@ class Known:
     """
 
     def __init__(self, packed: bytes) -> None:
-        self._factor = _factor_of(packed)
-        count = max(0, len(packed) - _FACTOR_BYTES) // _FINGERPRINT_BYTES
-        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _FACTOR_BYTES) if count else ())
+        self._factor = _factor_of(packed[:_SEED_BYTES]) if packed else 1
+        count = max(0, len(packed) - _SEED_BYTES) // _FINGERPRINT_BYTES
+        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _SEED_BYTES)) if count else frozenset()
 
     def __bool__(self) -> bool:
         return bool(self._fingerprints)
