@@ -40,5 +40,6 @@ async def fuzz_all(inputs: int, seed: int, only: Sequence[str] = ()) -> AsyncIte
             yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))
             assert not reported, f"{target.name}: errors that reached nobody: {reported[:3]}"
     finally:
+        gc.unfreeze()
         await victim.end()
         logging.disable(level)

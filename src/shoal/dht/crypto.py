@@ -22,6 +22,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
 from shoal.logs import quoted
 from shoal.p2p.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
@@ -32,7 +33,7 @@ _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
-MAX_OWNERS_KNOWN, MAX_SUBKEY_REMEMBERED = 4096, 128
+MAX_OWNERS_KNOWN = 4096
 # How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
 _SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 _SSH_LENGTH = len(_SSH_NAME) + 4 * (len(_SSH_HEADER) + PUBLIC_KEY_BYTES) // 3

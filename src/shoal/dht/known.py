@@ -20,14 +20,14 @@ import struct
 from collections.abc import Iterable
 
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DictionaryDHTValue, Subkey, ValueWithExpiration
+from shoal.dht.storage import MAX_SUBKEY_REMEMBERED, DictionaryDHTValue, Subkey, ValueWithExpiration
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
 _SEED_BYTES, _FINGERPRINT_BYTES = 8, 4
 MAX_KNOWN = 1024
 MAX_KNOWN_BYTES = _SEED_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
-MAX_NUMBERS_REMEMBERED, MAX_SUBKEY_REMEMBERED = 4096, 128
+MAX_NUMBERS_REMEMBERED = 4096
 _SHIFT, _MASK = ID_BITS - 8 * _FINGERPRINT_BYTES, (1 << ID_BITS) - 1
 
 

@@ -26,6 +26,8 @@ ValueType = TypeVar("ValueType")
 
 Subkey = Any
 """A key inside a dictionary value: anything hashable that msgpack can pack, except ``None``."""
+MAX_SUBKEY_REMEMBERED = 128
+"""What follows from a longer subkey is worked out anew each time: strangers may make up as many as they like."""
 DHTValue = Any
 """What users store: anything that msgpack can pack."""
 BinaryDHTValue = bytes

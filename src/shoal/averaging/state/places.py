@@ -161,7 +161,8 @@ class Places:
         if not self._has_snapshot(peer, now):
             return None
         if sum(not place.has_all for place in self) >= MAX_DOWNLOADS:
-            reasons = {place: self._reason_to_give_way(place, peer, now, list(self)) for place in self}
+            taken = list(self)
+            reasons = {place: self._reason_to_give_way(place, peer, now, taken) for place in taken}
             places = [place for place, reason in reasons.items() if reason]
             if not places:
                 return None
@@ -179,7 +180,7 @@ class Places:
             reasons, kept = {}, list(self)
             for place in sharing.places:
                 reasons[place] = self._reason_to_give_way(place, peer, now, kept)
-                kept.remove(place)  # of several places of one network, the last one is not one of several
+                kept.remove(place)  # so that a network of which all places are here keeps one, and with it this copy
             if all(reason or place.has_all for place, reason in reasons.items()):
                 for place, reason in reasons.items():
                     self._take_away(place, now, reason)
@@ -187,7 +188,7 @@ class Places:
         return False
 
     def _reason_to_give_way(self, place: Place, peer: PeerID, now: float, places: list[Place]) -> str:
-        """Why a newcomer may get this place, which is one of several; empty: it may not."""
+        """Why a newcomer may get one of these places; empty: it may not."""
         if place.is_idle(now):
             return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
         hosts = [self._host_of(each.peer) for each in places]
