@@ -270,12 +270,17 @@ class Trainer:
         if control is not None:
             control.cancel()
         began = get_dht_time()
+        sharing, gives_way = self.averager.state_sharing, self.tracker.gives_way_to is not None
         with self.tracker.pause_updates():
+            if gives_way:  # if both sides do, neither may get the state of the other
+                sharing.set(allowed=False)
             try:
-                state = await self.averager.state_sharing.download()
+                state = await sharing.download()
             except ShoalError:
                 state = None
-            if state is None or state[0]["epoch"] < self.epoch:
+            if gives_way:
+                sharing.set(allowed=True)
+            if state is None or (state[0]["epoch"] < self.epoch and not gives_way):
                 self.record.failed_downloads += 1
                 self.tracker.note_vain_attempt(get_dht_time() - began)
                 self.tracker.look_after_others()
@@ -285,7 +290,7 @@ class Trainer:
             self.record.downloads += 1
             self.record.lost_epochs += max(0, metadata["epoch"] - self.epoch) * (self.epoch > 0)
             self.parameters.copy_(tensors[0])
-            self.epoch = max(metadata["epoch"], self.tracker.global_epoch - 1)
+            self.epoch = max(metadata["epoch"], 0 if gives_way else self.tracker.global_epoch - 1)
             self.tracker.adopt_lineage(Lineage.unpack(metadata["rounds"]), self.epoch)
             self._sum.zero_()
             self.samples = 0
