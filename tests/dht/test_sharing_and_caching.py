@@ -214,6 +214,7 @@ async def test_cached_dictionaries_are_updated_and_others_are_not_added():
     assert await node.store("key", 3, later(200), subkey="mine")
     assert node.protocol.cache.get(KEY).value.get("mine").value == b"\x03"
     assert KEY in node.cache_refresh_queue
+    await asyncio.sleep(2)
     await swarm.nodes[0].store("key", 4, later(300), subkey="theirs")
     await asyncio.sleep(2)
     assert {k: v.value for k, v in (await node.get("key")).value.items()} == {"mine": 3, "theirs": 2}

@@ -4,10 +4,10 @@ A walk asks several nodes near a key one after the other, and most of what each 
 before: contacts of the same nodes, and the same entries of one dictionary. So a request carries a fingerprint of four
 bytes of each node and entry that the asker has, and the answer has only the rest.
 
-A fingerprint is the top of the product of a number of 160 bits and a random odd factor, which is drawn for each request
-(multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem, Journal of
-Algorithms 1997). Two numbers match by chance in one of two billion requests, whatever they are: nobody can make up a
-node or an entry that hides another one.
+A fingerprint is the top of the product of the last 64 bits of a number and a random odd factor, which is drawn for each
+request (multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem,
+Journal of Algorithms 1997). Two of them match by chance in one of two billion requests. The numbers are hashes, so
+nobody can make up a node or an entry that hides another one: that takes the hashes of 2^64 keys.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shoal.dht.storage import MAX_SUBKEY_REMEMBERED, DictionaryDHTValue, Subkey,
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
-_SEED_BYTES, _FINGERPRINT_BYTES = 8, 4
+_FACTOR_BYTES, _FINGERPRINT_BYTES = 8, 4
 MAX_KNOWN = 1024
-MAX_KNOWN_BYTES = _SEED_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
+MAX_KNOWN_BYTES = _FACTOR_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
 MAX_NUMBERS_REMEMBERED = 4096
-_SHIFT, _MASK = ID_BITS - 8 * _FINGERPRINT_BYTES, (1 << ID_BITS) - 1
+_SHIFT, _MASK = 8 * (_FACTOR_BYTES - _FINGERPRINT_BYTES), (1 << 8 * _FACTOR_BYTES) - 1
 
 
-def _factor_of(seed: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(seed, digest_size=ID_BITS // 8).digest(), "big") | 1
+def _factor_of(packed: bytes) -> int:
+    return int.from_bytes(packed[:_FACTOR_BYTES], "big") | 1
 
 
 def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
     """The random factor, and the fingerprints of nodes and entries, the first :data:`MAX_KNOWN` of them."""
-    seed = rng.randbytes(_SEED_BYTES)
-    factor = _factor_of(seed)
+    drawn = rng.randbytes(_FACTOR_BYTES)
+    factor = _factor_of(drawn)
     fingerprints = [(number * factor & _MASK) >> _SHIFT for number in numbers][:MAX_KNOWN]
-    return seed + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
+    return drawn + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
 
 
 class Known:
@@ -51,9 +51,9 @@ class Known:
     """
 
     def __init__(self, packed: bytes) -> None:
-        self._factor = _factor_of(packed[:_SEED_BYTES]) if packed else 1
-        count = max(0, len(packed) - _SEED_BYTES) // _FINGERPRINT_BYTES
-        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _SEED_BYTES)) if count else frozenset()
+        self._factor = _factor_of(packed)
+        count = max(0, len(packed) - _FACTOR_BYTES) // _FINGERPRINT_BYTES
+        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _FACTOR_BYTES) if count else ())
 
     def __bool__(self) -> bool:
         return bool(self._fingerprints)

@@ -120,6 +120,8 @@ class Lookup:
         """Nodes that nobody needs to tell; those with chosen ids may be lies about nodes that others tell truly."""
         known = (self._peers.keys() | self._contacts.keys()) - self.chosen
         count = min(self._neighbors + SOME_MORE, MAX_NODES_KNOWN // max(1, len(targets)))
+        if len(known) <= count:
+            return list(known)
         near = {node_id: None for target in targets for node_id in heapq.nsmallest(count, known, key=target.__xor__)}
         return list(near)
 

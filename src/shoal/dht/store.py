@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.clock import DHTExpiration, get_dht_time
@@ -83,6 +84,11 @@ class Publication:
         finally:
             for attempt in in_flight:
                 attempt.cancel()
+
+    def begin_anew(self) -> None:
+        """Nobody has answered, but there are others to ask."""
+        self.has_answer.clear()
+        self.is_finished.clear()
 
     def end(self) -> None:
         """Nobody will answer any more, also if :meth:`run` was cancelled before it began."""
@@ -207,8 +213,25 @@ def _is_told(key_id: DHTID, subkey: bytes, expires: float, told: StoredValue | N
     return number in known
 
 
+# So long the nodes that were found near a key are taken for the nearest ones, unless a nearer one is heard of before.
+WALK_LASTS_SECONDS = 30.0
+MAX_WALKS = 64
+
+
+@dataclass
+class _Walk:
+    """The nodes that were found near a key."""
+
+    lookup: Lookup
+    nearest: list[DHTID]
+    ended_at: float
+
+
 class Writer:
     """Stores records on behalf of a node.
+
+    Who looks for a group declares that and withdraws it soon, and who trains reports progress every few seconds. So a
+    key at which this node has just stored something is not walked to again, as long as all the nodes there answer.
 
     Args:
         protocol: asks other nodes, and has this node's records.
@@ -222,6 +245,7 @@ class Writer:
     ) -> None:
         self._protocol, self._config = protocol, config
         self._refresh_queue, self._deposits = refresh_queue, deposits
+        self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
 
     async def store(
         self,
@@ -241,42 +265,74 @@ class Writer:
         for record in records:
             publication = publications.setdefault(record.key_id, Publication(record.key_id, self._config.num_replicas))
             places.append((publication, publication.add(record)))
-        lookup = Lookup(self._protocol)
         # Other nodes cannot fetch records from a client.
         without_self = exclude_self or not self._protocol.is_node
 
-        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
-            if node_id == self._protocol.node_id:
-                return [self._protocol.records.keep(record) for record in batch]
-            peer = lookup.peer_of(node_id)
-            if peer is None:
-                return None
-            for record in batch:
-                self._deposits.set_aside(peer, record)
-            accepted = await self._protocol.call_store(peer, batch)
-            for record, is_kept in zip(batch, accepted or (), strict=False):
-                if is_kept:
-                    self._deposits.note(peer, record)
-            return accepted
-
-        def publish(key_id: DHTID, nearest: list[DHTID]) -> None:
-            nodes = nearest if without_self else lookup.with_own(nearest, key_id)
+        def publish(walk: _Walk, key_id: DHTID) -> None:
+            nodes = walk.nearest if without_self else walk.lookup.with_own(walk.nearest, key_id)
             publication = publications[key_id]
-            self._protocol.spawn(publication.run(nodes, store_at)).add_done_callback(lambda _: publication.end())
+            self._protocol.spawn(self._publish(publication, nodes, walk)).add_done_callback(lambda _: publication.end())
 
-        await lookup.find_nearest(
-            publications,
-            publish,
-            num_workers=num_workers or self._config.num_workers,
-            beam_size=max(self._config.bucket_size, self._config.num_replicas),
-            enough=self._config.num_replicas,
-        )
+        lookup, now = Lookup(self._protocol), asyncio.get_running_loop().time
+        walks = {key_id: walk for key_id in publications if (walk := self._take_walk(key_id, now())) is not None}
+        for key_id, walk in walks.items():
+            publish(walk, key_id)
+        for key_id in walks:
+            await publications[key_id].has_answer.wait()
+        unanswered = [publication for publication in publications.values() if not publication.answers]
+        for publication in unanswered:
+            publication.begin_anew()
+        if unanswered:
+            await lookup.find_nearest(
+                [publication.key_id for publication in unanswered],
+                lambda key_id, nearest: publish(_Walk(lookup, nearest, now()), key_id),
+                num_workers=num_workers or self._config.num_workers,
+                beam_size=max(self._config.bucket_size, self._config.num_replicas),
+                enough=self._config.num_replicas,
+            )
         for publication in publications.values():
             await (publication.is_finished if await_all_replicas else publication.has_answer).wait()
         accepted = [publication.is_accepted(position) for publication, position in places]
         if self._config.cache_on_store:
             for record, was_accepted in zip(records, accepted, strict=True):
                 self._update_cache(record, was_accepted)
+        return accepted
+
+    def _take_walk(self, key_id: DHTID, now: float) -> _Walk | None:
+        """The last walk to a key, if its end would be the same today; it is kept again when all nodes have answered."""
+        walk = self._walks.pop(key_id, None)
+        if walk is None or now - walk.ended_at > WALK_LASTS_SECONDS:
+            return None
+        nearest = self._protocol.routing_table.get_nearest_neighbors(key_id, self._config.num_replicas)
+        return walk if {node_id for node_id, _ in nearest} <= set(walk.nearest) else None
+
+    async def _publish(self, publication: Publication, nodes: Sequence[DHTID], walk: _Walk) -> None:
+        """Store the records of one key at the first of these nodes that answer."""
+        all_answer = bool(walk.nearest)
+
+        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
+            nonlocal all_answer
+            if node_id == self._protocol.node_id:
+                return [self._protocol.records.keep(record) for record in batch]
+            peer = walk.lookup.peer_of(node_id)
+            accepted = None if peer is None else await self._store_at(peer, batch)
+            all_answer &= accepted is not None
+            return accepted
+
+        await publication.run(nodes, store_at)
+        if all_answer:
+            self._walks[publication.key_id] = walk
+            self._walks.move_to_end(publication.key_id)
+            if len(self._walks) > MAX_WALKS:
+                self._walks.popitem(last=False)
+
+    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[bool] | None:
+        for record in batch:
+            self._deposits.set_aside(peer, record)
+        accepted = await self._protocol.call_store(peer, batch)
+        for record, is_kept in zip(batch, accepted or (), strict=False):
+            if is_kept:
+                self._deposits.note(peer, record)
         return accepted
 
     def _update_cache(self, record: NewRecord, was_accepted: bool) -> None:
