@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:
     """Run coroutines together; if one fails, the others are cancelled."""
+    if len(work) == 1:
+        return await work[0]
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)
@@ -39,7 +41,12 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
     """
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    running = [task for task in tasks if not task.done()]
+    if running:
+        await asyncio.gather(*running, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, so that asyncio does not log it
     return all(task.cancelled() for task in tasks)
 
 
