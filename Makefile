@@ -24,25 +24,21 @@ DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
 QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
 # Without the shape of the source. Of the rooms that know nothing of torch: what calls other packages.
-OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing \
+OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) \
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
 	$(addprefix tests/dht/test_,crypto.py dht.py protocol.py records.py schema.py storage.py validation.py) \
 	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
+# In those rooms, what only the interpreter and the event loop could break, and those are the same.
+OLDEST_LEAVES_OUT := \
+	$(addprefix tests/averaging/test_,calls.py leaving.py one_result.py pace.py sessions.py slices.py stripes.py traffic.py) \
+	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py vouching.py)
 
-# What Windows and macOS do differently is in these rooms; what takes long there is left out.
-PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
-# macOS differs in sockets and files alone: of the rooms above them, what uses real ones.
-PRETENDING_TESTS_macos := tests/ports tests/p2p tests/dht/test_dht.py tests/dht/test_node.py tests/averaging/test_averager.py \
-	tests/averaging/test_state_sharing.py tests/optim/test_optimizer.py::test_peers_stay_identical
-# These are the same everywhere: they decode bytes, or have no network but a simulated one, in virtual time.
-SAME_EVERYWHERE := \
-	$(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py wire.py) \
-	$(addprefix tests/dht/test_,crypto.py deposits.py finding.py known.py lookup.py ownership.py protocol.py records.py) \
-	$(addprefix tests/dht/test_,routing.py schema.py search.py sharing_and_caching.py spread.py storage.py traverse.py) \
-	$(addprefix tests/dht/test_,validation.py walk_line.py) \
-	$(addprefix tests/averaging/test_,aggregation.py bad_values.py calls.py compressed_rounds.py finite.py leaving.py) \
-	$(addprefix tests/averaging/test_,load_balancing.py message_means.py one_result.py pace.py partition.py reducer.py) \
-	$(addprefix tests/averaging/test_,relaying.py robust_rounds.py sessions.py slices.py stripes.py traffic.py)
+# Windows and macOS differ in sockets and files alone: of the rooms above them, what uses real ones.
+PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py tests/dht/test_node.py \
+	$(addprefix tests/averaging/test_,averager.py rounds.py state_sharing.py) \
+	tests/optim/test_optimizer.py::test_peers_stay_identical
+# These only decode bytes, or have no network but a simulated one.
+SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py wire.py)
 SYSTEMS ?= windows macos
 PRETENDING := $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
@@ -79,7 +75,7 @@ test-transformers: install $(VENV)/transformers-oldest.stamp
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(call pytest,$(OLDEST_BIN)/python,$(QUICK) $(or $(TESTS),$(OLDEST_TESTS)))
+	$(call pytest,$(OLDEST_BIN)/python,$(QUICK) $(or $(TESTS),$(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
@@ -90,7 +86,7 @@ test-devices: install
 test-pretend: $(addprefix pretend-,$(SYSTEMS))
 
 pretend-%: install
-	$(call pytest,$(BIN)/python,$(PRETENDING) --pretend=$* $(PRETENDING_TESTS_$*))
+	$(call pytest,$(BIN)/python,$(PRETENDING) --pretend=$* $(PRETENDING_TESTS))
 
 # Only finds all tests. Whoever runs them later finds them compiled, which takes longer than many a test.
 collected: install

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.drills import mostly_drills
 from tests.hostile.attacks import OF_MACHINES, STRANGERS
 from tests.hostile.simulated import HONEST, Outcome, train
 
@@ -24,12 +25,13 @@ ELSEWHERE = OF_MACHINES | {
     "tells_another_time",
 }
 LIKE_OTHERS = {
+    "ghosts_take_part",
     "calls_the_end_of_an_epoch_far_away",
     "claims_a_billion_samples",
     "joins_with_absurd_wishes",
     "invites_and_falls_silent",
 }
-"""The rules that find a million epochs find the claims, and those that find ghosts the wishes and invitations."""
+"""The rules that find a million epochs find the claims; ghosts are tried on a peer that trains alone, too."""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS
@@ -115,7 +117,7 @@ def test_a_leader_that_keeps_all_others_apart_is_not_followed_for_long(peers: in
     assert outcome.named == {name}
 
 
-@pytest.mark.parametrize("name", ["ghosts_take_part", "claims_a_billion_samples"])
+@pytest.mark.parametrize("name", mostly_drills(["ghosts_take_part", "claims_a_billion_samples"]))
 def test_who_trains_alone_does_not_wait_for_strangers_in_each_epoch(name: str) -> None:
     """Nobody has ever come. So it knows no rounds by which it could tell strangers from those who take part."""
     peace, attacked = train(1, peers=1, epochs=EPOCHS), train(1, (name,), peers=1, epochs=EPOCHS)

@@ -37,7 +37,9 @@ def test_a_process_that_dies_is_noticed_at_once(scenario: Callable[[], None], vi
     run_in_group(scenario, 2, ends={victim: -signal.SIGKILL})
 
 
-@pytest.mark.parametrize("scenario", [ranks.first_process_fails, ranks.another_process_fails, ranks.wrong_use])
+@pytest.mark.parametrize(
+    "scenario", mostly_drills([ranks.first_process_fails, ranks.another_process_fails, ranks.wrong_use], quick=2)
+)
 def test_errors_reach_all_processes(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 2)
 

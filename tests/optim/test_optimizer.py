@@ -663,7 +663,7 @@ def train_until_all_are_alike(trainers: list[Trainer]) -> None:
             has_buffer,
             DELAYED if is_delayed else {},
             id=f"{averager.__name__}-{has_buffer}-{is_delayed}",
-            marks=[pytest.mark.slow_drill] if has_buffer is is_delayed else [],
+            marks=[pytest.mark.slow_drill] if is_delayed or not has_buffer else [],
         )
         for averager, has_buffer, is_delayed in (
             (GradientAverager, True, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.drills import mostly_drills
 from tests.optim.conftest import Trainer, backward, make_model, may_use_sequential_schedules, sgd, values, wait_until
 
 
@@ -165,7 +166,7 @@ def test_shutdown_closes_everything_even_if_the_last_step_has_failed(make_traine
 
 @pytest.mark.leaves_something  # torch's compiler starts a thread that stays
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("options", [{}, {"reuse_grad_buffers": True}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("options", mostly_drills([{}, {"reuse_grad_buffers": True}, {"offload": True}]), ids=str)
 def test_compiled_models(make_trainers, backend, options):
     (trainer,) = make_trainers(1, target=16, **options)
     begin(trainer)

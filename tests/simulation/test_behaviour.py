@@ -199,7 +199,7 @@ def test_who_coordinates_and_ends_no_round_does_so_once(watched, caplog, seed, c
     assert "although all others only waited for that" in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_who_withholds_a_small_vector_does_so_once(watched, seed):
     """One member reduces all of it. The others have a share, but no part of it, and show nothing by that."""
 
@@ -279,6 +279,7 @@ def test_who_sends_so_slowly_that_rounds_are_cut_short_is_blamed_and_those_who_w
     run(main(), seed=1, time_limit=3000)
 
 
+@pytest.mark.slow_drill
 def test_who_goes_on_withholding_is_tried_ever_more_seldom(watched):
     """After the first rounds, the steps in which it fails again take a small part of the time."""
 
@@ -322,7 +323,7 @@ def test_who_accepts_and_never_starts_does_not_lead(watched, monkeypatch, seed, 
     run(main(), seed=seed, time_limit=3000)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_two_that_would_not_follow_each_other_still_meet_where_a_third_leads(seed):
     async def main() -> None:
         network = Network()

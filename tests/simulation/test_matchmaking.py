@@ -39,7 +39,7 @@ def test_all_meet_in_one_group_and_average_exactly(size, rounds):
         assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", mostly_drills([False, True]))
 def test_many_meet_whatever_the_table(distributed):
     size = 32
     for seed in range(2):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
+
 from tests.simulation.mixing import SPREAD, mix
 
 
@@ -28,6 +30,7 @@ def test_full_buckets_mix_in_a_logarithmic_number_of_rounds():
     assert spreads[rounds].largest < 1e-6
 
 
+@pytest.mark.slow_drill
 def test_buckets_that_are_not_full_mix_too():
     spreads = mix(50, 8, 5)
     assert all(max(spread.group_sizes) <= 8 for spread in spreads[1:])

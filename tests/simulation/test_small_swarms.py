@@ -58,7 +58,7 @@ def test_the_first_epochs_have_as_many_samples_as_they_must_have(peers: int, see
     in_swarm(peers, seed, count)
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4])
+@pytest.mark.parametrize("peers", mostly_drills([2, 4, 3], quick=2))
 @pytest.mark.parametrize("silently", [False, True], ids=["its program ends", "its machine vanishes"])
 def test_one_dies_and_the_others_go_on(peers: int, silently: bool) -> None:
     async def die(swarm: Swarm, trainers: list[Trainer]) -> None:

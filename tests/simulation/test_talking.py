@@ -14,7 +14,7 @@ def test_while_no_epoch_ends(peers, bar, working):
     assert 0 < talk.rate <= bar, talk.by_handler
 
 
-@pytest.mark.parametrize(("peers", "epochs"), [(4, 30), (10, 8)])
+@pytest.mark.parametrize(("peers", "epochs"), [(4, 30), pytest.param(10, 8, marks=pytest.mark.slow_drill)])
 def test_the_end_of_an_epoch_costs_a_few_calls_and_comes_on_time(peers, epochs):
     talk = talk_in_epochs(peers, epochs=epochs, slowness=(1.0, 1.4, 2.5))
     assert len(talk.samples) >= epochs - 2

@@ -62,6 +62,7 @@ def interrupt(peer: Peer) -> int:
     return status
 
 
+@pytest.mark.slow_drill
 @needs_signals
 def test_ctrl_c_during_training_ends_a_script_that_catches_it_without_a_word() -> None:
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt") as swarm:

@@ -33,6 +33,7 @@ def test_same_events_with_other_hashes_and_in_other_processes():
     assert first == hashes(seed)
 
 
+@pytest.mark.slow_drill
 def test_other_seeds_give_other_events():
     first, second = hashes(3), hashes(4)
     assert all(first[name] != second[name] for name in first)

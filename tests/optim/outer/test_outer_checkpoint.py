@@ -101,7 +101,7 @@ def check_equal(one, other):
             {"fragments": 2, "fragment_sync_delay": None, "compression": BlockwiseQuantization()},
             {"average": "parameters"},
         ],
-        quick=4,
+        quick=2,
     ),
     ids=["two", "samples", "4 bits", "half", "one", "bfloat16", "delayed", "when it is over", "parameters"],
 )
