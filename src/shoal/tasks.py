@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:
     """Run coroutines together; if one fails, the others are cancelled."""
-    if len(work) == 1:
+    if len(work) == 1:  # it needs no task of its own
         return await work[0]
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

@@ -31,7 +31,10 @@ LIKE_OTHERS = {
     "joins_with_absurd_wishes",
     "invites_and_falls_silent",
 }
-"""The rules that find a million epochs find the claims; ghosts are tried on a peer that trains alone, too."""
+"""The rules that find a million epochs find the claims, and those that find ghosts the wishes and invitations.
+
+Ghosts are tried with every change on a peer that trains alone.
+"""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS

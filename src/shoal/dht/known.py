@@ -7,7 +7,7 @@ bytes of each node and entry that the asker has, and the answer has only the res
 A fingerprint is the top of the product of the last 64 bits of a number and a random odd factor, which is drawn for each
 request (multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem,
 Journal of Algorithms 1997). Two of them match by chance in one of two billion requests. The numbers are hashes, so
-nobody can make up a node or an entry that hides another one: that takes the hashes of 2^64 keys.
+nobody can make up a node or an entry that hides another one: they would have to try 2^64 keys.
 """
 
 from __future__ import annotations

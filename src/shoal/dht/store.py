@@ -86,7 +86,7 @@ class Publication:
                 attempt.cancel()
 
     def begin_anew(self) -> None:
-        """Nobody has answered, but there are others to ask."""
+        """Wait for answers again: nobody has given one, but others will be asked."""
         self.has_answer.clear()
         self.is_finished.clear()
 
@@ -299,7 +299,7 @@ class Writer:
         return accepted
 
     def _take_walk(self, key_id: DHTID, now: float) -> _Walk | None:
-        """The last walk to a key, if its end would be the same today; it is kept again when all nodes have answered."""
+        """The last walk to a key, unless it is old or a nearer node is known. It is kept again if all nodes answer."""
         walk = self._walks.pop(key_id, None)
         if walk is None or now - walk.ended_at > WALK_LASTS_SECONDS:
             return None
