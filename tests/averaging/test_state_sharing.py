@@ -36,6 +36,7 @@ from shoal.tasks import cancel_and_wait
 from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
 from tests.device import on_cpu_only
+from tests.drills import mostly_drills
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
 
@@ -179,7 +180,7 @@ async def be_silent(send, message, *payload):
     await asyncio.sleep(math.inf)
 
 
-@pytest.mark.parametrize("chunks_before", [0, 1, 5])
+@pytest.mark.parametrize("chunks_before", mostly_drills([1, 0, 5]))
 @pytest.mark.parametrize("what", [die, lie, send_another, be_silent])
 async def test_one_good_donor_of_three_is_enough(monkeypatch, what, chunks_before):
     swarm, patience = Swarm(), {"chunk_timeout": 1.0} if what is be_silent else {}

@@ -8,6 +8,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
+from tests.drills import mostly_drills
 from tests.nat.laboratory import NEEDS_LABORATORY, Laboratory
 from tests.nat.punchers import Punchers
 from tests.nat.rules import Kind
@@ -29,7 +30,7 @@ def lab() -> Iterator[Laboratory]:
         yield lab
 
 
-@pytest.mark.parametrize("rst", [False, True], ids=["drop", "rst"])
+@pytest.mark.parametrize("rst", mostly_drills([False, True]), ids=["drop", "rst"])
 @pytest.mark.parametrize(("first", "second"), [*combinations_with_replacement(BEHIND, 2)])
 def test_pairs_of_routers(lab: Laboratory, first: Kind, second: Kind, rst: bool) -> None:
     dialler, target = lab.host(first, rst=rst), lab.host(second, rst=rst)

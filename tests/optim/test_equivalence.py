@@ -11,6 +11,7 @@ import torch
 from shoal.compression import BlockwiseQuantization, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
 from tests.device import chosen_device
+from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, wait_until
 
 pytestmark = pytest.mark.timeout(300)  # so long only on a machine that has other things to do
@@ -176,14 +177,18 @@ def test_synchronous_training_equals_training_alone(make_dhts, closing, name, sc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"reuse_grad_buffers": True},
-        {"offload": True},
-        {"offload": True, "reuse_grad_buffers": True},
-        {"delay_state_averaging": True},
-        {"average_state_every": 5},
-        {"clients": 1},
-    ],
+    mostly_drills(
+        [
+            {"offload": True, "reuse_grad_buffers": True},
+            {"average_state_every": 5, "delay_state_averaging": True},
+            {"clients": 1},
+            {"reuse_grad_buffers": True},
+            {"offload": True},
+            {"delay_state_averaging": True},
+            {"average_state_every": 5},
+        ],
+        quick=3,
+    ),
     ids=lambda options: ",".join(options),
 )
 def test_so_it_does_with_other_options(make_dhts, closing, options):

@@ -28,6 +28,7 @@ from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
 from shoal.p2p.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, pack
 from shoal.testing import Network, run, start_peers
+from tests.drills import mostly_drills
 from tests.p2p.peers import KINDS, Empty, Number, Pair, Peers, Service, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_tcp import Listening
 
@@ -201,13 +202,14 @@ async def test_no_sockets_left() -> None:
 
 
 @pytest.mark.slow
-async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
+@pytest.mark.parametrize("crowd", mostly_drills([2_000, 10_000]))
+async def test_thousands_of_strangers_do_not_keep_honest_peers_out(crowd: int) -> None:
     """Some say nothing at all, some begin a handshake and go on byte by byte; all from the host of the honest peers.
 
     ``pytest -s`` shows how long honest peers wait meanwhile, with strangers and server in one process.
     """
     resource = resource_limits()
-    crowd = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1_500)
+    crowd = min(crowd, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1_500)
     strangers: list[socket.socket] = []
     slow: list[socket.socket] = []
     seconds: dict[str, list[float]] = {"call of a newcomer": [], "call on a known connection": []}

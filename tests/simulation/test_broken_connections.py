@@ -56,11 +56,12 @@ def test_a_cut_at_any_moment_costs_nothing_but_time(pair):
     assert resumed >= moments
 
 
+@pytest.mark.parametrize("seeds", mostly_drills([1, 5]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_averaged(kind):
+def test_whatever_is_averaged(kind, seeds):
     undisturbed, resumed = calm(kind), 0
     size = len(undisturbed.modes)
-    for seed in range(3):
+    for seed in range(seeds):
         rng = random.Random(seed)
         broken = Broken(cuts((rng.uniform(0, undisturbed.seconds), *rng.sample(range(size), 2))), **KINDS[kind])
         broken.check_like(undisturbed)

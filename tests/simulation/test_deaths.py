@@ -39,11 +39,11 @@ NO_LOSS = Link(delay=WIDE_AREA.delay, jitter=0.01)
 
 @pytest.mark.parametrize("when", ["looking for a group", "all-reduce"])
 @pytest.mark.parametrize("kind", ["crash", "power_off"])
-def test_survivors_finish_the_round(kind, when):
+@pytest.mark.parametrize("runs", mostly_drills([4, 10]))
+def test_survivors_finish_the_round(runs, kind, when):
     first, last = (0.0, WINDOW) if when == "looking for a group" else (WINDOW - 0.2, WINDOW + STAGGER + 1)
     notice = NOTICE_CRASH_SECONDS if kind == "crash" else NOTICE_SILENCE_SECONDS
-    size, dying, runs = 8, 3, 10
-    averaged = 0
+    size, dying, averaged = 8, 3, 0
     for seed in range(runs):
         members = run_round(seed, size, link=NO_LOSS, interfere=deaths(dying, first, last, kind))
         averaged += check_survivors(members, 2 * WINDOW + STAGGER + notice)
@@ -278,7 +278,8 @@ def test_a_round_is_forgotten_when_it_is_over(monkeypatch):
     assert not any(vector() for vector in vectors)
 
 
-def test_many_deaths_of_all_kinds_on_failing_links():
-    size, dying, runs = 16, 8, 4
+@pytest.mark.parametrize("runs", mostly_drills([2, 8]))
+def test_many_deaths_of_all_kinds_on_failing_links(runs):
+    size, dying = 16, 8
     averaged = sum(run_round_with_deaths(seed, size, dying) for seed in range(runs))
     assert averaged >= 0.8 * runs * (size - dying)

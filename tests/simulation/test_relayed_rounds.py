@@ -37,7 +37,7 @@ def test_relays_carry_next_to_nothing_on_long_and_unsteady_lines(seed: int) -> N
     assert far.relayed < 100_000
 
 
-@pytest.mark.parametrize("kinds", [HARD, EASY, ["symmetric", "symmetric", "port-restricted", "public"]])
+@pytest.mark.parametrize("kinds", mostly_drills([HARD, EASY, ["symmetric", "symmetric", "port-restricted", "public"]]))
 @pytest.mark.parametrize("seed", mostly_drills(range(2)))
 def test_a_relay_that_crashes_costs_a_moment_and_no_member(kinds: list[str], seed: int) -> None:
     assert seconds_over(seed, kinds, "crash") <= 2.0

@@ -73,11 +73,12 @@ def test_without_deaths(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("kind", mostly_drills(["crash", "power_off"]))
-def test_survivors_finish_the_round(rule, kind, monkeypatch):
+@pytest.mark.parametrize("seeds", mostly_drills([3, 8]))
+def test_survivors_finish_the_round(rule, seeds, kind, monkeypatch):
     again = []
     execute = Recovery.run
     monkeypatch.setattr(Recovery, "run", lambda self: again.append(len(self._plan.again)) or execute(self))
-    for seed in range(5):
+    for seed in range(seeds):
         killing = deaths(2, WINDOW + STAGGER - 0.5, WINDOW + STAGGER + 0.6, kind)
         members = run_robust_round(seed, rule, killing, link=NO_LOSS)
         living = check(rule, members)

@@ -26,11 +26,11 @@ def hashes_in_another_process(seed: int, hash_seed: int) -> dict[str, str]:
 @pytest.mark.slow
 def test_same_events_with_other_hashes_and_in_other_processes():
     seed = 1
-    first = hashes_in_another_process(seed, 1)
-    assert first.keys() == {program.__name__ for program in PROGRAMS}
-    assert all(int(line.split()[0]) > 100 for line in first.values())
-    assert first == hashes_in_another_process(seed, 2)
-    assert first == hashes(seed)
+    here = hashes(seed)
+    assert here.keys() == {program.__name__ for program in PROGRAMS}
+    assert all(int(line.split()[0]) > 100 for line in here.values())
+    # The hash seed of this process is drawn by chance.
+    assert hashes_in_another_process(seed, 1) == here
 
 
 @pytest.mark.slow_drill
