@@ -21,8 +21,9 @@ DOCS_BIN := $(subst $(VENV),$(VENV)/docs,$(BIN))
 unexport PYTHONDONTWRITEBYTECODE
 # What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
 DRILLS := slow_drill
-# Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
 QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
+# Where all is tested already, what differs shows up soon: of tests with many sets of parameters, the first and the last.
+ONCE_MORE := $(QUICK) --variants=2
 # Without the shape of the source. Of the rooms that know nothing of torch: what calls other packages.
 OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) \
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
@@ -30,17 +31,18 @@ OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/
 	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
 # Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes.
 OLDEST_LEAVES_OUT := \
-	$(addprefix tests/averaging/test_,calls.py leaving.py one_result.py pace.py sessions.py slices.py stripes.py traffic.py) \
-	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py vouching.py)
+	$(addprefix tests/averaging/test_,calls.py leaving.py liars.py one_result.py pace.py quorum.py relaying.py) \
+	$(addprefix tests/averaging/test_,robust_rounds.py sessions.py slices.py stripes.py traffic.py) \
+	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py vouching.py) tests/data/test_leases.py
 
 # Windows and macOS differ in sockets and files alone: of the rooms above them, what uses real ones.
-PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py tests/dht/test_node.py \
+PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py \
 	$(addprefix tests/averaging/test_,averager.py rounds.py state_sharing.py) \
 	tests/optim/test_optimizer.py::test_peers_stay_identical
 # These only decode bytes, or have no network but a simulated one.
-SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py wire.py)
+SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py reservations.py wire.py)
 SYSTEMS ?= windows macos
-PRETENDING := $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
+PRETENDING := $(ONCE_MORE) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
 .PHONY: demo test test-slow test-for test-lightning test-transformers test-oldest test-devices test-pretend
 .PHONY: collected check style types fuzz bench dist docs format install oldest clean
@@ -66,7 +68,7 @@ test-for: install
 # pyproject.toml allows. `make test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	export PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning; \
-		$(call pytest,$(BIN)/python,$(QUICK) $(LIGHTNING_TESTS))
+		$(call pytest,$(BIN)/python,$(ONCE_MORE) $(LIGHTNING_TESTS))
 
 # The trainer of Hugging Face once more, with the oldest versions that pyproject.toml allows.
 test-transformers: install $(VENV)/transformers-oldest.stamp
@@ -75,12 +77,12 @@ test-transformers: install $(VENV)/transformers-oldest.stamp
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(call pytest,$(OLDEST_BIN)/python,$(QUICK) $(or $(TESTS),$(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
+	$(call pytest,$(OLDEST_BIN)/python,$(ONCE_MORE) $(or $(TESTS),$(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
 	$(BIN)/python -m tests.fake_device
-	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(QUICK) $(or $(TESTS),$(DEVICE_TESTS)))
+	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(ONCE_MORE) $(or $(TESTS),$(DEVICE_TESTS)))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
 test-pretend: $(addprefix pretend-,$(SYSTEMS))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -89,6 +90,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=pretend.system or None,
         help="be another system, as far as shoal can see; see tests/pretend",
     )
+    parser.addoption(
+        "--variants",
+        type=int,
+        metavar="COUNT",
+        help="of each test that has parameters, run so many at most, the first and the last among them; default: all",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,9 +110,30 @@ def pytest_report_header() -> str:
     return f"pretends to be {pretend.system}" if pretend.system else ""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks come first: ``-m "not slow"`` selects by them, and the scheduler of pytest-xdist sorts by them."""
+    _mark(items)
+    yield
+    if (most := config.getoption("--variants")) is not None:
+        kept = _some_variants(items, most)
+        config.hook.pytest_deselected(items=[*set(items).difference(kept)])
+        items[:] = kept
+
+
+def _some_variants(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Of each test, so many sets of parameters, at even distances."""
+    functions: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    kept = set()
+    for variants in functions.values():
+        count, last = min(most, len(variants)), len(variants) - 1
+        kept |= {variants[i * last // max(count - 1, 1)] for i in range(count)}
+    return [item for item in items if item in kept]
+
+
+def _mark(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
         if path.startswith(SLOW):
@@ -125,6 +153,10 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # pytest hands its handlers, some times in each test, to each logger that does not propagate: torch has dozens.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.get_freeze_count = lambda: 0  # shoal would warn that it does not see what a program has set aside
 
 

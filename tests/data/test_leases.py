@@ -20,6 +20,7 @@ from shoal.dht.crypto import tag_of
 from shoal.errors import DHTError
 from shoal.testing import run
 from shoal.testing.swarm import DHTSwarm
+from tests.drills import mostly_drills
 
 
 class Crowd:
@@ -85,10 +86,11 @@ def test_peers_pass_over_everything_once_and_share_it_evenly() -> None:
     run(main(), seed=1)
 
 
-def test_everything_is_seen_though_a_peer_dies_every_five_seconds() -> None:
+@pytest.mark.parametrize("samples", mostly_drills([200, 800]))
+def test_everything_is_seen_though_a_peer_dies_every_five_seconds(samples: int) -> None:
     async def main() -> None:
         rng = random.Random(1)
-        crowd = Crowd(samples=400)
+        crowd = Crowd(samples=samples)
         for _ in range(8):
             await crowd.join()
         deaths = 0
@@ -98,7 +100,7 @@ def test_everything_is_seen_though_a_peer_dies_every_five_seconds() -> None:
             deaths += 1
             await crowd.join()
         await crowd.finish()
-        assert set(crowd.seen) == set(range(400))
+        assert set(crowd.seen) == set(range(samples))
         again = sum(count - 1 for count in crowd.seen.values())
         # What one was at, and what it had done in the half second since it last published.
         assert again <= 3 * deaths, (again, deaths)

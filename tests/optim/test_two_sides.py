@@ -184,6 +184,7 @@ def test_a_step_that_each_made_alone_does_not_part_them(come_apart, caplog):
     assert not losses_told(caplog)
 
 
+@pytest.mark.slow_drill
 def test_who_was_away_and_did_not_train_is_simply_behind(come_apart, caplog):
     (*three, one), cut = come_apart((3, 14), (1, 3))
     cut.heal()
@@ -221,6 +222,7 @@ async def ping(_, node, peer) -> None:
     await node.protocol.call_ping(peer)
 
 
+@pytest.mark.slow_drill
 def test_with_local_updates_too(come_apart, caplog):
     options = {"use_local_updates": True}
     (*three, one), cut = come_apart((3, 6), (1, 15), **options)

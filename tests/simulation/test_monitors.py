@@ -20,7 +20,7 @@ from shoal.p2p import Identity
 from shoal.testing import Network, SharedTable, run, start_dht_node
 from tests.simulation.training import LINK, RUN, Course, Swarm, Trainer
 
-PEERS, SPEED, EPOCH_SECONDS, EPOCHS = 4, 50.0, 20.0, 8
+PEERS, SPEED, EPOCH_SECONDS, EPOCHS = 4, 50.0, 20.0, 6
 
 
 class Reporter(Trainer):

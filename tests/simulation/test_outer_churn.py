@@ -15,7 +15,7 @@ def check(churn: Churn) -> None:
 
 
 def test_peers_that_come_and_go_stay_one_run():
-    check(Churn("open", 1, seconds=12.0, peace=20.0))
+    check(Churn("open", 1, seconds=20.0, peace=30.0))
 
 
 @pytest.mark.slow_drill

@@ -180,7 +180,7 @@ def test_a_record_is_published_anew_whichever_reading_has_shown_that_it_belongs_
 def test_who_is_sent_to_and_fro_reads_no_more_than_a_few_times_in_a_row(monkeypatch):
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
-        peers = await add_peers(network, table, 40)
+        peers = await add_peers(network, table, 10)
         await asyncio.sleep(100)
         peer, moving = peers[0], []
         hear_many = peer.board.hear_many

@@ -176,6 +176,7 @@ def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> N
         assert laptop.errors() == ""
 
 
+@pytest.mark.slow_drill
 def test_two_computers_run_the_first_program_of_the_readme(hosts: list[Host]) -> None:
     program = first_block("README.md")
     assert "initial_peers=[]" in program

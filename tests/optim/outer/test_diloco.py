@@ -19,6 +19,7 @@ from shoal.compression import (
 from shoal.compression.base import bytes_of
 from shoal.optim.outer.chain import hash_of
 from shoal.optim.outer.diloco import DiLoCo
+from tests.drills import mostly_drills
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A, B, near
 
@@ -269,31 +270,34 @@ def check_same(*trainers):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"compression": NoCompression()},
-        {"compression": Float16Compression()},
-        {"compression": BFloat16Compression(), "dtype": torch.bfloat16},
-        {"compression": BlockwiseQuantization(), "fragments": 2},
-        {"compression": Float16Compression(), "return_compression": NoCompression(), "fragments": 3},
-        {"fragments": 2, "fragment_sync_delay": 1},
-        {"fragments": 2, "fragment_sync_delay": None},
-        {"compression": Blockwise4BitQuantization(), "fragments": 2},
-        {"compression": TopKCompression(density=1 / 8), "fragments": 2, "fragment_sync_delay": 1},
-        {"compression": TopKCompression(bits=8), "sparse_mean": "members"},
-        {"compression": Float16Compression(), "error_feedback": 1.0},
-    ],
+    mostly_drills(
+        [
+            {"compression": NoCompression()},
+            {"compression": BFloat16Compression(), "dtype": torch.bfloat16},
+            {"compression": Float16Compression(), "return_compression": NoCompression(), "fragments": 3},
+            {"fragments": 2, "fragment_sync_delay": None},
+            {"compression": TopKCompression(density=1 / 8), "fragments": 2, "fragment_sync_delay": 1},
+            {"compression": Float16Compression(), "error_feedback": 1.0},
+            {"compression": Float16Compression()},
+            {"compression": BlockwiseQuantization(), "fragments": 2},
+            {"fragments": 2, "fragment_sync_delay": 1},
+            {"compression": Blockwise4BitQuantization(), "fragments": 2},
+            {"compression": TopKCompression(bits=8), "sparse_mean": "members"},
+        ],
+        quick=6,
+    ),
     ids=[
         "float32",
-        "float16",
         "bfloat16",
-        "8 bits",
         "float16 and back float32",
-        "delayed",
         "when it is over",
-        "4 bits",
         "sparse",
-        "sparse of all members",
         "float16 with feedback",
+        "float16",
+        "8 bits",
+        "delayed",
+        "4 bits",
+        "sparse of all members",
     ],
 )
 def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
