@@ -31,7 +31,8 @@ from shoal.reactor import Reactor, new_event_loop  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)
-settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
+# How long one example takes says little on a busy machine.
+settings.register_profile("shoal", deadline=None, max_examples=40)
 settings.load_profile("shoal")
 blocking_calls.watch()
 have_enough_files()  # here, so that no test's log has the line about a system that allows few

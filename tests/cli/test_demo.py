@@ -75,6 +75,7 @@ def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow_drill
 def test_an_interrupted_run_leaves_no_peer(start: Start) -> None:
     process = start("--peers", "2", "--seconds", "100")
     read_until(process, "All peers are in")

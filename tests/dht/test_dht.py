@@ -515,6 +515,7 @@ def test_a_forked_child_knows_the_facts_and_nothing_else_works():
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], check=True, timeout=30)
 
 
+@pytest.mark.slow_drill
 @pytest.mark.slow
 def test_a_busy_minute_loses_nothing():
     """Hundreds of calls at once, of many peers in one process: each waits for its turn, and nobody takes others for

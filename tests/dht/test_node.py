@@ -217,6 +217,7 @@ async def test_silent_nodes_delay_a_store_but_do_not_break_it():
     assert asyncio.get_running_loop().time() - start < 1, "the silent ones are known by now"
 
 
+@pytest.mark.slow_drill
 @pytest.mark.slow
 @in_virtual_time
 async def test_a_third_of_the_nodes_falls_silent():
@@ -666,6 +667,7 @@ print(run(main()))
 """
 
 
+@pytest.mark.slow_drill
 def test_the_same_seed_gives_the_same_run_whatever_the_hash_seed():
     stories = [
         subprocess.run(

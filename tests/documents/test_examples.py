@@ -97,7 +97,7 @@ def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str
         (
             "lora",
             "--steps",
-            12,
+            4,
             r"^step [1-9]\d*: loss",
             "The adapters are in lora_adapters",
         ),

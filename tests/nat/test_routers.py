@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.drills import mostly_drills
 from tests.nat.laboratory import NEEDS_LABORATORY, Laboratory
 from tests.nat.rules import Kind
 from tests.nat.sockets import (
@@ -49,7 +50,7 @@ def test_easy_routers_keep_the_outer_port_and_hard_ones_change_it_for_each_desti
         assert {port for _, port in seen} == {OWN}
 
 
-@pytest.mark.parametrize("rst", [False, True], ids=["drop", "rst"])
+@pytest.mark.parametrize("rst", mostly_drills([False, True]), ids=["drop", "rst"])
 @pytest.mark.parametrize("kind", BEHIND)
 def test_routers_let_in_what_their_kind_lets_in(lab: Laboratory, kind: Kind, rst: bool) -> None:
     called, stranger, host = lab.host("public"), lab.host("public"), lab.host(kind, rst=rst)
@@ -99,7 +100,7 @@ def test_datagrams_are_translated_like_connections(lab: Laboratory, kind: Kind) 
         (Kind.SYMMETRIC, Kind.SYMMETRIC, False),
     ],
 )
-@pytest.mark.parametrize("rst", [False, True], ids=["drop", "rst"])
+@pytest.mark.parametrize("rst", mostly_drills([False, True]), ids=["drop", "rst"])
 def test_two_calls_that_cross_open_a_connection_unless_a_port_is_not_known(
     lab: Laboratory, first: Kind, second: Kind, opens: bool, rst: bool
 ) -> None:
@@ -146,7 +147,7 @@ def test_two_homes_behind_one_carrier(lab: Laboratory) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PORT_RESTRICTED, Kind.SYMMETRIC, Kind.CGNAT])
-@pytest.mark.parametrize("rst", [False, True], ids=["drop", "rst"])
+@pytest.mark.parametrize("rst", mostly_drills([False, True]), ids=["drop", "rst"])
 def test_firewalled_ipv6_lets_in_what_was_called(lab: Laboratory, kind: Kind, rst: bool) -> None:
     public, first = lab.host("public", ipv6="open"), lab.host(kind, ipv6="firewalled", rst=rst)
     second = lab.host(kind, ipv6="firewalled", rst=rst)

@@ -225,10 +225,11 @@ def digits() -> torch.Tensor:
     ("of_gradients", "of_parameters"),
     [
         (BlockwiseQuantization, BlockwiseQuantization),
-        pytest.param(Uniform8BitQuantization, NoCompression, marks=pytest.mark.slow_drill),
-        pytest.param(NoCompression, Uniform8BitQuantization, marks=pytest.mark.slow_drill),
+        pytest.param(Uniform8BitQuantization, NoCompression),
+        pytest.param(NoCompression, Uniform8BitQuantization),
     ],
 )
+@pytest.mark.slow_drill
 def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):
     """Not even with eight bits, of gradients and of parameters, in every epoch."""
     generator = torch.Generator().manual_seed(3)

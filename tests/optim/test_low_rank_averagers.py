@@ -589,6 +589,7 @@ def train(averagers: Sequence[GradientAverager], steps: int) -> float:
     return ((data @ models[0] - target).square().mean() / target.square().mean()).item()
 
 
+@pytest.mark.slow_drill
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", mostly_drills(BOTH))
 def test_training_converges_as_without_compression(make_averagers, cls):

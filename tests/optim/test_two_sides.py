@@ -150,6 +150,7 @@ def test_three_peers_prevail_over_one_that_is_further(come_apart, caplog):
     assert f"{epochs * 64} samples" in told
 
 
+@pytest.mark.slow_drill
 def test_of_two_and_two_at_the_same_epoch_one_half_gives_way(come_apart, caplog):
     trainers, cut = come_apart((2, 12), (2, 12))
     assert not torch.equal(values(trainers[0].model), values(trainers[2].model))
@@ -194,6 +195,7 @@ def test_who_was_away_and_did_not_train_is_simply_behind(come_apart, caplog):
     assert not losses_told(caplog)
 
 
+@pytest.mark.slow_drill
 def test_three_that_did_not_train_are_behind_one_that_did(come_apart, caplog):
     (*three, one), cut = come_apart((3, 3), (1, 14))
     cut.heal()

@@ -46,15 +46,15 @@ def group_of(step: StepControl) -> set[object]:
     return set(step.result())
 
 
-def expel(seed: int, *, is_in_round: bool) -> float:
+def expel(seed: int, members: int = MEMBERS, *, is_in_round: bool) -> float:
     """Expel a member; returns the seconds until nobody has a connection with it."""
 
     async def main() -> float:
         network = Network(LINK)
-        nodes = await start_dht_nodes(network, MEMBERS, token=SECRET.text)
+        nodes = await start_dht_nodes(network, members, token=SECRET.text)
         averagers = [
             await start_averager(
-                network.host_of(node.peer_id), [torch.full((MEMBERS * 4,), float(number))], node, min_group_size=2
+                network.host_of(node.peer_id), [torch.full((members * 4,), float(number))], node, min_group_size=2
             )
             for number, node in enumerate(nodes)
         ]
@@ -80,14 +80,14 @@ def expel(seed: int, *, is_in_round: bool) -> float:
             steps = await running
             for step, node in zip(steps, nodes, strict=True):
                 assert node is expelled or step.exception() is None, step.exception()
-        members = [averager for averager in averagers if averager.p2p is not expelled.p2p]
+        remaining = [averager for averager in averagers if averager.p2p is not expelled.p2p]
         steps = await round_of(network, averagers)
         for averager, step in zip(averagers, steps, strict=True):
-            if averager in members:
+            if averager in remaining:
                 assert group_of(step) == everybody - {expelled.peer_id}
             else:
                 assert isinstance(step.exception(), ShoalError)
-        values = {tuple(averager.tensors[0].tolist()) for averager in members}
+        values = {tuple(averager.tensors[0].tolist()) for averager in remaining}
         assert len(values) == 1
         await assert_refused(expelled, others[0])
         return seconds

@@ -78,7 +78,7 @@ def test_several_cuts_in_one_round(kind):
         Broken(cuts(*moments), **KINDS[kind]).check_like(undisturbed, count * 0.5)
 
 
-@pytest.mark.parametrize("of", ["parts_in", "averages_in"])
+@pytest.mark.parametrize("of", mostly_drills(["averages_in", "parts_in"]))
 def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
     settings = {"values": 2**20, "part_size_bytes": 2**17, "uplink": 2.0**20}
     begun, repeated, tasks = [], [], []
@@ -102,6 +102,7 @@ def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
     assert set(begun) <= set(repeated)
 
 
+@pytest.mark.slow_drill
 def test_over_long_links_all_connections_of_a_member_are_cut():
     """The cut is of all connections to it at one moment, as when its router starts anew."""
     link = Link(delay=0.1, jitter=0.01)
@@ -112,7 +113,7 @@ def test_over_long_links_all_connections_of_a_member_are_cut():
         broken.check_like(undisturbed, 2.5)  # a handshake takes 0.6 s
 
 
-@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3]))
 def test_who_crashes_is_dead_at_once(position):
     """Its machine refuses the new connections. Also if its connections have broken before."""
     undisturbed = calm("mean")
@@ -128,7 +129,7 @@ def test_who_crashes_is_dead_at_once(position):
             assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
-@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3]))
 def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
     undisturbed = calm("mean")
     for part in (1, 2, 3):

@@ -182,7 +182,7 @@ def lie(swarm: ClockSwarm, node: DHTNode, seconds: float) -> None:
     node.p2p.hello = greet_wrongly
 
 
-@pytest.mark.parametrize("seconds", [1e9, 100.0, -100.0, 2.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", mostly_drills([1e9, -100.0, float("nan"), 100.0, 2.5, float("inf")], quick=3))
 def test_liars_in_the_minority_move_nobody(seconds):
     async def main() -> None:
         swarm = ClockSwarm()

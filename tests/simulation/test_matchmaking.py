@@ -48,6 +48,7 @@ def test_many_meet_whatever_the_table(distributed):
         assert meeting.seconds < WINDOW + STAGGER + 1
 
 
+@pytest.mark.slow_drill
 def test_many_meet_on_very_bad_links():
     link = Link(delay=(0.02, 0.3), jitter=0.05, dial_failure=0.05)
     size = 64

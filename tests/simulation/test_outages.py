@@ -21,7 +21,7 @@ def test_the_swarm_is_one_again_soon(who, seconds):
     assert simulate(who, seconds, nodes=4, seed=0).seconds <= BAR_SECONDS
 
 
-@pytest.mark.parametrize("who", ["one", "half"])
+@pytest.mark.parametrize("who", mostly_drills(["half", "one"]))
 def test_idle_nodes_find_back_too(who):
     assert simulate(who, 7200.0, nodes=4, seed=1, busy=False).seconds <= BAR_SECONDS
 

@@ -14,16 +14,17 @@ from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.tokens import DAY
 from shoal.testing import START_OF_TIME, Network, run, start_averager, start_dht_nodes
 from tests.drills import mostly_drills
-from tests.simulation.expelling import LIMIT_SECONDS, LINK, SECRET, expel, group_of, round_of
+from tests.simulation.expelling import LIMIT_SECONDS, LINK, MEMBERS, SECRET, expel, group_of, round_of
 
 
 def invitation(role: str) -> str:
     return SECRET.invite(ROLES_BY_NAME[role], int(START_OF_TIME) + 30 * DAY).text
 
 
+@pytest.mark.parametrize("members", mostly_drills([20, MEMBERS]))
 @pytest.mark.parametrize("is_in_round", mostly_drills([False, True]))
-def test_expelled_member_is_out_within_seconds_and_the_others_lose_no_round(is_in_round: bool) -> None:
-    assert expel(7, is_in_round=is_in_round) < LIMIT_SECONDS
+def test_expelled_member_is_out_within_seconds_and_the_others_lose_no_round(is_in_round: bool, members: int) -> None:
+    assert expel(7, members, is_in_round=is_in_round) < LIMIT_SECONDS
 
 
 def test_roles_in_the_table() -> None:

@@ -14,6 +14,7 @@ from shoal.dht.seat import STEP_DOWN_SECONDS
 from shoal.p2p.reachability import Reach, Reachability
 from shoal.p2p.reservations import Reservations
 from shoal.testing import Nat, make_averager, run, start_step
+from tests.drills import mostly_drills
 from tests.simulation.routers import Internet
 
 SIZE = 64
@@ -37,7 +38,7 @@ def port_of(node: DHTNode) -> int:
     return int(node.p2p.transport.addresses()[0]["tcp"] or 0)
 
 
-@pytest.mark.parametrize("mapping", ["easy", "hard"])
+@pytest.mark.parametrize("mapping", mostly_drills(["hard", "easy"]))
 def test_a_network_whose_only_public_peer_dies_trains_on(mapping: str) -> None:
     async def main() -> None:
         internet = Internet()
@@ -59,7 +60,7 @@ def test_a_network_whose_only_public_peer_dies_trains_on(mapping: str) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", mostly_drills([True, False]))
 def test_when_the_only_public_peer_goes_another_one_takes_its_place(silent: bool) -> None:
     async def main() -> None:
         internet = Internet()

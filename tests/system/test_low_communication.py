@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.drills import mostly_drills
 from tests.system.swarm import Peer, Swarm
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,7 +21,8 @@ def slot_of(peer: Peer) -> int:
     return max((event["slot"] for event in peer.all("slot")), default=-1)
 
 
-@pytest.mark.parametrize("delay", mostly_drills([0, 2]), ids=["at once", "delayed"])
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("delay", [0, 2], ids=["at once", "delayed"])
 def test_one_is_killed_and_another_one_comes(delay: int) -> None:
     options = ["--slots", MANY_SLOTS, "--delay", delay]
     with Swarm("train_locally.py", 3, *options) as swarm:

@@ -27,6 +27,7 @@ def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
             assert late <= early * ALLOWED_GROWTH_OF_ROUNDS, f"{late / early:.3f} times as much"
 
 
+@pytest.mark.slow_drill
 def test_peak_memory_after_50_epochs_is_that_after_10() -> None:
     options = ["--epochs", 50, "--target-batch-size", 64, "--matchmaking-time", 1]
     with Swarm("train.py", 2, *options) as swarm:

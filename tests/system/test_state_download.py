@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal import DHT, DecentralizedAverager
+from tests.drills import mostly_drills
 from tests.system.share_state import PATIENCE_SECONDS, make_state
 from tests.system.swarm import Swarm
 
@@ -14,7 +15,7 @@ CHUNKS, DONORS, PAUSE_AFTER = 40, 3, 4
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.parametrize("killed", mostly_drills([1, 2]))
 def test_killed_donors_cost_nothing_but_time(killed: int) -> None:
     options = ["--chunks", CHUNKS, "--pause-after", PAUSE_AFTER]
     with Swarm("share_state.py", DONORS, *options) as swarm:
