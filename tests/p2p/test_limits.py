@@ -476,7 +476,7 @@ async def test_large_headers_that_never_arrive(kind: str) -> None:
 @both_kinds
 async def test_announcements_hold_nobody_up(kind: str) -> None:
     """A crowd announces more than all that others may take, and sends nothing: large calls are answered at once."""
-    limits = Limits(header_bytes_per_peer=MAX_HEADER_BYTES, header_bytes=MAX_HEADER_BYTES, seconds_for_header=0.5)
+    limits = Limits(header_bytes_per_peer=MAX_HEADER_BYTES, header_bytes=MAX_HEADER_BYTES)
     announcement = pack(Kind.OPEN, Open(handler="x" * (MAX_HEADER_BYTES - 100)))[:20]
     async with Peers(kind) as peers:
         server, honest = await peers.two(limits=limits)
@@ -490,9 +490,7 @@ async def test_announcements_hold_nobody_up(kind: str) -> None:
         await until(lambda: sum(each.header_since > 0 for each in server.server.connections()) == len(strangers))
         large = Pair(left=1, right=2, labels={"": [bytes(MAX_HEADER_BYTES - 1000)]})
         assert await stub(honest, server).rpc_swap(large) == Pair(left=2, right=1)
-        assert server.metrics.connections_dropped == {}
-        await until(lambda: server.metrics.connections_dropped == {"too slow with a header": len(strangers)})
-        assert (await stub(honest, server).rpc_square(Number(value=2))).value == 4
+        assert server.metrics.connections_dropped == {}, "they are still there; test_slow_header shows how that ends"
 
 
 @both_kinds
