@@ -55,14 +55,15 @@ def test_two_peers_run_the_quickstart_together() -> None:
                 process.communicate()
 
 
+@pytest.mark.slow_drill
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 @pytest.mark.parametrize(
     ("name", "needs", "training", "status"),
     [
         ("quickstart", "sklearn", "1 peer\n", 0),
-        pytest.param("lightning_digits", "lightning", "keeps its own", 1, marks=pytest.mark.slow_drill),
-        pytest.param("huggingface", "transformers", "swarm_epoch", 0, marks=pytest.mark.slow_drill),
+        ("lightning_digits", "lightning", "keeps its own", 1),
+        ("huggingface", "transformers", "swarm_epoch", 0),
     ],
 )
 def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str, training: str, status: int) -> None:

@@ -208,6 +208,7 @@ def test_three_that_did_not_train_are_behind_one_that_did(come_apart, caplog):
     assert not losses_told(caplog)
 
 
+@pytest.mark.slow_drill
 def test_a_newcomer_joins_the_side_that_goes_on(come_apart, make_trainers):
     (*three, one), cut = come_apart((3, 6), (1, 15))
     cut.heal()

@@ -34,6 +34,7 @@ def test_a_small_swarm_loses_nothing(peers):
     run(main(), seed=1)
 
 
+@pytest.mark.slow_drill
 def test_one_dies_and_one_comes():
     async def main() -> None:
         swarm = Swarm(Network(LINK), course_for(4))

@@ -119,6 +119,7 @@ def test_a_peer_and_a_client_begin_with_different_parameters(make_dhts, closing)
     assert all(torch.equal(outer[server][version][1], outer[client][version][1]) for version in both)
 
 
+@pytest.mark.slow_drill
 @pytest.mark.leaves_something  # torch's compiler starts a thread that stays
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the compiler itself
 def test_a_compiled_function_may_call_step(make_dhts, closing):
