@@ -51,6 +51,16 @@ def check_equal(outcome: Outcome, peace: Outcome, *, goodput: float) -> None:
     assert outcome.downloads == 0, "nobody was behind"
 
 
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_where_nobody_attacks_all_stay_together(seed: int) -> None:
+    """From whatever round on they came, and however short their first one was."""
+    outcome = train(seed, peers=20, epochs=10)
+    assert outcome.goodput > 0.93
+    assert outcome.alone == outcome.downloads == outcome.lines == 0
+    assert outcome.spread == 0.0
+
+
 @pytest.mark.parametrize(
     "name",
     [

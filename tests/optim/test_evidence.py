@@ -520,6 +520,16 @@ def test_who_was_left_behind_by_most_takes_them_for_the_run():
     assert limited.samples_accumulated == 208, "as much as if it had been in the round"
 
 
+def test_who_was_left_behind_does_not_take_others_for_as_slow_as_in_one_short_round():
+    """Else the end of an epoch always seems far away to those who came last: they look for a group when it is over."""
+    others = {peer: claim(peer, epoch=4) for peer in PEERS[1:]}
+    evidence = newcomer()
+    evidence.note_round({OWN: 1.0, FRIEND: 1.0} | dict.fromkeys(others, 1.0), NOW + 10)
+    evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 20, others, 3)
+    record = claim(PEERS[1], samples=90, speed=11.0).record
+    assert count(evidence, record, NOW + 25) is record
+
+
 @pytest.mark.parametrize(
     "others",
     [

@@ -22,6 +22,11 @@ class Deeds:
     has_wasted: bool = False
     """It was unproven, came, and held up the round."""
 
+    @property
+    def speed(self) -> float:
+        """Samples per second."""
+        return self.weight / self.seconds
+
 
 def remember(known: dict[bytes, Any], peer: bytes, what: Any) -> None:
     """Keep something about a peer. When the memory is full, its oldest entry goes."""

@@ -181,7 +181,8 @@ class Evidence:
         if len({*map(self._host_of, without)}) <= len({*map(self._host_of, {*members, self._own} - clients)}):
             return
         for peer in without:
-            known = self._deeds.pop(peer, self._typical)
+            # What it brought to its last round with this peer may be little: the end of an epoch would seem far away.
+            known = max(self._deeds.pop(peer, self._typical), self._typical, key=lambda deeds: deeds.speed)
             remember(self._deeds, peer, Deeds(known.weight, known.seconds))
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
@@ -398,7 +399,7 @@ class Evidence:
 
     def _limited_by_deeds(self, record: LocalTrainingProgress, now: float, batch_size: int) -> LocalTrainingProgress:
         most, deeds = self.most_samples(record.peer_id, now, batch_size), self._deeds_of(record.peer_id)
-        fastest = 0.0 if deeds is None else _GENEROSITY * deeds.weight / deeds.seconds
+        fastest = 0.0 if deeds is None else _GENEROSITY * deeds.speed
         return record.at_most(most, fastest)
 
     def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
