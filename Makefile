@@ -29,7 +29,8 @@ OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
 	$(addprefix tests/dht/test_,crypto.py dht.py protocol.py records.py schema.py storage.py validation.py) \
 	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
-# Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes.
+# Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes; and rounds
+# with rules of aggregation, which tests/averaging/test_aggregation.py tries alone.
 OLDEST_LEAVES_OUT := \
 	$(addprefix tests/averaging/test_,calls.py leaving.py liars.py one_result.py pace.py quorum.py relaying.py) \
 	$(addprefix tests/averaging/test_,robust_rounds.py sessions.py slices.py stripes.py traffic.py) \
@@ -40,7 +41,8 @@ PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py \
 	$(addprefix tests/averaging/test_,averager.py rounds.py state_sharing.py) \
 	tests/optim/test_optimizer.py::test_peers_stay_identical
 # These only decode bytes, or have no network but a simulated one.
-SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py reservations.py wire.py)
+SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py) \
+	$(addprefix tests/p2p/test_,reservations.py wire.py)
 SYSTEMS ?= windows macos
 PRETENDING := $(ONCE_MORE) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
@@ -77,12 +79,12 @@ test-transformers: install $(VENV)/transformers-oldest.stamp
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(call pytest,$(OLDEST_BIN)/python,$(ONCE_MORE) $(or $(TESTS),$(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
+	$(call pytest,$(OLDEST_BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(ONCE_MORE) $(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
 	$(BIN)/python -m tests.fake_device
-	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(ONCE_MORE) $(or $(TESTS),$(DEVICE_TESTS)))
+	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(ONCE_MORE) $(DEVICE_TESTS)))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
 test-pretend: $(addprefix pretend-,$(SYSTEMS))

@@ -31,7 +31,7 @@ from shoal.reactor import Reactor, new_event_loop  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)
-# How long one example takes says little on a busy machine.
+# How long one example takes says little on a busy machine. There are few; `make fuzz` tries a million.
 settings.register_profile("shoal", deadline=None, max_examples=40)
 settings.load_profile("shoal")
 blocking_calls.watch()
@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--variants",
         type=int,
         metavar="COUNT",
-        help="of each test that has parameters, run so many at most, the first and the last among them; default: all",
+        help="of each test, run so many sets of parameters at most: the first ones and the last; default: all",
     )
 
 
@@ -123,14 +123,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _some_variants(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of each test, so many sets of parameters, at even distances."""
+    """Of each test, so many sets of parameters: the first ones and the last."""
     functions: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         functions.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    kept = set()
-    for variants in functions.values():
-        count, last = min(most, len(variants)), len(variants) - 1
-        kept |= {variants[i * last // max(count - 1, 1)] for i in range(count)}
+    kept = {item for variants in functions.values() for item in [*variants[: most - 1], variants[-1]]}
     return [item for item in items if item in kept]
 
 
@@ -154,11 +151,12 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    # pytest hands its handlers, some times in each test, to each logger that does not propagate: torch has dozens.
+    gc.get_freeze_count = lambda: 0  # shoal would warn that it does not see what a program has set aside
+    # This saves time, too: pytest hands its handlers, six times in each test, to each logger that does not propagate.
+    # torch has dozens of them.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    gc.get_freeze_count = lambda: 0  # shoal would warn that it does not see what a program has set aside
 
 
 @pytest.hookimpl(tryfirst=True)

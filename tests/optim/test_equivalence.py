@@ -220,16 +220,16 @@ def digits() -> torch.Tensor:
     return torch.cat([pictures, torch.tensor(found.target, dtype=torch.float32)[:, None]], dim=1)
 
 
+@pytest.mark.slow_drill
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_gradients", "of_parameters"),
     [
         (BlockwiseQuantization, BlockwiseQuantization),
-        pytest.param(Uniform8BitQuantization, NoCompression),
-        pytest.param(NoCompression, Uniform8BitQuantization),
+        (Uniform8BitQuantization, NoCompression),
+        (NoCompression, Uniform8BitQuantization),
     ],
 )
-@pytest.mark.slow_drill
 def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):
     """Not even with eight bits, of gradients and of parameters, in every epoch."""
     generator = torch.Generator().manual_seed(3)

@@ -17,7 +17,6 @@ from shoal.optim.low_rank import NEVER, LowRankState, Statement, agree
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import LowRankAverager, PowerSGDGradientAverager
 from shoal.serializer import MSGPackSerializer
-from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, wait_until
 
 RANK = 2
@@ -591,7 +590,7 @@ def train(averagers: Sequence[GradientAverager], steps: int) -> float:
 
 @pytest.mark.slow_drill
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", mostly_drills(BOTH))
+@pytest.mark.parametrize("cls", BOTH)
 def test_training_converges_as_without_compression(make_averagers, cls):
     shapes = [(24, 20)]
     loss = train(make_averagers(cls, 2, shapes=shapes), steps=60)

@@ -79,6 +79,8 @@ def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
             {"delay_state_averaging": True},
             {"offload": True},
             {"offload": True, "delay_optimizer_step": True},
+            {"average_state_every": 2},
+            {"average_opt_statistics": ["momentum_buffer"]},
         ],
         quick=4,
     ),

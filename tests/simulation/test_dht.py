@@ -18,7 +18,6 @@ from benchmarks.dht_simulation import Figures, simulate
 from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.testing import Link, Network, run, start_dht_nodes
-from tests.drills import mostly_drills
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,19 +34,22 @@ def test_without_faults_everything_is_found_in_few_hops():
     assert figures.p99_get_seconds < 2
 
 
-@pytest.mark.parametrize("nodes", mostly_drills([40, 80]))
-def test_most_is_found_although_many_nodes_fall_silent(nodes):
-    figures = simulate("faults", nodes=nodes, operations=100, seed=0)
+@pytest.mark.parametrize(
+    ("nodes", "operations", "seed"),
+    [(40, 100, 0), *(pytest.param(60, 200, seed, marks=pytest.mark.slow_drill) for seed in range(2))],
+)
+def test_most_is_found_although_many_nodes_fall_silent(nodes, operations, seed):
+    figures = simulate("faults", nodes=nodes, operations=operations, seed=seed)
     assert figures.stored >= 0.995 * figures.operations
     assert figures.lost <= 0.03 * figures.stored, "few places, so all nodes of one may well be among the dead"
     assert figures.found >= 0.995 * (figures.asked - figures.lost)
     assert figures.median_hops <= most_hops_in_the_median(nodes)
 
 
-@pytest.mark.parametrize("nodes", mostly_drills([30, 60]))
-def test_everything_is_found_one_refresh_after_a_partition(nodes):
-    figures = simulate("partition", nodes=nodes, operations=50)
-    assert figures.stored == figures.asked == figures.found == 50
+@pytest.mark.parametrize(("nodes", "operations"), [(30, 50), pytest.param(60, 100, marks=pytest.mark.slow_drill)])
+def test_everything_is_found_one_refresh_after_a_partition(nodes, operations):
+    figures = simulate("partition", nodes=nodes, operations=operations)
+    assert figures.stored == figures.asked == figures.found == operations
 
 
 def in_another_process(hash_seed: int) -> Figures:
