@@ -9,8 +9,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds that a caller of the endpoint for Prometheus may be silent in the middle of a request."""
 
 
 class Fading:
@@ -223,6 +227,8 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(Figures())
     server, thread = prometheus_client.start_http_server(port, host, registry)
+    # Each connection has a thread of its own, which waits for ever for the rest of a request.
+    server.RequestHandlerClass = _with_timeout(server.RequestHandlerClass)
 
     def close() -> None:
         server.shutdown()
@@ -230,3 +236,14 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
         thread.join()
 
     return PrometheusEndpoint(f"http://{host}:{server.server_port}/metrics", close)
+
+
+def _with_timeout(handler: Any) -> Any:
+    class Impatient(handler):  # type: ignore[misc]
+        timeout = REQUEST_TIMEOUT
+
+        def handle(self) -> None:
+            with suppress(TimeoutError):
+                super().handle()
+
+    return Impatient

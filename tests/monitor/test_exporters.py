@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -169,6 +171,19 @@ def test_a_peer_shows_its_counters_to_prometheus():
     assert float(line.split()[1]) >= 1e9
     assert 'shoal_troubles{by="alone"}' in text
     assert "a text" not in text
+
+
+def test_the_endpoint_for_prometheus_hangs_up_on_half_a_request(monkeypatch, capfd):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT", 0.05)
+    endpoint = serve_prometheus(0)
+    try:
+        with socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port), timeout=30) as caller:
+            caller.sendall(b"GET /metrics HTTP/1.1")
+            assert caller.recv(1) == b""  # it has hung up
+    finally:
+        endpoint.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_counters_of_several_peers_are_added_up():
