@@ -128,6 +128,29 @@ async def test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything(l
     await swarm.close()
 
 
+@pytest.mark.parametrize("leavers", [{0}, {1}, {2}, {0, 1}, {2, 3}], ids=str)
+@alone_in_virtual_time
+async def test_who_has_left_before_the_round_is_no_member_of_its_result(leavers):
+    """Only one member has something to reduce. The coordinator may be another one, which waits for nobody's parts."""
+    swarm = Swarm()
+
+    async def leave(session, tensors, infos):
+        raise RuntimeError("not with these")
+
+    async def stay(session, tensors, infos):
+        await session.all_reduce(tensors)
+
+    tensors = [torch.tensor([float(i)]) for i in range(5)]
+    for i, tensor in enumerate(tensors):
+        await swarm.add([tensor], average=leave if i in leavers else stay, phases="one")
+    controls = [make_control(node, expected_group_size=5, allow_retries=False) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    left = {swarm.nodes[i].p2p.peer_id for i in leavers}
+    for i in set(range(5)) - leavers:
+        assert set(controls[i].round.failed_peers) == left
+    await swarm.close()
+
+
 class StopsAfter:
     """Its first attempt does so many all-reduces and then nothing more."""
 
@@ -263,7 +286,8 @@ async def test_a_call_may_come_before_its_round(is_committed):
     rounds.leave_group(GROUP)
     with pytest.raises(AllreduceException, match="left the group"):
         await later
-    assert rounds.status(GROUP + b"\x02") is RoundStatus.FINISHED
+    assert rounds.status(GROUP + b"\x01") is (RoundStatus.FINISHED if is_committed else RoundStatus.LEFT)
+    assert rounds.status(GROUP + b"\x02") is RoundStatus.LEFT
     assert len(rounds) == 0
 
 

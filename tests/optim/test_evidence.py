@@ -445,6 +445,18 @@ def test_what_a_leader_may_weigh_is_bounded():
     assert newcomer().largest_weight(OWN, now, BATCH) == MOST
 
 
+@pytest.mark.parametrize("epoch", [1, 5], ids=["the second", "a later one"])
+def test_who_comes_in_the_second_epoch_is_followed_like_who_comes_later(epoch):
+    """It has taken over a state, or made the first step alone, because the others had theirs already."""
+    evidence, others, late, now = veteran(FRIEND, PEERS[1]), PEERS[:5], newcomer(), NOW + 30
+    late.pace.note_epoch(0, epoch, now, with_others=False)
+    late.limited([claim(peer, epoch, 100).record for peer in others], now, BATCH)
+    assert late.largest_weight(OWN, now, BATCH, 100) <= evidence.most_limit(LIAR, now, BATCH)
+    assert late.largest_weight(OWN, now, BATCH, 1000) >= 1000, "it knows how many it has made, though nobody is as fast"
+    late.pace.begin_anew()
+    assert late.largest_weight(OWN, now, BATCH) == MOST, "all others may have loaded the same checkpoint"
+
+
 def test_who_waits_for_others_does_not_seem_slower():
     """An epoch that lasts ten seconds, and a round for which one waits for as long."""
     evidence = newcomer()

@@ -284,7 +284,7 @@ class Evidence:
     @property
     def _knows_nothing(self) -> bool:
         """Whether this peer is in its first epoch, has made no step alone, and has taken over no state."""
-        return not self.knows_rounds and self.pace.contact is None and not self._alone
+        return not self.knows_rounds and self.pace.is_first_epoch and not self._alone
 
     @property
     def _is_deserted(self) -> bool:
@@ -356,13 +356,13 @@ class Evidence:
         rounds = max(1.0, (now - self._round_ended_at) / deeds.seconds)
         return min(MOST, _GENEROSITY * deeds.weight * rounds + max(1, batch_size))
 
-    def largest_weight(self, peer: bytes, now: float, batch_size: int) -> float:
+    def largest_weight(self, peer: bytes, now: float, batch_size: int, own_samples: float = 0.0) -> float:
         """The most samples that a member can bring to a round that begins now; arguments as of :meth:`most_samples`.
 
         In a run of several groups, a member must not weigh less because this peer meets it for the first time.
         """
         if peer == self._own and not self._knows_nothing:
-            seen = self._most_brought if self.knows_rounds else self._most_claimed
+            seen = max(self._most_brought if self.knows_rounds else self._most_claimed, own_samples)
             return min(MOST, _GENEROSITY * seen + max(1, batch_size))
         most = self.most_samples(peer, now, batch_size)
         return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))

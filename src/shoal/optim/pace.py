@@ -32,6 +32,8 @@ class Pace:
         """When it was ready for its latest round."""
         self.contact: tuple[int, float] | None = None
         """The epoch at which this peer last met others or took over a state, and when; ``None``: it is a newcomer."""
+        self.is_first_epoch = True
+        """It has made no step yet, and has taken over no state."""
         # Of the latest epochs: how many seconds each took, and how many of them were training.
         self._epochs: deque[tuple[float, float]] = deque(maxlen=EPOCHS_TIMED)
 
@@ -41,13 +43,17 @@ class Pace:
         Args:
             with_others: in a round with others. If ``epoch`` is not the next one, this peer has taken over a state.
         """
-        began_at, self.began_at = self.began_at, now
+        began_at, self.began_at, self.is_first_epoch = self.began_at, now, False
         is_next = epoch == before + 1
         if is_next and not with_others:
             return
         if is_next:
             self._epochs.append((now - began_at, max(self.trained_until - began_at, LEAST_SECONDS)))
         self.contact = epoch, now
+
+    def begin_anew(self) -> None:
+        """Forget how far the run was when this peer last met others."""
+        self.contact, self.is_first_epoch = None, True
 
     @property
     def usual_epoch(self) -> float:

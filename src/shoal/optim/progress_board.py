@@ -460,7 +460,7 @@ class ProgressBoard:
     def largest_weight(self, peer: bytes, now: float) -> float:
         """The most samples that a peer can bring to a round that begins now."""
         with self._lock:
-            return self.evidence.largest_weight(peer, now, self._batch_size)
+            return self.evidence.largest_weight(peer, now, self._batch_size, self.own.samples_accumulated)
 
     def most_limit(self, leader: bytes, now: float) -> float:
         """The most that an honest leader can let itself weigh."""

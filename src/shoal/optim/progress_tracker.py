@@ -375,7 +375,7 @@ class ProgressTracker(Facade):
 
     def believe_as_a_newcomer(self) -> None:
         """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
-        self.board.evidence.pace.contact = None
+        self.board.evidence.pace.begin_anew()
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. Called inside the event loop."""

@@ -353,8 +353,8 @@ class Coordination:
                 logger.debug("asked %s about the round: %r", member.peer_id, e)
         if member.link is not None:
             return
-        is_over = status in (RoundStatus.FINISHED, RoundStatus.LEFT)
-        if is_over and self.allreduce.waits_for_beginning_of(member.index):
+        is_over = status is RoundStatus.FINISHED
+        if status is RoundStatus.LEFT or (is_over and self.allreduce.waits_for_beginning_of(member.index)):
             self._left.add(member.index)
             self.roster.fail(member.index, "has left without taking part")
         elif is_over:

@@ -272,9 +272,9 @@ class Rounds:
         """The status of a round at this member."""
         if round_id in self.running:
             return RoundStatus.RUNNING
-        if not self.finished.get(round_id, True) and round_id not in self.lingering:
-            return RoundStatus.LEFT
-        return RoundStatus.FINISHED if self._is_finished(round_id) else RoundStatus.UNKNOWN
+        if self.finished.get(round_id) or round_id in self.lingering:
+            return RoundStatus.FINISHED
+        return RoundStatus.LEFT if self._is_finished(round_id) else RoundStatus.UNKNOWN
 
 
 # The phase is the last byte of a round's id.
