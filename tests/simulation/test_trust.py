@@ -9,11 +9,12 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.allreduce.coordinator import Coordination
+from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.averaging.groups.candidates import Search
 from shoal.averaging.messages import Code, JoinReply
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
-from shoal.testing import Link, Network, run, start_averagers, start_step
+from shoal.testing import Link, Network, SharedTable, run, start_averagers, start_step
 from tests.drills import mostly_drills
 
 SECONDS = 5.0
@@ -287,6 +288,30 @@ def test_nobody_follows_a_leader_that_lets_itself_weigh_all(seed, caplog):
     assert all(result is not None and result.weights == (10.0,) * 3 for result in results)
     assert seconds < 2 * SECONDS
     assert "and can have made 40 at most" in caplog.text
+
+
+def test_an_auxiliary_that_was_in_no_round_may_lead():
+    """It sets no limit for itself, and brings nothing."""
+
+    async def main() -> list[RoundResult | None]:
+        network, table = Network(), SharedTable()
+        options = {"table": table, "min_matchmaking_time": SECONDS}
+        nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(3)], **options)
+        [helper] = await start_averagers(network, [[torch.zeros(3000)]], mode=AveragingMode.AUX, **options)
+        for node in nodes:
+            node.trust.largest_weight, node.trust.most_limit = lambda peer: 20.0, lambda leader: 40.0
+        helper.trust.largest_weight = lambda peer: float(MOST)
+        when = network.hosts[0].dht_time() + SECONDS
+        leading = start_step(network, helper, scheduled_time=when, triggered=False)
+        steps = [start_step(network, node, scheduled_time=when + 1, weight=10.0) for node in nodes]
+        while leading.stage < AveragingStage.AWAITING_TRIGGER:  # noqa: ASYNC110 - time is virtual
+            await asyncio.sleep(0.1)
+        leading.allow_allreduce()
+        await asyncio.gather(*map(asyncio.wrap_future, [leading, *steps]))
+        assert helper.p2p.peer_id in nodes[0].last_round.auxiliaries
+        return [node.last_round for node in nodes]
+
+    assert [len(result.peers) for result in run(main())] == [4] * 3
 
 
 def test_a_coordinator_cannot_say_that_it_weighs_more_than_its_leader_allows(monkeypatch):

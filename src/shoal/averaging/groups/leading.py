@@ -150,6 +150,8 @@ def _limit_of(peer: PeerID, p2p: P2P, search: Search, trust: Trust) -> float | N
     """The most that a member may weigh; ``None``: as much as it likes."""
     if trust.largest_weight is None:
         return None
+    if peer == p2p.peer_id and search.settings.mode is AveragingMode.AUX:
+        return 0.0  # it brings nothing
     if peer == p2p.peer_id and search.control.triggered:  # the leader knows its own weight
         return max(1.0, search.control.weight)  # in phases with weights of their own, that of a member is 1
     return trust.largest_weight(peer)
