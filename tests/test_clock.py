@@ -67,9 +67,11 @@ class Laboratory:
         self.true_time, self.ahead = 1_000_000.0, ahead
         self.clock = SwarmClock(lambda: self.true_time + self.ahead, lambda: self.true_time)
 
-    def hear(self, source: str, ahead: float = 0.0, *, offset: float = 0.0, round_trip: float = 0.1) -> None:
+    def hear(
+        self, source: str, ahead: float = 0.0, *, offset: float = 0.0, round_trip: float = 0.1, is_mate: bool = False
+    ) -> None:
         """A peer whose time is ahead of the true one, and whose clock is still further ahead of that."""
-        self.clock.hear(source, self.true_time - round_trip / 2 + ahead, offset, round_trip)
+        self.clock.hear(source, self.true_time - round_trip / 2 + ahead, offset, round_trip, is_mate=is_mate)
 
     @property
     def error(self) -> float:
@@ -330,6 +332,30 @@ def test_a_settled_time_stays_so_while_the_crowd_contradicts_itself():
         machine.true_time += 60
         attack(machine, 1e6 + 10 * minute)
     assert 0 < machine.error < 31
+
+
+@pytest.mark.parametrize("mates", ["ab", "abc"])
+def test_a_crowd_that_has_agreed_first_does_not_move_a_settled_time_if_it_is_in_no_rounds(mates):
+    machine = settled()
+    attack(machine, 0.0)
+    for _ in range(30):
+        machine.true_time += 60
+        for source in mates:
+            machine.hear(source, is_mate=True)
+        attack(machine, 1000.0)
+    assert machine.error == pytest.approx(0, abs=1e-3)
+    for source in mates:
+        machine.hear(source, 500.0, is_mate=True)
+    assert machine.error == pytest.approx(500, abs=0.1), "those who have delivered move it"
+
+
+def test_one_mate_alone_does_not_keep_a_clock_wrong():
+    machine = settled()
+    for _ in range(10):
+        machine.true_time += 60
+        machine.hear("a", is_mate=True)
+        attack(machine, 20.0)
+    assert machine.error == pytest.approx(9, abs=0.1), "a second in each minute since the first"
 
 
 def test_before_it_is_settled_it_follows_the_majority_at_once():

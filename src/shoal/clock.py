@@ -23,7 +23,8 @@ How it is applied
     When others have agreed with this machine for ten minutes, its time is settled. From then on it moves by at most a
     second per minute, so that a crowd of newcomers cannot take the swarm to another time. Only three things still move
     it at once: the machine's clock was set; this peer has lost the swarm and come back; or two thirds of the known
-    peers say so, most of whom agreed with this machine before.
+    peers say so, most of whom agreed with this machine before. If two or more of the known peers have delivered in
+    averaging rounds, only these have a vote on a settled time: a crowd of strangers does not move it at all.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class _Sample(NamedTuple):
     heard_at: float
     has_agreed: bool = False
     """Whether the peer has ever agreed with this machine about the time of the swarm."""
+    is_mate: bool = False
+    """Whether it has delivered in averaging rounds, when it was last heard."""
 
 
 class _Vote(NamedTuple):
@@ -180,7 +183,9 @@ class SwarmClock:
         if source not in self._own:  # from whom nothing will be heard, see add_own
             self._joined_through[source] = None
 
-    def hear(self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float) -> float:
+    def hear(
+        self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float, *, is_mate: bool = False
+    ) -> float:
         """Record an exchange with another peer that has just ended.
 
         Args:
@@ -188,6 +193,7 @@ class SwarmClock:
             swarm_time: the time of the swarm in its opinion, when it answered.
             their_offset: seconds by which its own clock was ahead of that.
             round_trip: seconds that the exchange took, without the time that the peer needed to answer.
+            is_mate: the peer has delivered in averaging rounds.
 
         Returns:
             By how many seconds the peer's time is later than the one that this peer and others have agreed about, if it
@@ -208,7 +214,7 @@ class SwarmClock:
             self._sampled_beyond_monotonic = wall - now
             self.settle_anew()
         ahead = wall - (swarm_time + round_trip / 2)
-        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now))
+        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now, is_mate=is_mate))
         self._note_agreement(now)
         new = self.samples.get(source)
         if new is None:
@@ -267,7 +273,7 @@ class SwarmClock:
             if len(self.samples) >= MAX_SOURCES:
                 return
         if old is not None and self._is_better(old, new):
-            new = old._replace(ahead_of_swarm=new.ahead_of_swarm)
+            new = old._replace(ahead_of_swarm=new.ahead_of_swarm, is_mate=new.is_mate)
         self.samples[source] = new._replace(has_agreed=old is not None and old.has_agreed)
 
     @staticmethod
@@ -285,16 +291,21 @@ class SwarmClock:
             found = self._agreement_of_opinions([])
             return self._agreement_of_clocks() if found is None else found
         found = self._agreement_of_clocks()
-        if found is None and len(self.samples) > 1:
+        if found is None and len(self._voters) > 1:
             found = self._agreement_of_opinions([_Vote(self.offset, 0.0)])
         return found
 
+    @property
+    def _voters(self) -> list[_Sample]:
+        mates = [sample for sample in self.samples.values() if sample.is_mate] if self._is_settled else []
+        return mates if len(mates) > 1 else list(self.samples.values())
+
     def _agreement_of_clocks(self) -> float | None:
-        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self.samples.values())]
+        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self._voters)]
         return _agreement(clocks, math.ceil(len(clocks) * 2 / 3)) if len(clocks) >= 3 else None
 
     def _agreement_of_opinions(self, own: list[_Vote]) -> float | None:
-        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self.samples.values())]
+        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self._voters)]
         return _agreement(opinions, len(opinions) // 2 + 1)
 
     def _follow(self, offset: float) -> None:
@@ -320,14 +331,15 @@ class SwarmClock:
         return SLOW_DOWN if goes_back_a_little and not is_new else 0.0
 
     def _have_changed_their_minds(self, offset: float) -> bool:
-        """Whether two thirds of the known peers support this offset, most of whom agreed with this machine before."""
+        """Whether two thirds of the voters support this offset, most of whom agreed with this machine before."""
+        voters = self._voters
         for_it = [
             sample
-            for sample in self.samples.values()
+            for sample in voters
             if min(abs(sample.ahead_of_clock - offset), abs(sample.ahead_of_swarm - offset))
             <= MAX_DHT_TIME_DISCREPANCY_SECONDS
         ]
-        is_majority = len(for_it) * 3 >= len(self.samples) * 2
+        is_majority = len(for_it) * 3 >= len(voters) * 2
         return is_majority and sum(sample.has_agreed for sample in for_it) * 2 > len(for_it)
 
     def _tell(self) -> None:

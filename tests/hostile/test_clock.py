@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.clock import UNNOTICEABLE_SECONDS
 from shoal.dht import DHTNode
 from shoal.p2p import PeerID
 from shoal.testing import Network, run
@@ -50,7 +51,7 @@ def test_seven_newcomers_do_not_move_the_time_of_three() -> None:
         true_time = sum(trainer.host.dht_time() for trainer in trainers) / PEERS
         for trainer in trainers:
             heard = trainer.node.p2p.clock
-            assert abs(heard.offset) <= SECONDS / 60 + 0.5, "a second in a minute at most"
+            assert heard.offset == pytest.approx(0, abs=UNNOTICEABLE_SECONDS), "these seven are in no round"
             assert trainer.host.dht_time() == pytest.approx(true_time, abs=3)
             assert trainer.record.group_sizes.keys() == {PEERS}
         for host in swarm.network.hosts:

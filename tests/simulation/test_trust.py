@@ -304,7 +304,7 @@ def test_an_auxiliary_that_was_in_no_round_may_lead():
         when = network.hosts[0].dht_time() + SECONDS
         leading = start_step(network, helper, scheduled_time=when, triggered=False)
         steps = [start_step(network, node, scheduled_time=when + 1, weight=10.0) for node in nodes]
-        while leading.stage < AveragingStage.AWAITING_TRIGGER:  # noqa: ASYNC110 - time is virtual
+        while leading.stage < AveragingStage.AWAITING_TRIGGER:
             await asyncio.sleep(0.1)
         leading.allow_allreduce()
         await asyncio.gather(*map(asyncio.wrap_future, [leading, *steps]))
