@@ -251,7 +251,7 @@ def test_whose_clock_is_ahead_is_told_so(seed: int, caplog: pytest.LogCaptureFix
         trackers = await start_trackers(Network(), 3, SharedTable())
         early = trackers[0]
         early.host.clock_offset = 4.0
-        early.p2p.clock.hear = lambda *_: 0.0  # type: ignore[method-assign]
+        early.p2p.clock.hear = lambda *_, **__: 0.0  # type: ignore[method-assign]
         await train(trackers, 60)
         lines = [record.getMessage() for record in caplog.records if "does not count this one" in record.getMessage()]
         assert len(lines) == 1
