@@ -297,6 +297,7 @@ class SwarmClock:
 
     @property
     def _voters(self) -> list[_Sample]:
+        """Whose time counts. With one mate alone all vote: of two clocks, nobody can tell which one is wrong."""
         mates = [sample for sample in self.samples.values() if sample.is_mate] if self._is_settled else []
         return mates if len(mates) > 1 else list(self.samples.values())
 

@@ -239,6 +239,8 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
 
 
 def _with_timeout(handler: Any) -> Any:
+    """A class of handlers that give up silent callers; the one of the package prints a traceback for each."""
+
     class Impatient(handler):  # type: ignore[misc]
         timeout = REQUEST_TIMEOUT
 

@@ -359,7 +359,7 @@ class Evidence:
     def largest_weight(self, peer: bytes, now: float, batch_size: int, own_samples: float = 0.0) -> float:
         """The most samples that a member can bring to a round that begins now; arguments as of :meth:`most_samples`.
 
-        In a run of several groups, a member must not weigh less because this peer meets it for the first time.
+        In several groups, who is met for the first time must not weigh less. ``own_samples``: what this peer has made.
         """
         if peer == self._own and not self._knows_nothing:
             seen = max(self._most_brought if self.knows_rounds else self._most_claimed, own_samples)

@@ -33,7 +33,7 @@ class Pace:
         self.contact: tuple[int, float] | None = None
         """The epoch at which this peer last met others or took over a state, and when; ``None``: it is a newcomer."""
         self.is_first_epoch = True
-        """It has made no step yet, and has taken over no state."""
+        """It has made no step, and has taken over no state, since it began."""
         # Of the latest epochs: how many seconds each took, and how many of them were training.
         self._epochs: deque[tuple[float, float]] = deque(maxlen=EPOCHS_TIMED)
 
@@ -52,7 +52,7 @@ class Pace:
         self.contact = epoch, now
 
     def begin_anew(self) -> None:
-        """Forget how far the run was when this peer last met others."""
+        """Know no more of the run than a newcomer does."""
         self.contact, self.is_first_epoch = None, True
 
     @property

@@ -362,8 +362,9 @@ class P2P(Caller):
             shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
             self._round_trips.note(connection.remote, shortest)
             is_mate = self.behaviour.has_delivered(connection.remote)
-            said = hello.time, hello.clock_offset, connection.round_trip
-            later = self.clock.hear(connection.remote, *said, is_mate=is_mate)
+            later = self.clock.hear(
+                connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate
+            )
             self.behaviour.note_time(connection.remote, later)
             self.metrics.clock_offset = self.clock.offset
         if self.members is not None:

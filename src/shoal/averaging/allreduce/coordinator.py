@@ -356,7 +356,7 @@ class Coordination:
         is_over = status is RoundStatus.FINISHED
         if status is RoundStatus.LEFT or (is_over and self.allreduce.waits_for_beginning_of(member.index)):
             self._left.add(member.index)
-            self.roster.fail(member.index, "has left without taking part")
+            self.roster.fail(member.index, "has left the round")
         elif is_over:
             if member.standing is Standing.ACTIVE:
                 member.standing = Standing.GONE
