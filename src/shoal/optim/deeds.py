@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
 
 # How many peers each memory holds at most: identities are free, memory is not.
 _MAX_REMEMBERED = 4096
@@ -28,8 +30,8 @@ class Deeds:
         return self.weight / self.seconds
 
 
-def remember(known: dict[bytes, Any], peer: bytes, what: Any) -> None:
+def remember(known: dict[Key, Any], key: Key, what: Any) -> None:
     """Keep something about a peer. When the memory is full, its oldest entry goes."""
-    known[peer] = what
+    known[key] = what
     if len(known) > _MAX_REMEMBERED:
         del known[next(iter(known))]

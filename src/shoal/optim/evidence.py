@@ -104,14 +104,12 @@ class Evidence:
         self._admits_again_at = -math.inf
         # How many seconds rounds take when no newcomer fails in them: what more they take with one is wasted.
         self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
-        # Peers the user has been warned about, each once. Bounded, because a liar can invent any number of peers.
-        self._doubted: dict[bytes, None] = {}
-        self._missed: dict[bytes, None] = {}
+        # Of whom the user has been warned, and how. Bounded, because a liar can invent any number of peers.
+        self._told: dict[tuple[bytes, str], None] = {}
         # For how many rounds in a row this peer was alone although others could have come.
         self._alone = 0
         self.troubles: Counter[str] = Counter()
         """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
-        self._failed: dict[bytes, None] = {}
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
@@ -178,12 +176,16 @@ class Evidence:
             if peer not in members and peer not in clients and c.is_reachable(now)
         ]
         self._went_on = [peer for peer in without if self.is_known(peer)]
-        if len({*map(self._host_of, without)}) <= len({*map(self._host_of, {*members, self._own} - clients)}):
-            return
-        for peer in without:
+        beside = {*members, self._own} - clients
+        # If those that it knows are enough, who only says that it went on with them gains nothing.
+        run = self._went_on if self._are_more(self._went_on, beside) else without
+        for peer in run if self._are_more(run, beside) else ():
             # What it brought to its last round with this peer may be little: the end of an epoch would seem far away.
             known = max(self._deeds.pop(peer, self._typical), self._typical, key=lambda deeds: deeds.speed)
             remember(self._deeds, peer, Deeds(known.weight, known.seconds))
+
+    def _are_more(self, some: Collection[bytes], others: Collection[bytes]) -> bool:
+        return len({*map(self._host_of, some)}) > len({*map(self._host_of, others)})
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
         """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
@@ -203,7 +205,6 @@ class Evidence:
             if (deeds := self._known_deeds(peer)) is not None:
                 deeds.has_wasted = True
             self._tell_once(
-                self._failed,
                 peer,
                 "waited in vain for peer %s, which was in no round before, in a group: no peers that are new join or "
                 "lead for a while, so that they cost little time. Is its line too slow, or its machine stuck?",
@@ -218,9 +219,8 @@ class Evidence:
             self._waits_again_at = now + min(now - since, patience) / SHARE_WASTED
         if awaited and not members and self._is_deserted:
             self._waits_again_at = now + (now - since) / SHARE_WASTED  # it was a whole search for a group
-        for peer in members:
-            if peer in self._deeds:
-                self._deeds[peer].missed = 0
+        for peer in self._deeds.keys() & members:
+            self._deeds[peer].missed = 0
         # If nobody came at all, this peer's own line may be down: that is not held against the others.
         known = [peer for peer in awaited if peer not in members and peer in self._deeds] if members else []
         for peer in known:
@@ -228,7 +228,6 @@ class Evidence:
         self.troubles["waited in vain"] += len(strangers) + len(known)
         for peer in [*strangers, *(peer for peer in known if not self.is_proven(peer))]:
             self._tell_once(
-                self._missed,
                 peer,
                 "waited in vain for peer %s in %s running: it says that it takes part, and was not there. It is "
                 "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
@@ -250,12 +249,12 @@ class Evidence:
                 PeerID(min(others)),
             )
 
-    def _tell_once(self, told: dict[bytes, None], peer: bytes, kind: str, *values: object) -> bool:
+    def _tell_once(self, peer: bytes, kind: str, *values: object) -> bool:
         """Warn the user of a peer, but only once. Returns whether this was the first time."""
-        if peer in told:
+        if (peer, kind) in self._told:
             return False
         self._warn_seldom(kind, PeerID(peer), *values, about=peer)
-        remember(told, peer, None)
+        remember(self._told, (peer, kind), None)
         return True
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
@@ -292,8 +291,11 @@ class Evidence:
         return not self.knows_rounds and self._alone >= _ROUNDS_TO_LOSE_TRUST - 1
 
     def is_proven(self, peer: bytes) -> bool:
-        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
-        deeds = self._known_deeds(peer) if self._deeds else None
+        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do.
+
+        Where all meet, it sees that itself: others could vouch for peers that do not exist, again and again.
+        """
+        deeds = self._deeds.get(peer) if self._meets_everybody else self._known_deeds(peer)
         return not self._deeds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
@@ -323,8 +325,7 @@ class Evidence:
         met, testimony = self._deeds.get(peer), self.testimony.get(peer)
         if testimony is None or testimony[0] < self._rounds - _ROUNDS_OF_TESTIMONY:
             return met
-        told = testimony[1]
-        return told if met is None or told.weight > met.weight else met
+        return testimony[1] if met is None or testimony[1].weight > met.weight else met
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
         """Of several peers that claim to come, those that this peer should wait for."""
@@ -475,7 +476,6 @@ class Evidence:
         # One that is gone says nothing any more, and the first at the next epochs is no liar.
         for peer in [p for p in ahead if p not in done and p in voters and ahead[p].record.epoch > last + EPOCHS_AHEAD]:
             self.troubles["epochs that cannot be"] += self._tell_once(
-                self._doubted,
                 peer,
                 "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless "
                 "most peers say the same",
