@@ -120,6 +120,7 @@ def test_local_steps_survive_averaging_with_the_delta_rule(make_averagers):
     before = [values(model) for model in models]
     controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
     averagers[0].step(averaging_round=True, delay_averaging=True, averaging_control=controls[0])
+    wait_until(lambda: controls[0].triggered, "the tensors of the round are fixed")
     for _ in range(3):  # the other peer is not there yet: these steps happen in the middle of the round
         set_grads(models[0], 1.0)
         averagers[0].step(optimizer_step=True)
