@@ -17,6 +17,7 @@ from shoal.optim import Optimizer, state_jobs, synchronization
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.state_jobs import let_go
 from shoal.optim.synchronization import Synchronization
@@ -58,6 +59,18 @@ def test_a_peer_alone_trains_as_torch_does(make_trainers):
     assert trainer.opt.tracker.global_epoch == 3
     assert trainer.opt.grad_averager.local_samples_accumulated == 0
     assert trainer.opt.is_synchronized_with_peers()
+
+
+@pytest.mark.parametrize(("count", "seconds", "is_told"), [(2, 41.0, True), (2, 19.0, False), (1, 41.0, False)])
+def test_batches_that_are_too_long_for_full_groups_are_told(make_trainers, monkeypatch, caplog, count, seconds, is_told):
+    """Else the groups are small for no reason that the user could see. All wait for ten seconds here."""
+    trainers = make_trainers(count, target=16 * count)
+    monkeypatch.setattr(ProgressBoard, "batch_time", seconds)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(2) for t in trainers))
+    lines = [each.getMessage() for each in caplog.records if "smaller batches" in each.getMessage()]
+    assert len(lines) == count * is_told, "once"
+    assert all("41.0 s, and others wait 10.0 s" in line and "matchmaking_time=21 or more" in line for line in lines)
 
 
 def test_speed_is_measured_and_epochs_take_their_time(make_trainers):

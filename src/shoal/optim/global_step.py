@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ class GlobalStep:
     def __post_init__(self) -> None:
         self.state_averager.on_averaged = self._note_averaged_parameters
         self._hold, self._tell_seldom = Hold(time.monotonic()), Seldom(logger.info)
+        self._warn_once = Seldom(logger.warning, math.inf)
 
     # --- in advance ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,18 @@ class GlobalStep:
         """Whether the next epoch averages parameters. It must be the same in all peers, which wait for each other."""
         return self._next_epoch % self.settings.average_state_every == 0
 
+    def _tell_of_long_batches(self) -> None:
+        """A peer stops after the batch that ends nearest to the end of the epoch: up to half a batch after it."""
+        seconds, patience = self.tracker.board.batch_time, self.settings.matchmaking_time
+        if seconds / 2 > patience and self._expected_members():
+            self._warn_once(
+                "a batch takes this peer %.1f s, and others wait %.1f s for who is in the middle of one: they often go "
+                "on without it. Give all peers matchmaking_time=%d or more, or this one smaller batches",
+                seconds,
+                patience,
+                math.ceil(seconds / 2),
+            )
+
     def let_go_of_rounds(self, timeout: float) -> None:
         """Withdraw from scheduled rounds without making others wait."""
         controls = self.scheduled_grads, self.scheduled_state
@@ -125,6 +139,7 @@ class GlobalStep:
         """
         with self.tracker.pause_updates():
             self._wait_for_newcomers()
+            self._tell_of_long_batches()
             self.tracker.declare_epoch_over(self.settings.matchmaking_time)
             if self.settings.delay_optimizer_step:
                 # The previous step may still be reading the averaged gradients, which the next round overwrites.
