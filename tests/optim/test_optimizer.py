@@ -62,7 +62,7 @@ def test_a_peer_alone_trains_as_torch_does(make_trainers):
 
 
 @pytest.mark.parametrize(("count", "seconds", "is_told"), [(2, 41.0, True), (2, 19.0, False), (1, 41.0, False)])
-def test_batches_that_are_too_long_for_full_groups_are_told(make_trainers, monkeypatch, caplog, count, seconds, is_told):
+def test_batches_too_long_for_full_groups_are_told(make_trainers, monkeypatch, caplog, count, seconds, is_told):
     """Else the groups are small for no reason that the user could see. All wait for ten seconds here."""
     trainers = make_trainers(count, target=16 * count)
     monkeypatch.setattr(ProgressBoard, "batch_time", seconds)
