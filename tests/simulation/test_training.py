@@ -53,3 +53,22 @@ def test_one_dies_and_one_comes():
         await swarm.close()
 
     run(main(), seed=2)
+
+
+def test_what_is_read_once_is_not_read_again_and_again():
+    """A cached dictionary is fetched anew whenever its node stores an entry of its own, as every donor does."""
+
+    async def main() -> None:
+        swarm = Swarm(Network(LINK), course_for(3))
+        for _ in range(3):
+            await swarm.add(SPEED)
+        await asyncio.sleep(2.5 * EPOCH_SECONDS)
+        newcomer = await swarm.add(SPEED)
+        await asyncio.sleep(2 * EPOCH_SECONDS)
+        assert newcomer.record.downloads == 1
+        assert newcomer.averager.state_sharing.allowed
+        for trainer in swarm.living:
+            assert len(trainer.node.protocol.cache) == len(trainer.node.cache_refresh_queue) == 0
+        await swarm.close()
+
+    run(main(), seed=3)

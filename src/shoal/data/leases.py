@@ -471,7 +471,7 @@ async def records_under(
     node: DHTNode, key: str, kind: type[RecordT], warn_seldom: Seldom
 ) -> list[tuple[bytes, RecordT]]:
     """The records of one kind under a key that are well-formed, each with the tag of its owner."""
-    found = await node.get(key, latest=True)
+    found = await node.get(key, latest=True, keep_copies=False)
     if found is None or not isinstance(found.value, dict):
         return []
     records = []

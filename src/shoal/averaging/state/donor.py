@@ -349,7 +349,7 @@ class StateSharing:
         return donors
 
     async def _find_donors_at(self, place: str, skip: Collection[PeerID]) -> list[tuple[float, PeerID]]:
-        found = await self._node.get(key_at(self.key, place), latest=True)
+        found = await self._node.get(key_at(self.key, place), latest=True, keep_copies=False)
         if found is None or not isinstance(found.value, dict):
             return []
         rng: random.Random = self._p2p.rng
