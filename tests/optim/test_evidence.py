@@ -489,6 +489,18 @@ def test_of_whom_it_cannot_have_met_a_peer_believes_what_others_do():
     assert most.samples_per_second <= 2 * 100 / 9
 
 
+def test_a_fast_leader_is_not_refused_by_those_who_have_not_met_it():
+    """They have seen nobody in their groups bring so much. Where all meet, all know it."""
+    fast, other = member_of_one_group_among_several(), member_of_one_group_among_several()
+    fast.note_round({OWN: 260.0, PEERS[0]: 100.0, PEERS[1]: 100.0}, NOW + 40, claims(3, 3, 3, 3))
+    other.note_round({OWN: 100.0, PEERS[2]: 100.0, PEERS[3]: 100.0}, NOW + 40, claims(3, 3, 3, 3))
+    limit = fast.largest_weight(OWN, NOW + 50, BATCH, own_samples=260.0)
+    assert 260 < limit <= other.most_limit(PEERS[4], NOW + 50, BATCH)
+    fast.full_group = None
+    fast.note_round({OWN: 260.0, PEERS[0]: 100.0}, NOW + 50)
+    assert fast.largest_weight(OWN, NOW + 60, BATCH, own_samples=260.0) == 2 * 260 + BATCH
+
+
 def test_nobody_is_missed_who_may_be_in_another_group(caplog):
     evidence = member_of_one_group_among_several()
     assert evidence.whom_to_wait_for(set(PEERS), NOW + 35) == set(PEERS)

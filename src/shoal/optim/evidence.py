@@ -87,11 +87,11 @@ class Evidence:
         self.testimony: dict[bytes, tuple[int, Deeds]] = {}
         """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
         # The event loop writes it without the owner's lock, so every access is a single look-up or change.
-        # What each member brought to the latest round with others.
-        self._latest: Mapping[bytes, float] = {}
-        # How many rounds this peer was in, how long the training for the latest one took, and the most anybody brought.
-        self._rounds, self._seconds, self._most_brought = 0, LEAST_SECONDS, 0.0
-        self._most_claimed = 0.0  # the most samples that anybody claims, without the largest fifth
+        self.latest: Mapping[bytes, float] = {}
+        """What each member, this peer included, brought to the latest round with others."""
+        # How many rounds this peer was in, how long the training for the latest one took, and the most samples that
+        # anybody brought, and that anybody claims, without the largest fifth.
+        self._rounds, self._seconds, self._most_brought, self._most_claimed = 0, LEAST_SECONDS, 0.0, 0.0
         self.is_large = False
         """There are more peers than this one can hear of in each epoch."""
         self._round_ended_at = now  # the last round with others; before the first one: the start
@@ -100,8 +100,7 @@ class Evidence:
         # Which peers this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
         self._waits_again_at = -math.inf
-        # Until then no peers without a round join or lead groups, because some have joined and then held them up.
-        self._admits_again_at = -math.inf
+        self._admits_again_at = -math.inf  # no new ones join or lead until then: some have joined and held groups up
         # How many seconds rounds take when no newcomer fails in them: what more they take with one is wasted.
         self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
         # Of whom the user has been warned, and how. Bounded, because a liar can invent any number of peers.
@@ -147,7 +146,7 @@ class Evidence:
         if members and any(samples.values()):
             trained_until = self.pace.trained_until if self.pace.trained_until > self._round_ended_at else now
             seconds, self._round_ended_at = max(trained_until - self._round_ended_at, LEAST_SECONDS), now
-            self._latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
+            self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
             self._rounds, self._seconds = self._rounds + 1, seconds
             self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
             for peer in members:
@@ -312,11 +311,6 @@ class Evidence:
         """Whether this peer knows what another one has brought to rounds, either to its own or lately to others'."""
         return self._known_deeds(peer) is not None
 
-    @property
-    def mates(self) -> Collection[bytes]:
-        """Who was in this peer's latest round, itself included."""
-        return self._latest.keys()
-
     def has_met(self, peer: bytes) -> bool:
         """Whether this peer was in a round with another one."""
         return peer in self._deeds
@@ -364,7 +358,10 @@ class Evidence:
         """
         if peer == self._own and not self._knows_nothing:
             seen = max(self._most_brought if self.knows_rounds else self._most_claimed, own_samples)
-            return min(MOST, _GENEROSITY * seen + max(1, batch_size))
+            others = [brought for member, brought in self.latest.items() if member != self._own]
+            # Who has not met this peer has seen others bring about as much, see :meth:`most_limit`.
+            most = _GENEROSITY**2 * max(others) if others and not self._meets_everybody else MOST
+            return min(most, _GENEROSITY * seen + max(1, batch_size))
         most = self.most_samples(peer, now, batch_size)
         return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))
 
@@ -380,7 +377,7 @@ class Evidence:
     def least_limit(self, leader: bytes, peer: bytes) -> float:
         """A lower bound of what an honest leader finds by :meth:`largest_weight`: what it saw the peer bring, if both
         were in this peer's latest round."""
-        return self._latest.get(peer, 0.0) if leader in self._latest else 0.0
+        return self.latest.get(peer, 0.0) if leader in self.latest else 0.0
 
     def limited(
         self, records: Collection[LocalTrainingProgress], now: float, batch_size: int

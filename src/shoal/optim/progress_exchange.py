@@ -362,7 +362,7 @@ class ProgressExchange(ServicerBase):
 
     def _unknown_mates(self) -> list[PeerID]:
         """Members of this peer's latest round without a record: the nodes that tell of others may be dead."""
-        mates = () if self._board.evidence.is_large else map(PeerID, self._board.evidence.mates)
+        mates = () if self._board.evidence.is_large else map(PeerID, self._board.evidence.latest)
         return [peer for peer in mates if peer != self._p2p.peer_id and not self._is_known(peer)]
 
     def _others_are_wrong(self, now: float) -> bool:
