@@ -111,6 +111,39 @@ async def test_a_narrow_beam_gets_past_many_that_do_not_respond():
 
 
 @in_virtual_time
+async def test_those_who_read_a_record_ask_different_holders_of_it_first():
+    world, rng = World(), random.Random(1)
+    nearest, firsts = world.nearest(TARGET, 5), Counter()
+    everybody = {"num_workers": 1, "num_replicas": 5, "beam_size": 2}
+    for _ in range(200):
+        world.requests.clear()
+        results: dict[DHTID, list[DHTID]] = {}
+        draw = rng.getrandbits(160)
+        # Most nodes of a swarm know those that are near a key.
+        await Traversal([TARGET], lambda _: world.nodes, world.ask, results.__setitem__, draw=draw, **everybody).run()
+        first, second = [node for node, _ in world.requests]
+        firsts[first] += 1
+        assert second == nearest[first == nearest[0]]
+    assert set(firsts) == set(nearest)
+    assert max(firsts.values()) < 60, "a fifth each, by chance"
+
+
+@in_virtual_time
+@pytest.mark.parametrize("dead", [0, 1, 4])
+async def test_drawing_holders_leads_to_the_nearest_ones_all_the_same(dead):
+    world, rng = World(), random.Random(1)
+    world.dead = dict.fromkeys(world.nearest(TARGET, dead))
+    await walk(world, [TARGET], beam_size=2, num_workers=1, num_replicas=5)
+    straight = len(world.requests)
+    for _ in range(20):
+        world.requests.clear()
+        await walk(world, [TARGET], beam_size=2, num_workers=1, num_replicas=5, draw=rng.getrandbits(160))
+        asked = [node for node, _ in world.requests if node not in world.dead]
+        assert world.nearest(TARGET, 1)[0] in asked
+        assert len(world.requests) <= straight + 5
+
+
+@in_virtual_time
 async def test_enough_responses_end_a_query_early():
     world = World()
     results = await walk(world, [TARGET], enough_responses=5)

@@ -19,7 +19,7 @@ from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.known import numbers_of_entries
 from shoal.dht.lookup import Lookup
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord
-from shoal.dht.routing import DHTID
+from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
@@ -272,6 +272,7 @@ class Reader:
         def end(target: DHTID, nearest: list[DHTID]) -> None:
             self._end(unfinished[target], nearest, lookup)
 
+        is_sample = beam_size is not None and beam_size < self._config.num_replicas
         walk = Traversal(
             unfinished,
             lookup.starting_nodes,
@@ -285,6 +286,7 @@ class Reader:
             stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
             chosen=lookup.chosen,
+            draw=self._protocol.p2p.rng.getrandbits(ID_BITS) if is_sample else None,
         )
         for search in unfinished.values():
             search.future.add_done_callback(functools.partial(_finish_query, walk, search.key_id))

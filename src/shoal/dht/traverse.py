@@ -89,6 +89,7 @@ class Query:
         "asked",
         "beam_size",
         "chosen",
+        "draw",
         "finished",
         "front",
         "has_arrived",
@@ -107,8 +108,9 @@ class Query:
         own_id: int | None = None,
         front: int | None = None,
         chosen: AbstractSet[int] = frozenset(),
+        draw: int | None = None,
     ) -> None:
-        self.target, self.chosen = target, chosen
+        self.target, self.chosen, self.draw = target, chosen, draw
         self.beam_size = beam_size
         self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
@@ -174,7 +176,14 @@ class Query:
         if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:
             self.next_distance = None
             return
-        self.next_distance = next((d for d in self.nearest[: self.front] if d not in self.asked), None)
+        front = self.nearest[: self.front]
+        rest = [distance for distance in front if distance not in self.asked]
+        self.next_distance = rest[0] if rest else None
+        if self.draw is not None and rest:
+            if len(rest) == len(front):  # whoever is asked first sends nearly all there is
+                self.next_distance = rest[self.draw % len(rest)]
+            elif rest[0] != front[0] and len(front) - len(rest) >= self.beam_size:
+                self.next_distance = None
 
     def has_responses_of_nearest(self, count: int) -> bool:
         """Whether the ``count`` nearest known nodes have all responded."""
@@ -225,6 +234,8 @@ class Traversal:
             node counts as gone unless it answers after all.
         spawn: starts the requests; they may outlive the walk.
         chosen: ids that count as farther than all others; may grow while the walk goes on, before they are told.
+        draw: this number draws which of the ``num_replicas`` nearest nodes is asked first, so that not the nearest one
+            sends the record to whoever reads it; then the nearest ones, ``beam_size`` in all. ``None``: nearest first.
     """
 
     def __init__(
@@ -243,8 +254,10 @@ class Traversal:
         stall_after: float | None = None,
         spawn: Spawn = asyncio.create_task,
         chosen: AbstractSet[int] = frozenset(),
+        draw: int | None = None,
     ) -> None:
-        self._queries = {target: Query(target, beam_size, own_id, enough_responses, chosen) for target in targets}
+        front = enough_responses if draw is None else num_replicas
+        self._queries = {target: Query(target, beam_size, own_id, front, chosen, draw) for target in targets}
         self._start = start
         self._unfinished = dict(self._queries)
         self._ask = ask
