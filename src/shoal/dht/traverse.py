@@ -177,13 +177,14 @@ class Query:
             self.next_distance = None
             return
         front = self.nearest[: self.front]
-        rest = [distance for distance in front if distance not in self.asked]
-        self.next_distance = rest[0] if rest else None
-        if self.draw is not None and rest:
-            if len(rest) == len(front):  # whoever is asked first sends nearly all there is
-                self.next_distance = rest[self.draw % len(rest)]
-            elif rest[0] != front[0] and len(front) - len(rest) >= self.beam_size:
-                self.next_distance = None
+        self.next_distance = next((distance for distance in front if distance not in self.asked), None)
+        if self.draw is None or not front:
+            return
+        asked = sum(distance in self.asked for distance in front)
+        if not asked:
+            self.next_distance = front[self.draw % len(front)]
+        elif asked >= self.beam_size and front[0] in self.asked:
+            self.next_distance = None
 
     def has_responses_of_nearest(self, count: int) -> bool:
         """Whether the ``count`` nearest known nodes have all responded."""
