@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from statistics import fmean
 
 from shoal.clock import get_dht_time
@@ -95,6 +96,7 @@ class Told:
 
     def __init__(self, monkeypatch) -> None:
         self.contacts, self.entries, self.answers = 0, 0, 0
+        self.entries_by_node = Counter[int]()
         answer = DHTProtocol.rpc_find
 
         @functools.wraps(answer)
@@ -104,7 +106,9 @@ class Told:
             self.contacts += len(response.contacts)
             for result in response.results:
                 if result.value:
-                    self.entries += len(DictionaryDHTValue.unpackb(result.value))
+                    count = len(DictionaryDHTValue.unpackb(result.value))
+                    self.entries += count
+                    self.entries_by_node[node.node_id] += count
             return response
 
         monkeypatch.setattr(DHTProtocol, "rpc_find", rpc_find)
@@ -179,3 +183,18 @@ async def test_nodes_with_chosen_ids_are_told_again(monkeypatch):
     assert set(nearest) == set(said[0])
     assert set(nearest[1:]) <= set(said[1])
     assert nearest[0] not in said[1]
+
+
+@in_virtual_time
+async def test_those_that_hold_a_dictionary_take_turns_in_sending_it(monkeypatch):
+    """To whoever asks two of them, as each tracker does."""
+    told = Told(monkeypatch)
+    swarm = await swarm_with_a_dictionary(40)
+    readers = [node for node in swarm.nodes if not node.protocol.storage.get(DHTID.generate("key"))]
+    for _ in range(4):
+        for node in readers:
+            found = await node.get("key", latest=True, keep_copies=False, beam_size=2, num_workers=1)
+            assert len(found.value) == 40
+    assert told.entries == 4 * len(readers) * 40
+    assert len(told.entries_by_node) == 5
+    assert max(told.entries_by_node.values()) < told.entries / 3
