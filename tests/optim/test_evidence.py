@@ -496,6 +496,8 @@ def test_a_fast_leader_is_not_refused_by_those_who_have_not_met_it():
     other.note_round({OWN: 100.0, PEERS[2]: 100.0, PEERS[3]: 100.0}, NOW + 40, claims(3, 3, 3, 3))
     limit = fast.largest_weight(OWN, NOW + 50, BATCH, own_samples=260.0)
     assert 260 < limit <= other.most_limit(PEERS[4], NOW + 50, BATCH)
+    fast.note_round({OWN: 260.0, PEERS[0]: 0.0, PEERS[1]: 0.0}, NOW + 45, claims(3, 3, 3, 3))
+    assert fast.largest_weight(OWN, NOW + 50, BATCH, own_samples=260.0) > 260, "the others had nothing yet"
     fast.full_group = None
     fast.note_round({OWN: 260.0, PEERS[0]: 100.0}, NOW + 50)
     assert fast.largest_weight(OWN, NOW + 60, BATCH, own_samples=260.0) == 2 * 260 + BATCH

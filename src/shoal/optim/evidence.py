@@ -358,7 +358,7 @@ class Evidence:
         """
         if peer == self._own and not self._knows_nothing:
             seen = max(self._most_brought if self.knows_rounds else self._most_claimed, own_samples)
-            others = [brought for member, brought in self.latest.items() if member != self._own]
+            others = [brought for member, brought in self.latest.items() if member != self._own and brought]
             # Who has not met this peer has seen others bring about as much, see :meth:`most_limit`.
             most = _GENEROSITY**2 * max(others) if others and not self._meets_everybody else MOST
             return min(most, _GENEROSITY * seen + max(1, batch_size))
