@@ -104,6 +104,7 @@ def test_everything_is_seen_though_a_peer_dies_every_five_seconds(samples: int) 
         again = sum(count - 1 for count in crowd.seen.values())
         # What one was at, and what it had done in the half second since it last published.
         assert again <= 3 * deaths, (again, deaths)
+        assert not any(len(node.protocol.cache) for node in crowd.peers), "copies would be fetched again and again"
         await crowd.close()
 
     run(main(), seed=1)

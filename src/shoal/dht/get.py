@@ -272,6 +272,7 @@ class Reader:
         def end(target: DHTID, nearest: list[DHTID]) -> None:
             self._end(unfinished[target], nearest, lookup)
 
+        # Where not all holders of a record are asked, they take turns in sending it.
         is_sample = beam_size is not None and beam_size < self._config.num_replicas
         walk = Traversal(
             unfinished,

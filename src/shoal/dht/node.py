@@ -380,8 +380,8 @@ class DHTNode:
             key_ids: ids of keys.
             sufficient_expiration_time: as for :meth:`get_many`.
             num_workers: requests in flight until the nearest nodes have answered; then the rest is asked at once.
-            beam_size: how many of the nearest nodes are asked before a key counts as missing. If fewer than
-                ``num_replicas``, the first one is drawn among so many: it sends nearly all there is.
+            beam_size: how many of the nearest nodes are asked before a key counts as missing. If it is less
+                than ``num_replicas``, the one that is asked first is drawn among the ``num_replicas`` nearest.
             return_futures: return at once; cancelling a future stops the search for its key.
             keep_copies: cache found values here and at a node near the key; not worth it for values that change often.
             most_entries: ask each node for so many entries of a dictionary at most, drawn at random; 0: for all.

@@ -235,8 +235,9 @@ class Traversal:
             node counts as gone unless it answers after all.
         spawn: starts the requests; they may outlive the walk.
         chosen: ids that count as farther than all others; may grow while the walk goes on, before they are told.
-        draw: this number draws which of the ``num_replicas`` nearest nodes is asked first, so that not the nearest one
-            sends the record to whoever reads it; then the nearest ones, ``beam_size`` in all. ``None``: nearest first.
+        draw: a random number, which tells which of the ``num_replicas`` nearest nodes is asked first. That one sends
+            nearly all there is, so it should not always be the nearest. The nearest ones follow, until ``beam_size``
+            have been asked. ``None``: they are asked nearest first.
     """
 
     def __init__(

@@ -84,9 +84,9 @@ class Evidence:
         self._went_on: Collection[bytes] = ()
         self.has_receipts = False
         """Whether this peer receives receipts of the rounds of other groups."""
+        # The event loop writes it without the owner's lock, so every access is a single look-up or change.
         self.testimony: dict[bytes, tuple[int, Deeds]] = {}
         """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
-        # The event loop writes it without the owner's lock, so every access is a single look-up or change.
         self.latest: Mapping[bytes, float] = {}
         """What each member, this peer included, brought to the latest round with others."""
         # How many rounds this peer was in, how long the training for the latest one took, and the most samples that
@@ -176,14 +176,15 @@ class Evidence:
         ]
         self._went_on = [peer for peer in without if self.is_known(peer)]
         beside = {*members, self._own} - clients
-        # If those that it knows are enough, who only says that it went on with them gains nothing.
-        run = self._went_on if self._are_more(self._went_on, beside) else without
-        for peer in run if self._are_more(run, beside) else ():
+        # If those that it knows are enough, a stranger gains nothing by saying that it went on with them.
+        run = next((some for some in (self._went_on, without) if self._are_more(some, beside)), ())
+        for peer in run:
             # What it brought to its last round with this peer may be little: the end of an epoch would seem far away.
             known = max(self._deeds.pop(peer, self._typical), self._typical, key=lambda deeds: deeds.speed)
             remember(self._deeds, peer, Deeds(known.weight, known.seconds))
 
     def _are_more(self, some: Collection[bytes], others: Collection[bytes]) -> bool:
+        """Whether some peers have more hosts than others."""
         return len({*map(self._host_of, some)}) > len({*map(self._host_of, others)})
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:

@@ -116,8 +116,8 @@ class GlobalStep:
         seconds, patience = self.tracker.board.batch_time, self.settings.matchmaking_time
         if seconds / 2 > patience and self._expected_members():
             self._warn_once(
-                "a batch takes this peer %.1f s, and others wait %.1f s for who is in the middle of one: they often go "
-                "on without it. Give all peers matchmaking_time=%d or more, or this one smaller batches",
+                "a batch takes this peer %.1f s, and others wait %.1f s for those in the middle of one: they often go "
+                "on without this peer. Give all peers matchmaking_time=%d or more, or this one smaller batches",
                 seconds,
                 patience,
                 math.ceil(seconds / 2),
