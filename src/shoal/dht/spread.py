@@ -23,10 +23,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from statistics import median_low
-from typing import Annotated
+from statistics import fmean, median_high, median_low
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -34,14 +34,19 @@ MAX_DEPTH = 20
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 
 OWNERS_PER_KEY = 64
-# A key with more owners than TOO_MANY is divided; keys with fewer than TOO_FEW are united. The two are far apart, so
-# that peers with slightly different estimates do not oscillate.
+# A depth fits if each key has at most TOO_MANY owners and at least TOO_FEW. The two are far apart, so that most sizes
+# fit two depths. There a peer follows the majority; it divides or unites keys by itself only where they are beyond these
+# numbers by more than the estimates vary, so that nobody goes to and fro.
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
+BEYOND = 9 / 8
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
 # Where two depths fit the size of the swarm, a peer goes deeper if more than this share of the others is deeper, and
-# back if less than that share is as deep as it is. In between both stay, so that nobody goes to and fro.
+# back if less than that share is as deep as it is. In between both stay.
 MOST_ARE_DEEPER, FEW_ARE_AS_DEEP = 1 / 2, 1 / 3
+# So many readings of other keys are remembered: the estimates of all peers come near each other that way, although the
+# key of one has more owners than that of another.
+READINGS_ELSEWHERE = 3
 _PATH_BITS = 32
 
 
@@ -99,6 +104,20 @@ def _represented(level: int, depths: Sequence[int]) -> dict[int, float]:
     return {depth: times * math.ldexp(1.0, max(0, depth - level)) for depth, times in counts.items()}
 
 
+class _Reading(NamedTuple):
+    """What one key told.
+
+    Attributes:
+        size: the estimated number of owners.
+        deeper: the share of those that are deeper than the reader.
+        as_deep: the share of those that are at least as deep.
+    """
+
+    size: float
+    deeper: float
+    as_deep: float
+
+
 class Spread:
     """One owner's place among the keys, and its estimate of their depth.
 
@@ -109,18 +128,14 @@ class Spread:
     def __init__(self, owner: bytes) -> None:
         self._owner, self._path = owner, path_of(owner)
         self.depth = 0
-        # From the latest readings of the own key, the key above, and any other key: the estimated number of owners, and
-        # the shares of those that are deeper than this one, and at least as deep.
-        self._estimates: dict[str, float] = {}
-        self._deeper: dict[str, float] = {}
-        self._as_deep: dict[str, float] = {}
+        self._readings: dict[str, deque[_Reading]] = {}
+        """Of the own key and the key above the last one, of other keys the last few, since the depth has changed."""
         self._looks_up = False
 
     @property
     def size(self) -> float | None:
         """Estimated number of owners; ``None`` while one key is enough for all of them."""
-        known = self._estimates.values()
-        return sum(known) / len(known) if self.depth and known else None
+        return fmean(self._sizes()) if self.depth and self._readings else None
 
     @property
     def place(self) -> str:
@@ -152,40 +167,45 @@ class Spread:
             Whether the depth has changed.
         """
         kind = "here" if place == self.place else "above" if len(place) < self.depth else "elsewhere"
-        self._estimates[kind] = estimate_owners(len(place), depths)
-        self._deeper[kind] = share_at(self.depth + 1, len(place), depths)
-        self._as_deep[kind] = share_at(self.depth, len(place), depths)
-        here = self._estimates.get("here", self._estimates[kind])
-        above = self._estimates.get("above", here)
-        keys, depth = 2**self.depth, self.depth
-        # Both keys must say so, because one alone may be full of invented entries.
-        if min(here, 4 / 3 * above) > TOO_MANY * keys:
+        level, keys, depth = len(place), 2**self.depth, self.depth
+        kept = READINGS_ELSEWHERE if kind == "elsewhere" else 1
+        shares = (share_at(depth + 1, level, depths), share_at(depth, level, depths))
+        self._readings.setdefault(kind, deque(maxlen=kept)).append(_Reading(estimate_owners(level, depths), *shares))
+        # Most keys must say so, and of two both: one alone may be full of invented entries.
+        sizes = self._sizes()
+        least, most = median_low(sizes), median_high(sizes)
+        above = self._last("above")
+        if above is not None:
+            most = max(most, above.size)  # only the key above has those that are less deep
+        if least > BEYOND * TOO_MANY * keys:
             # Jump to the depth of most others at once, but go beyond them only step by step, to keep them in sight.
-            depth = max(depth + 1, min(_depth_for(min(here, above)), median_low(depths)))
-        elif "above" in self._estimates:
-            is_ahead = here < HARDLY_ANY * keys and above < TOO_MANY * keys / 2
-            if is_ahead or max(here, above) < TOO_FEW * keys:
-                depth = min(depth - 1, _depth_for(max(here, above)))
-        if depth == self.depth:
-            depth += self._step_to_majority(here, above)
+            depth = max(depth + 1, min(_depth_for(least), median_low(depths)))
+        elif above is not None:
+            here = self._last("here") or above
+            is_ahead = here.size < HARDLY_ANY * keys and above.size < TOO_MANY * keys / 2
+            if is_ahead or most < TOO_FEW * keys / BEYOND:
+                depth = min(depth - 1, _depth_for(most))
+            elif above.as_deep < FEW_ARE_AS_DEEP and most < TOO_MANY * keys / 2:
+                depth -= 1
+        deeper = median_low(reading.deeper for reading in self._all_readings())
+        if depth == self.depth and deeper > MOST_ARE_DEEPER and least > 2 * TOO_FEW * keys:
+            depth += 1
         depth = min(MAX_DEPTH, max(0, depth))
         if depth == self.depth:
             return False
         self.depth, self._looks_up = depth, False
-        for readings in (self._estimates, self._deeper, self._as_deep):
-            readings.clear()
+        self._readings.clear()
         return True
 
-    def _step_to_majority(self, here: float, above: float) -> int:
-        """1 or -1 if most others are at the next depth, and it fits the estimated size, too; else 0."""
-        keys = 2**self.depth
-        deeper = min(self._deeper.get("here", 0.0), self._deeper.get("above", 1.0))
-        if deeper > MOST_ARE_DEEPER and min(here, above) > TOO_FEW * 2 * keys:
-            return 1
-        # Only the key above has those that are less deep.
-        if self._as_deep.get("above", 1.0) < FEW_ARE_AS_DEEP and max(here, above) < TOO_MANY * keys / 2:
-            return -1
-        return 0
+    def _last(self, kind: str) -> _Reading | None:
+        readings = self._readings.get(kind)
+        return readings[-1] if readings else None
+
+    def _all_readings(self) -> list[_Reading]:
+        return [reading for readings in self._readings.values() for reading in readings]
+
+    def _sizes(self) -> list[float]:
+        return [reading.size for reading in self._all_readings()]
 
 
 def _depth_for(owners: float) -> int:
