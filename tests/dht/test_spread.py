@@ -152,6 +152,18 @@ def test_where_two_depths_fit_all_follow_the_majority(size, shallow, deep, share
     assert swarm.moves < 1.5 * size, "they do not go to and fro"
 
 
+@pytest.mark.parametrize("size", [235, 250, 265, 300, 315])
+def test_all_agree_although_some_keys_have_more_owners_than_others(size):
+    swarm = Swarm()
+    swarm.join(size)  # about as many as two keys may have at most
+    swarm.live(12)
+    depths = Counter(spread.depth for spread in swarm.spreads.values())
+    assert depths.most_common(1)[0][1] > 0.9 * size, depths
+    swarm.moves = 0
+    swarm.live(6)
+    assert swarm.moves < 0.1 * size, "they do not go to and fro"
+
+
 @pytest.fixture(scope="module")
 def crowd():
     """It has come at once, a while ago; not to be changed."""

@@ -35,10 +35,11 @@ Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 
 OWNERS_PER_KEY = 64
 # A depth fits if each key has at most TOO_MANY owners and at least TOO_FEW. The two are far apart, so that most sizes
-# fit two depths. There a peer follows the majority; it divides or unites keys by itself only where they are beyond these
-# numbers by more than the estimates vary, so that nobody goes to and fro.
+# fit two depths. There a peer follows the majority. Where its own depth does not fit, it goes on if at least SOME of the
+# others have; as the first one, only if the numbers are beyond these by more than the estimates vary. So nobody goes to
+# and fro.
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
-BEYOND = 9 / 8
+BEYOND, SOME = 9 / 8, 1 / 8
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
 # Where two depths fit the size of the swarm, a peer goes deeper if more than this share of the others is deeper, and
@@ -174,20 +175,20 @@ class Spread:
         # Most keys must say so, and of two both: one alone may be full of invented entries.
         sizes = self._sizes()
         least, most = median_low(sizes), median_high(sizes)
+        deeper = median_low(reading.deeper for reading in self._all_readings())
         above = self._last("above")
         if above is not None:
             most = max(most, above.size)  # only the key above has those that are less deep
-        if least > BEYOND * TOO_MANY * keys:
+        if least > TOO_MANY * keys * (1.0 if deeper > SOME else BEYOND):
             # Jump to the depth of most others at once, but go beyond them only step by step, to keep them in sight.
             depth = max(depth + 1, min(_depth_for(least), median_low(depths)))
         elif above is not None:
             here = self._last("here") or above
             is_ahead = here.size < HARDLY_ANY * keys and above.size < TOO_MANY * keys / 2
-            if is_ahead or most < TOO_FEW * keys / BEYOND:
+            if is_ahead or most < TOO_FEW * keys / (1.0 if above.as_deep < 1 - SOME else BEYOND):
                 depth = min(depth - 1, _depth_for(most))
             elif above.as_deep < FEW_ARE_AS_DEEP and most < TOO_MANY * keys / 2:
                 depth -= 1
-        deeper = median_low(reading.deeper for reading in self._all_readings())
         if depth == self.depth and deeper > MOST_ARE_DEEPER and least > 2 * TOO_FEW * keys:
             depth += 1
         depth = min(MAX_DEPTH, max(0, depth))
