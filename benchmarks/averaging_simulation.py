@@ -1,6 +1,7 @@
 """Matchmaking and averaging of many peers on bad networks, simulated in virtual time on one core.
 
     python -m benchmarks.averaging_simulation --scenario meeting --table dht --runs 1000
+    python -m benchmarks.averaging_simulation --scenario gathering
     python -m benchmarks.averaging_simulation --scenario arriving
     python -m benchmarks.averaging_simulation --scenario deaths --runs 1000
     python -m benchmarks.averaging_simulation --scenario mixing
@@ -11,6 +12,8 @@ Each run has a seed of its own, and the same seed gives the same run. Scenarios:
   fails, begin within a second of each other and look for a group for five seconds. In how many runs are all in one
   group? With ``--table shared`` they find each other by a table that knows everything, 150 ms away; with
   ``--table dht`` by the distributed one, of which each peer is a node.
+- ``gathering``: 16 peers begin at the same moment, again and again, and their group is complete when it has all of
+  them, as in ``matchmaking.py``. How long does it take on links of different length, if each has a machine of its own?
 - ``arriving``: 300 peers begin one after the other within half a minute, as at the end of an epoch, and look for groups
   of 16 under keys of a certain depth. How large are their groups?
 - ``deaths``: on the same links, 8 of 16 peers die at random moments of a round, some with a word and some without.
@@ -24,6 +27,7 @@ The same things are tested at smaller size in ``tests/simulation``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -32,12 +36,20 @@ from statistics import median
 
 import psutil
 
+from shoal.testing import Link
 from tests.simulation.deaths import run_round_with_deaths
-from tests.simulation.meetings import meet, meet_one_after_the_other
+from tests.simulation.meetings import meet, meet_again_and_again, meet_one_after_the_other
 from tests.simulation.mixing import mix
 
 REPORT_EVERY = 50
 ARRIVAL_SECONDS = 30.0
+GATHERINGS = 7
+LINKS = {
+    "0.5 ms": Link(delay=0.0005),
+    "5 to 20 ms": Link(delay=(0.005, 0.02)),
+    "10 to 150 ms": Link(delay=(0.01, 0.15)),
+}
+"""One way, by how they are called."""
 
 
 def meeting(arguments: argparse.Namespace) -> dict[str, object]:
@@ -57,6 +69,19 @@ def meeting(arguments: argparse.Namespace) -> dict[str, object]:
         "latest end in seconds": max(seconds, default=None),
         "other runs": others,
     }
+
+
+def gathering(arguments: argparse.Namespace) -> dict[str, object]:
+    figures: dict[str, object] = {"peers": arguments.peers}
+    seeds = list(_seeds(arguments))
+    for name, link in LINKS.items():
+        runs = [meet_again_and_again(seed, arguments.peers, GATHERINGS, link=link) for seed in seeds]
+        later = [meeting for meetings in runs for meeting in meetings[1:]]
+        figures[f"links of {name}: seconds, first time"] = median(meetings[0].seconds for meetings in runs)
+        figures[f"links of {name}: seconds, later"] = median(meeting.seconds for meeting in later)
+        figures[f"links of {name}: calls, later"] = median(meeting.calls for meeting in later)
+        figures[f"links of {name}: not all in one group"] = sum(len(m.group_sizes) > 1 for m in itertools.chain(*runs))
+    return figures
 
 
 def arriving(arguments: argparse.Namespace) -> dict[str, object]:
@@ -109,6 +134,7 @@ def mixing(arguments: argparse.Namespace) -> dict[str, object]:
 
 SCENARIOS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, object]], int, int]] = {
     "meeting": (meeting, 64, 1000),
+    "gathering": (gathering, 16, 10),
     "arriving": (arriving, 300, 2),
     "deaths": (deaths, 16, 1000),
     "mixing": (mixing, 1000, 1),
@@ -141,7 +167,7 @@ def main() -> None:
     figures = scenario(arguments)
     figures |= {"scenario": arguments.scenario, "runs": arguments.runs, "wall seconds": time.perf_counter() - begin}
     for name, value in figures.items():
-        print(f"{name:40}{value}")
+        print(f"{name:48}{value}")
     print(json.dumps(figures))
 
 

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -79,6 +80,7 @@ def watched(monitors: int, address: str) -> Iterator[None]:
 def evaluate(histories: list[list[Event]], args: argparse.Namespace) -> dict[str, float]:
     """What the table shows, of all epochs after the warm-up."""
     seconds, rounds, samples, epochs = [], [], 0, 0
+    used: dict[str, list[float]] = {"processor": [], "sent": []}
     ends: dict[int, list[Event]] = defaultdict(list)
     for history in histories:
         for before, event in itertools.pairwise(history):
@@ -87,6 +89,8 @@ def evaluate(histories: list[list[Event]], args: argparse.Namespace) -> dict[str
                 seconds += [(event["ended"] - before["ended"]) / event["steps"]] * event["steps"]
                 rounds += [event["members"] == args.peers] + [False] * (event["steps"] - 1)
                 samples += event["samples"]
+                for name, values in used.items():
+                    values.append((event.get(name, math.nan) - before.get(name, math.nan)) / event["steps"])
     epochs = len(seconds) / len(histories)
     turnovers, errors = [], []
     for events in ends.values():
@@ -107,6 +111,8 @@ def evaluate(histories: list[list[Event]], args: argparse.Namespace) -> dict[str
         "turnover": 1e3 * median(turnovers) if turnovers else float("nan"),
         "slowest turnover": 1e3 * max(turnovers, default=float("nan")),
         "error": 100 * median(errors) if errors else float("nan"),
+        "processor": 1e3 * fmean(used["processor"]),
+        "sent": fmean(used["sent"]) / 1e3,
     }
 
 
@@ -120,6 +126,8 @@ ROWS = {
     "turnover": ("from the last peer's last batch to the next epoch, median", "ms", 0),
     "slowest turnover": ("from the last peer's last batch to the next epoch, longest", "ms", 0),
     "error": ("end of the epoch as predicted after its first batch, error", "%", 1),
+    "processor": ("processor time of a peer in an epoch (shoal)", "ms", 0),
+    "sent": ("sent by a peer in an epoch (shoal)", "kB", 1),
 }
 
 

@@ -104,6 +104,7 @@ class TrainingPeer:
         - ``members``: how many peers took part
         - ``samples``: how many of this peer's
         - ``predicted``: when the epoch would end, as it was known after its first batch
+        - ``processor``, ``sent``: seconds and bytes that this peer has used so far (shoal alone)
         """
         optimizer, history, samples, predicted = self.optimizer, [], 0, None
         while optimizer.local_epoch < epochs:
@@ -119,6 +120,8 @@ class TrainingPeer:
                 continue
             event = {"epoch": optimizer.local_epoch, "entered": entered, "ended": time.monotonic(), "samples": samples}
             members = members_of(optimizer.grad_averager.latest_round)
+            if self.library.__name__ == "shoal":  # others have processes beside this one
+                event |= {"processor": time.process_time(), "sent": self.dht.p2p.metrics.bytes_sent}
             history.append({**event, "steps": event["epoch"] - epoch, "members": members, "predicted": predicted})
             optimizer.grad_averager.latest_round, samples, predicted = None, 0, None
         return history

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,12 +46,7 @@ def meet(seed: int, size: int, *, distributed: bool, link: Link = WIDE_AREA) -> 
 
     async def main() -> Meeting:
         network = Network(link)
-        nodes = await _start(network, size, distributed)
-        await asyncio.sleep(SETTLING_SECONDS)
-        calls_before, loop = _calls(nodes), asyncio.get_running_loop()
-        began = loop.time()
-        sizes = await asyncio.gather(*(network.host_of(node.p2p.peer_id).run(_look(network, node)) for node in nodes))
-        return Meeting(Counter(sizes), loop.time() - began, _calls(nodes) - calls_before)
+        return await _meet_now(network, await _start(network, size, distributed))
 
     return run(main(), seed=seed, time_limit=600)
 
@@ -82,14 +78,37 @@ def meet_one_after_the_other(
     return run(main(), seed=seed, time_limit=600)
 
 
-async def _start(network: Network, size: int, distributed: bool) -> list[AveragerNode]:
+def meet_again_and_again(seed: int, size: int, rounds: int, *, link: Link) -> list[Meeting]:
+    """Let peers begin at the same moment, round after round; a group is complete when it has all of them."""
+
+    async def main() -> list[Meeting]:
+        network = Network(link)
+        nodes = await _start(network, size, distributed=True, target_group_size=size, min_group_size=size)
+        return [await _meet_now(network, nodes, pause=0.0) for _ in range(rounds)]
+
+    return run(main(), seed=seed, time_limit=3600)
+
+
+async def _meet_now(network: Network, nodes: list[AveragerNode], pause: float | None = None) -> Meeting:
+    """Let these peers look for a group, each after this pause, or a random one."""
+    await asyncio.sleep(SETTLING_SECONDS)
+    calls_before, loop = _calls(nodes), asyncio.get_running_loop()
+    began = loop.time()
+    looking = [network.host_of(node.p2p.peer_id).run(_look(network, node, pause)) for node in nodes]
+    sizes = await asyncio.gather(*looking)
+    return Meeting(Counter(sizes), loop.time() - began, _calls(nodes) - calls_before)
+
+
+async def _start(network: Network, size: int, distributed: bool, **settings: Any) -> list[AveragerNode]:
+    settings["min_matchmaking_time"] = WINDOW
     if not distributed:
         tensors = [[torch.zeros(size)] for _ in range(size)]
-        return await start_averagers(network, tensors, SharedTable(TABLE_DELAY), min_matchmaking_time=WINDOW)
+        return await start_averagers(network, tensors, SharedTable(TABLE_DELAY), **settings)
     tables = await start_dht_nodes(network, size)
+    hosts = [network.host_of(table.peer_id) for table in tables]
     return [
-        await start_averager(network.host_of(table.peer_id), [torch.zeros(size)], table, min_matchmaking_time=WINDOW)
-        for table in tables
+        await start_averager(host, [torch.zeros(size)], table, **settings)
+        for host, table in zip(hosts, tables, strict=True)
     ]
 
 
