@@ -255,8 +255,10 @@ def divide_keys(peers: int, seed: int, periods: int = 12) -> None:
     rng = random.Random(seed)
     spreads = [Spread(rng.randbytes(32)) for _ in range(peers)]
     keys: dict[str, list[int]] = {}
+    moves = 0
     for period in range(periods):
         rng.shuffle(spreads)
+        moves = 0
         for number, spread in enumerate(spreads):
             if number % max(1, peers // 8) == 0:  # what stands there is an eighth of a period old
                 keys = {}
@@ -265,11 +267,12 @@ def divide_keys(peers: int, seed: int, periods: int = 12) -> None:
                         keys.setdefault(place, []).append(each.depth)
             for place in (spread.place, spread.place_beside(rng)):
                 if place is not None:
-                    spread.learn(place, keys.get(place, []))
+                    moves += spread.learn(place, keys.get(place, []))
     read = [len(keys.get(spread.place, [])) + len(keys.get(spread.place_beside(rng) or "-", [])) for spread in spreads]
     sizes = [spread.size for spread in spreads]
+    depths = dict(Counter(spread.depth for spread in spreads))
     print(
-        f"{peers:7} peers: depths {dict(Counter(spread.depth for spread in spreads))}, {len(keys)} keys of up to "
+        f"{peers:7} peers: depths {depths}, {moves} changes in the last period, {len(keys)} keys of up to "
         f"{max(map(len, keys.values()))} records, {fmean(len(each.places_to_write()) for each in spreads):.2f} written "
         f"and {fmean(read):.0f} read by each peer, estimates {fmean(size or 0 for size in sizes):.0f} "
         f"(standard deviation {pstdev(size or 0 for size in sizes):.0f})",
