@@ -34,11 +34,12 @@ MAX_DEPTH = 20
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 
 OWNERS_PER_KEY = 64
-# A key with more owners than TOO_MANY is divided; keys with fewer than TOO_FEW are united. The two are far apart, so that
-# most sizes fit two depths. There a peer follows the majority. Where its own depth nearly does not fit any more, it goes
-# on if at least SOME of the others have: nearly is by as much as the estimates vary, so that nobody goes to and fro.
+# A depth fits if each key has at most TOO_MANY owners and at least TOO_FEW. The two are far apart, so that most sizes
+# fit two depths. There a peer follows the majority. Where its own depth does not fit, it goes on if at least SOME of
+# the others have; as the first one, only if the numbers are beyond these by more than the estimates vary. So nobody
+# goes to and fro.
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
-NEARLY, SOME = 7 / 8, 1 / 8
+BEYOND, SOME = 9 / 8, 1 / 8
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
 # Where two depths fit the size of the swarm, a peer goes deeper if more than this share of the others is deeper, and
@@ -109,7 +110,7 @@ class _Reading(NamedTuple):
 
     Attributes:
         size: the estimated number of owners.
-        is_full: the key has too many owners, so that perhaps not all were read, and there are more.
+        is_full: the key has far too many owners, so that perhaps not all were read, and there are more.
         deeper: the share of those that are deeper than the reader.
         as_deep: the share of those that are at least as deep.
     """
@@ -172,26 +173,26 @@ class Spread:
         level, keys, depth = len(place), 2**self.depth, self.depth
         kept = READINGS_ELSEWHERE if kind == "elsewhere" else 1
         shares = (share_at(depth + 1, level, depths), share_at(depth, level, depths))
-        reading = _Reading(estimate_owners(level, depths), len(depths) > TOO_MANY, *shares)
+        reading = _Reading(estimate_owners(level, depths), len(depths) > BEYOND * TOO_MANY, *shares)
         self._readings.setdefault(kind, deque(maxlen=kept)).append(reading)
-        above = self._last("above")
+        above, known = self._last("above"), self._all_readings()
         # Most keys must say so, and of two both: one alone may be full of invented entries.
-        sizes = [each.size for each in self._all_readings() if each is not above or not above.is_full] or [reading.size]
+        sizes = [math.inf if each is above and each.is_full and len(known) > 1 else each.size for each in known]
         least, most = median_low(sizes), median_high(sizes)
-        deeper = median_low(each.deeper for each in self._all_readings())
+        deeper = median_low(each.deeper for each in known)
         if above is not None:
             most = max(most, above.size)  # only the key above has those that are less deep
-        if least > TOO_MANY * keys * (NEARLY if deeper > SOME else 1.0):
+        if least > TOO_MANY * keys * (1.0 if deeper > SOME else BEYOND):
             # Jump to the depth of most others at once, but go beyond them only step by step, to keep them in sight.
             depth = max(depth + 1, min(_depth_for(least), median_low(depths)))
         elif above is not None:
             here = self._last("here") or above
             is_ahead = here.size < HARDLY_ANY * keys and above.size < TOO_MANY * keys / 2
-            if is_ahead or most < TOO_FEW * keys / (NEARLY if above.as_deep < 1 - SOME else 1.0):
+            if is_ahead or most < TOO_FEW * keys / (1.0 if above.as_deep < 1 - SOME else BEYOND):
                 depth = min(depth - 1, _depth_for(most))
-            elif above.as_deep < FEW_ARE_AS_DEEP and most < NEARLY * TOO_MANY * keys / 2:
+            elif above.as_deep < FEW_ARE_AS_DEEP and most < TOO_MANY * keys / 2:
                 depth -= 1
-        if depth == self.depth and deeper > MOST_ARE_DEEPER and least > 2 * TOO_FEW * keys / NEARLY:
+        if depth == self.depth and deeper > MOST_ARE_DEEPER and least > 2 * TOO_FEW * keys:
             depth += 1
         depth = min(MAX_DEPTH, max(0, depth))
         if depth == self.depth:
@@ -209,4 +210,6 @@ class Spread:
 
 
 def _depth_for(owners: float) -> int:
+    if math.isinf(owners):
+        return MAX_DEPTH
     return round(math.log2(max(1.0, owners / OWNERS_PER_KEY)))

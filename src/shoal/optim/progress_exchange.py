@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided. Those that hold it could not send them all
 # to everybody in a large swarm that comes at once.
-MOST_READ = 5 * TOO_MANY // 4
+MOST_READ = 3 * TOO_MANY // 2
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
 # Seconds that a newcomer waits at most for its calls to all others.
