@@ -177,6 +177,34 @@ def test_a_record_is_published_anew_whichever_reading_has_shown_that_it_belongs_
     run(main(), seed=2)
 
 
+@pytest.mark.parametrize(("sizes", "read_again_soon"), [((40, 60, 60), True), ((40, 44, 44), False)])
+def test_who_sees_the_swarm_grow_reads_again_soon(monkeypatch, sizes, read_again_soon):
+    async def main() -> None:
+        network, table = Network(LINK), SharedTable(delay=0.05)
+        peer, another = await add_peers(network, table, 2)
+        await asyncio.sleep(5)
+        left, moving = list(sizes), []
+
+        async def read(place: str, holders: int, found: dict[bytes, object], seen: dict[bytes, bytes]) -> bool:
+            seen.update((b"tag %d" % number, b"peer %d" % number) for number in range(left.pop(0)))
+            return False
+
+        def note(found: object, now: float, is_moving: bool = False) -> list[bytes]:
+            moving.append(is_moving)
+            return []
+
+        await peer.exchange.stop()
+        monkeypatch.setattr(peer.exchange, "read", read)
+        monkeypatch.setattr(peer.board, "hear_many", note)
+        peer.exchange._peers_by_tag.clear()
+        for _ in sizes:
+            await peer.host.run(peer.exchange.fetch(1))
+        assert moving == [False, read_again_soon, False], "the first reading compares with nothing"
+        await stop([another])
+
+    run(main(), seed=4)
+
+
 def test_who_is_sent_to_and_fro_reads_no_more_than_a_few_times_in_a_row(monkeypatch):
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)

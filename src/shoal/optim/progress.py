@@ -272,7 +272,7 @@ class RefreshPolicy:
         Args:
             num_others: how many records a reading brings.
             reaches_others: some of them can be called, which is cheaper and tells the latest news.
-            is_moving: this reading has led to other keys, and the others have yet to get there, too.
+            is_moving: this reading has led to other keys, or has shown that the swarm grows: soon it will be different.
         """
         cost = HOLDERS_READ * _BYTES_OF_RECORD * num_others
         least = 2 * self.max_period if reaches_others else self.default_period

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# More records of one key need not be read to know that it is to be divided. Those that hold it could not send them all
-# to everybody in a large swarm that comes at once.
+# More records of one key need not be read to know that it is to be divided.
 MOST_READ = 3 * TOO_MANY // 2
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
@@ -66,8 +65,9 @@ GOODBYE_TIMEOUT = 1.0
 SECONDS_BETWEEN_CHANGES = 0.5
 # Least seconds between two records of this peer in the DHT.
 NEWS_PERIOD = 10.0
-# So many readings in a row may move to other keys and be repeated soon. More would serve peers that make up records.
-MAX_MOVES = 8
+# So many readings in a row may be repeated soon, because they have led to other keys, or have brought GROWTH times as
+# many records as the one before. More would serve peers that make up records.
+MAX_MOVES, GROWTH = 8, 5 / 4
 
 
 class Table(Protocol):
@@ -119,9 +119,8 @@ class ProgressExchange(ServicerBase):
         self.key, self._run = f"{prefix}_progress", f"run {prefix!r}"
         self.spread = Spread(owner_tag)
         """Under which keys this peer's record stands: in a large swarm the records are spread over several."""
-        # Each key with a record of this peer, and when that record expires.
-        self._written_until: dict[str, float] = {}
-        self._moves = 0  # readings in a row that have led to other keys
+        self._written_until: dict[str, float] = {}  # when this peer's record under each key expires
+        self._moves = 0  # readings in a row that are repeated soon
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
         """Set inside the loop: the first if there is news to publish, the second if others must be called."""
@@ -265,7 +264,7 @@ class ProgressExchange(ServicerBase):
         """Read the records, and call those that were not known: returns these calls.
 
         Args:
-            is_moving: read them again soon. So it is in any case if the keys have changed.
+            is_moving: read them again soon. So it is in any case if the keys have changed, or the swarm has grown.
         """
         spread = self.spread
         found: dict[bytes, tuple[ProgressRecord, float]] = {}
@@ -276,7 +275,8 @@ class ProgressExchange(ServicerBase):
         beside = spread.place_beside(self._p2p.rng)
         if beside is not None:
             await self.read(beside, holders, found, seen)
-        self._moves = self._moves + 1 if is_moving or spread.depth != depth else 0
+        is_moving |= spread.depth != depth or 0 < GROWTH * len(self._peers_by_tag) < len(seen)
+        self._moves = self._moves + 1 if is_moving else 0
         self._peers_by_tag = seen
         self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
