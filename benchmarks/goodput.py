@@ -108,9 +108,9 @@ def evaluate(histories: list[list[Event]], args: argparse.Namespace) -> dict[str
         "longest": max(seconds),
         "complete": 100 * fmean(rounds),
         "samples": samples / epochs,
-        "turnover": 1e3 * median(turnovers) if turnovers else float("nan"),
-        "slowest turnover": 1e3 * max(turnovers, default=float("nan")),
-        "error": 100 * median(errors) if errors else float("nan"),
+        "turnover": 1e3 * median(turnovers) if turnovers else math.nan,
+        "slowest turnover": 1e3 * max(turnovers, default=math.nan),
+        "error": 100 * median(errors) if errors else math.nan,
         "processor": 1e3 * fmean(used["processor"]),
         "sent": fmean(used["sent"]) / 1e3,
     }

@@ -132,7 +132,7 @@ class Spread:
         self._owner, self._path = owner, path_of(owner)
         self.depth = 0
         self._readings: dict[str, deque[_Reading]] = {}
-        """Of the own key and the key above the last one, of other keys the last few, since the depth has changed."""
+        """Since the depth has changed: the last one of the own key and of the key above, the last few of other keys."""
         self._looks_up = False
 
     @property
@@ -176,8 +176,9 @@ class Spread:
         reading = _Reading(estimate_owners(level, depths), len(depths) > BEYOND * TOO_MANY, *shares)
         self._readings.setdefault(kind, deque(maxlen=kept)).append(reading)
         above, known = self._last("above"), self._all_readings()
-        # Most keys must say so, and of two both: one alone may be full of invented entries.
+        # A full key above may have more records than were read: beside other readings it stands for any number.
         sizes = [math.inf if each is above and each.is_full and len(known) > 1 else each.size for each in known]
+        # Most keys must say so, and of two both: one alone may be full of invented entries.
         least, most = median_low(sizes), median_high(sizes)
         deeper = median_low(each.deeper for each in known)
         if above is not None:
@@ -210,6 +211,4 @@ class Spread:
 
 
 def _depth_for(owners: float) -> int:
-    if math.isinf(owners):
-        return MAX_DEPTH
-    return round(math.log2(max(1.0, owners / OWNERS_PER_KEY)))
+    return round(min(MAX_DEPTH, math.log2(max(1.0, owners / OWNERS_PER_KEY))))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# More records of one key need not be read to know that it is to be divided.
+# More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
