@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.dht.crypto import PrivateKey, PublicKey, SignatureValidator, tag_of
+from shoal.dht.local_records import MOST_RECORDS_OF_A_TRUSTED_HOST, MOST_RECORDS_OF_THE_TRUSTED, LocalRecords
+from shoal.dht.quotas import Payer
 from shoal.dht.records import NewRecord
-from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.storage import DictionaryDHTValue, Unproven
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord
+from shoal.p2p import Identity, PeerID
 from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
@@ -261,3 +265,103 @@ async def test_plain_values_replace_dictionaries_that_nobody_owns():
     assert await others[0].store("open", "plain", later(60))
     for reader in owned.nodes:
         assert (await reader.get("open", latest=True)).value == "plain"
+
+
+# --- what an owner itself brings --------------------------------------------------------------------------------------
+
+
+def unsigned_by(peer: PeerID, name: str = "", value: str = "never signed") -> NewRecord:
+    """A record under a peer's own tag, with something in place of the signature."""
+    signature = b"[signature:" + b"A" * 86 + b"==]"
+    subkey = MSGPackSerializer.dumps(name.encode() + tag_of(peer))
+    return NewRecord(KEY_ID, subkey, MSGPackSerializer.dumps(value) + signature, later(100))
+
+
+@pytest.fixture
+def looks(monkeypatch) -> list[bytes]:
+    """The signatures that have been looked at."""
+    looked_at = []
+    verify = PublicKey.verify
+
+    def note_and_verify(self: PublicKey, data: bytes, signature: bytes) -> bool:
+        looked_at.append(signature)
+        return verify(self, data, signature)
+
+    monkeypatch.setattr(PublicKey, "verify", note_and_verify)
+    return looked_at
+
+
+@in_virtual_time
+async def test_signatures_are_looked_at_only_before_others_get_the_entry(looks):
+    swarm = Swarm()
+    owner, holder, reader = [await swarm.node() for _ in range(3)]
+    for number in range(5):
+        assert await owner.store(KEY, number, later(100 + number), subkey=tag_of(owner.peer_id))
+    assert not looks
+    found = await reader.get(KEY, latest=True)
+    assert [item.value for item in found.value.values()] == [4]
+    looks_of_all = len(looks)
+    assert looks_of_all in (1, 2)  # the reader's, which keeps it itself, and those of who told it
+    assert await reader.get(KEY, latest=True) == await holder.get(KEY, latest=True) == found
+    assert len(looks) <= 2
+    assert await holder.get(KEY, latest=True) == found
+    assert len(looks) <= 2
+
+
+@in_virtual_time
+async def test_an_owner_without_signatures_harms_nobody():
+    """Those that keep its record believe it; others would take them for forgers, if they got it."""
+    swarm = Swarm()
+    liar, honest, holder, reader = [await swarm.node() for _ in range(4)]
+    assert await honest.store(KEY, "mine", later(100), subkey=tag_of(honest.peer_id))
+    for node in (honest, holder, reader):
+        assert await liar.protocol.call_store(node.peer_id, [unsigned_by(liar.peer_id)]) == [True]
+    newcomer = await swarm.node()
+    await asyncio.sleep(1)
+    assert KEY_ID in newcomer.protocol.storage, "its neighbors give it what it should hold"
+    for node in (honest, holder, reader, newcomer):
+        found = await node.get(KEY, latest=True)
+        assert {subkey: item.value for subkey, item in found.value.items()} == {tag_of(honest.peer_id): "mine"}
+    for node in (honest, holder, reader):
+        assert node.p2p.metrics.records_refused == {"wrong signature": 1}
+    assert not newcomer.p2p.metrics.records_refused
+
+
+@in_virtual_time
+async def test_nobody_else_may_bring_it_unproven():
+    swarm = Swarm()
+    owner, other, holder = [await swarm.node() for _ in range(3)]
+    assert await other.protocol.call_store(holder.peer_id, [unsigned_by(owner.peer_id)]) == [False]
+    bare = unsigned_by(owner.peer_id)._replace(value=MSGPackSerializer.dumps("bare"))
+    assert await owner.protocol.call_store(holder.peer_id, [bare]) == [False]
+
+
+@in_virtual_time
+async def test_who_brings_many_records_has_each_of_them_checked_at_once():
+    """Else their signatures would be checked all together, while the loop stands still."""
+    swarm = Swarm()
+    liar, holder = await swarm.node(), await swarm.node()
+    records = [unsigned_by(liar.peer_id, str(number)) for number in range(MOST_RECORDS_OF_THE_TRUSTED + 5)]
+    accepted = await liar.protocol.call_store(holder.peer_id, records)
+    assert accepted == [True] * MOST_RECORDS_OF_THE_TRUSTED + [False] * 5
+
+
+@in_virtual_time
+async def test_many_peers_of_one_host_are_checked_at_once():
+    node = await Swarm().node()
+    here = LocalRecords(None, node.protocol.record_validator)
+    peers = [Identity.generate().peer_id for _ in range(MOST_RECORDS_OF_A_TRUSTED_HOST + 5)]
+    accepted = [here.keep(unsigned_by(peer), Payer(peer, "one host")) for peer in peers]
+    assert accepted == [True] * MOST_RECORDS_OF_A_TRUSTED_HOST + [False] * 5
+    assert here.keep(unsigned_by(peers[-1]), Payer(peers[-1], "another host"))
+    assert here.find(KEY_ID) is None, "the last look has removed all of them"
+    assert not here.nbytes
+
+
+def test_what_is_not_proven_cannot_be_packed():
+    value: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    value.store("name", Unproven(b"value"), later(10))
+    with pytest.raises(TypeError, match="Unproven"):
+        value.packb()
+    value.replace_value("name", b"value")
+    assert DictionaryDHTValue.unpackb(value.packb()).get("name") == value.get("name")

@@ -11,8 +11,9 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import quotas
+from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import OVER_HOST_QUOTA, OVER_PEER_QUOTA, Payer, Room
-from shoal.dht.records import LocalRecords, NewRecord
+from shoal.dht.records import NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords, DHTRecord

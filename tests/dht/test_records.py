@@ -6,7 +6,8 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import records, store
-from shoal.dht.records import Found, LocalRecords, NewRecord, pack_value, split_into_requests
+from shoal.dht.local_records import LocalRecords
+from shoal.dht.records import Found, NewRecord, pack_value, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.store import make_record

@@ -11,8 +11,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from shoal.clock import get_dht_time
 from shoal.dht.crypto import PublicKey
+from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import Payer, Room
-from shoal.dht.records import FindRequest, LocalRecords, NewRecord, peer_of_contact, unpack_contact
+from shoal.dht.records import FindRequest, NewRecord, peer_of_contact, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import DHTRecord

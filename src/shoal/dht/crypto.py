@@ -254,16 +254,31 @@ class SignatureValidator(RecordValidatorBase):
             return _known_owners_in(record.subkey)
         return _owners_in(record.subkey) if b"[owner:" in record.subkey else ()
 
-    def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
+    @staticmethod
+    def _signature_of(record: DHTRecord) -> re.Match[bytes] | None:
+        """The signature at the end of the value, if it is the only one in it."""
         signatures = list(_SIGNATURE.finditer(record.value))
-        if len(signatures) != 1 or signatures[0].end() != len(record.value):
+        return signatures[0] if len(signatures) == 1 and signatures[0].end() == len(record.value) else None
+
+    def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
+        signature = self._signature_of(record)
+        if signature is None:
             return False
         try:
             public_key = _key_of_owner(owner)
         except ValueError:
             return False
-        signed = self.signed_bytes(record, record.value[: signatures[0].start()])
-        return public_key.verify(signed, signatures[0].group(1))
+        return public_key.verify(self.signed_bytes(record, record.value[: signature.start()]), signature.group(1))
+
+    def is_proven_by_peer(self, record: DHTRecord, peer: PeerID) -> bool:
+        """Only an owner may bring its records unproven, with something that looks like a signature."""
+        owners = self._owners(record)
+        if len(owners) != 1 or peer.public_key is None or self._signature_of(record) is None:
+            return False
+        try:
+            return _key_of_owner(owners[0]).raw == peer.public_key
+        except ValueError:
+            return False
 
     @staticmethod
     def signed_bytes(record: DHTRecord, value: bytes) -> bytes:

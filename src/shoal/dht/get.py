@@ -231,10 +231,8 @@ class Reader:
         for search in searches.values():
             if self._config.reuse_get_requests:
                 self.pending.join(search)
-            for storage in (self._protocol.storage, self._protocol.cache):
-                item = storage.get(search.key_id)
-                if item is not None:
-                    search.add_candidate(item.value, item.expiration_time, None)
+            for item in self._protocol.records.copies(search.key_id):
+                search.add_candidate(item.value, item.expiration_time, None)
                 if search.is_satisfied:
                     self._end(search)
                     break

@@ -13,6 +13,7 @@ import msgspec
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
 from shoal.dht.known import Known
+from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import Payer
 from shoal.dht.reception import Reception
 from shoal.dht.records import (
@@ -25,7 +26,6 @@ from shoal.dht.records import (
     FindResponse,
     FindResult,
     Found,
-    LocalRecords,
     NewRecord,
     PackedContacts,
     PingRequest,

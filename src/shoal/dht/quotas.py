@@ -36,6 +36,7 @@ BYTES_PER_DICTIONARY = 600
 
 OVER_PEER_QUOTA = "over the quota of a peer"
 OVER_HOST_QUOTA = "over the quota of a network"
+WRONG_SIGNATURE = "wrong signature"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class _Quota:
     def bytes_of(self, who: Hashable) -> int:
         return self._uses.get(who, (0, 0))[0]
 
+    def count_of(self, who: Hashable) -> int:
+        return self._uses.get(who, (0, 0))[1]
+
     def allows(self, who: Hashable, more_bytes: int, more_records: int) -> bool:
         nbytes, records = self._uses.get(who, (0, 0))
         return nbytes + more_bytes <= self._nbytes and records + more_records <= self._records
@@ -166,6 +170,11 @@ class Ledger:
     def bytes_of(self, payer: Payer) -> int:
         """The size of a peer's records."""
         return self.quotas[0].bytes_of(payer.peer)
+
+    def counts_of(self, payer: Payer) -> tuple[int, int]:
+        """How many records a peer has here, and how many all peers of its host."""
+        of_peers, of_hosts = self.quotas
+        return of_peers.count_of(payer.peer), of_hosts.count_of(payer.host)
 
     def reason_to_refuse(self, place: Place, size: int, payer: Payer | None) -> str | None:
         """The reason to refuse a record of this size, or ``None``. Records of this node (payer ``None``) never are."""
@@ -294,6 +303,12 @@ class Shelves:
         if evicted:
             self._note_eviction(evicted)
         return not evicted or place in self.ledger
+
+    def remove_forged(self, place: Place) -> None:
+        """Drop an entry that its owner has brought with a wrong signature."""
+        self.ledger.release(place)
+        self._drop(place)
+        self._metrics.records_refused[WRONG_SIGNATURE] += 1
 
     def _note_refusal(self, reason: str, payer: Payer) -> None:
         self._metrics.records_refused[reason] += 1

@@ -33,6 +33,13 @@ DHTValue = Any
 BinaryDHTValue = bytes
 
 
+class Unproven(bytes):
+    """The value of an entry whose signature nobody here has looked at yet: its owner itself has brought it.
+
+    msgpack refuses to pack it, so it cannot reach another node by mistake.
+    """
+
+
 class ValueWithExpiration(tuple[ValueType, DHTExpiration], Generic[ValueType]):
     """A value and its expiration; unpacks and compares like a tuple of two."""
 
@@ -235,6 +242,14 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
     def drop(self, key: Subkey) -> None:
         """Remove an entry if it is there, whether or not it has expired."""
         self._data.pop(key, None)
+
+    def replace_value(self, key: Subkey, value: ValueType) -> None:
+        """Put another value in the place of one that is here; it expires at the same time.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
+        self._data[key] = ValueWithExpiration(value, self._data[key].expiration_time)
 
     def leave_out(self, keys: Iterable[Subkey]) -> None:
         """Remove entries as if they had never been here: the dictionary lives only as long as the others."""

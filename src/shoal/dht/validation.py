@@ -19,6 +19,7 @@ from typing import Any
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.storage import StoredValue, Subkey
 from shoal.logs import quoted
+from shoal.p2p.identity import PeerID
 from shoal.serializer import MSGPackSerializer
 
 # In place of the subkey in the record of a plain value, which is not an entry of a dictionary.
@@ -109,6 +110,10 @@ class RecordValidatorBase(ABC):
         """Whether only one owner may write this record. Then others cannot replace its dictionary by a plain value."""
         return False
 
+    def is_proven_by_peer(self, record: DHTRecord, peer: PeerID) -> bool:
+        """Whether the record needs no other proof than that this peer itself has brought it."""
+        return False
+
     @property
     def priority(self) -> int:
         """Validators sign in ascending and validate in descending order of this number."""
@@ -152,10 +157,16 @@ class CompositeValidator(RecordValidatorBase):
             record = _with_value(record, validator.sign_value(record))
         return record.value
 
-    def validate(self, record: DHTRecord) -> bool:
+    def validate(self, record: DHTRecord, brought_by: PeerID | None = None) -> bool:
+        """Whether all validators accept the record.
+
+        Args:
+            brought_by: the peer that has brought it, if that is proof enough for those validators that say so.
+        """
         for position in reversed(range(len(self.validators))):
             validator = self.validators[position]
-            if not validator.validate(record):
+            is_proven = brought_by is not None and validator.is_proven_by_peer(record, brought_by)
+            if not is_proven and not validator.validate(record):
                 return False
             if position:  # nobody looks at what is left after the last one
                 record = _with_value(record, validator.strip_value(record))
@@ -168,6 +179,9 @@ class CompositeValidator(RecordValidatorBase):
 
     def is_forged(self, record: DHTRecord) -> bool:
         return any(validator.is_forged(record) for validator in self.validators)
+
+    def is_proven_by_peer(self, record: DHTRecord, peer: PeerID) -> bool:
+        return any(validator.is_proven_by_peer(record, peer) for validator in self.validators)
 
     def is_owned(self, record: DHTRecord) -> bool:
         return any(validator.is_owned(record) for validator in self.validators)
