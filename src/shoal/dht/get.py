@@ -231,8 +231,10 @@ class Reader:
         for search in searches.values():
             if self._config.reuse_get_requests:
                 self.pending.join(search)
-            for item in self._protocol.records.copies(search.key_id):
-                search.add_candidate(item.value, item.expiration_time, None)
+            for storage in (self._protocol.storage, self._protocol.cache):
+                item = storage.get(search.key_id)
+                if item is not None:
+                    search.add_candidate(item.value, item.expiration_time, None)
                 if search.is_satisfied:
                     self._end(search)
                     break
@@ -328,6 +330,7 @@ class Reader:
 
     def _spread_copies(self, search: Search, nearest: Sequence[DHTID], lookup: Lookup) -> None:
         assert search.found is not None
+        self._protocol.records.prove(search.key_id, search.found)
         copy = NewRecord.of_stored(search.key_id, search.found, search.expiration_time, in_cache=True)
         if self._config.cache_locally:
             self._protocol.records.keep(copy)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from shoal.clock import DHTExpiration
 from shoal.dht.known import Known
 from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
 from shoal.dht.records import MAX_ANSWER_BYTES, NOTHING_KNOWN, FindResult, Found, FoundRecord, NewRecord, pack_value
 from shoal.dht.routing import DHTID
-from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Unproven, ValueWithExpiration
+from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Unproven
 from shoal.dht.validation import (
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
@@ -80,7 +80,7 @@ class LocalRecords:
                 kept = [self.shelves.put(Place(in_cache, key_id, name), *item, *how) for name, item in entries.items()]
                 return any(kept)
             checked = DHTRecord(key_id.to_bytes(), packed_subkey, value, check_lifetime(expiration_time))
-            if self._is_on_trust(checked, payer):
+            if not in_cache and self._is_on_trust(checked, payer):
                 value = Unproven(value)
             elif not self.is_valid(checked):
                 return False
@@ -105,7 +105,8 @@ class LocalRecords:
         """Whether an entry is kept without a look at its signature, because its owner has brought it.
 
         The connection has proved who that is. Other nodes want the signature, so it is checked before any of them gets
-        the entry. Most entries are replaced before that: who finds a group withdraws at once.
+        the entry. Most entries are replaced before that: who finds a group withdraws at once, and who is told an entry
+        often has it already.
         """
         validator = self.record_validator
         if payer is None or not isinstance(payer.peer, PeerID) or not isinstance(validator, CompositeValidator):
@@ -116,33 +117,29 @@ class LocalRecords:
             return False
         return validator.is_proven_by_peer(record, payer.peer) and validator.validate(record, payer.peer)
 
-    def prove(self, key_id: DHTID) -> None:
-        """Look at all signatures under a key that nobody here has looked at; entries with wrong ones go."""
-        for in_cache, storage in ((False, self.storage), (True, self.cache)):
-            present = storage.get(key_id)
-            if present is None or isinstance(present.value, bytes):
-                continue
-            for subkey, (value, expiration_time) in present.value.items():
-                if not isinstance(value, Unproven):
-                    continue
-                proven = bytes(value)
-                record = DHTRecord(key_id.to_bytes(), MSGPackSerializer.dumps(subkey), proven, expiration_time)
-                if self.is_valid(record):
-                    present.value.replace_value(subkey, proven)
-                else:
-                    self.shelves.remove_forged(Place(in_cache, key_id, subkey))
+    def prove(self, key_id: DHTID, value: StoredValue) -> None:
+        """Look at all signatures in a value that nobody here has looked at; entries with wrong ones go.
 
-    def copies(self, key_id: DHTID) -> Iterator[ValueWithExpiration[StoredValue]]:
-        """What storage and cache have of a key, in this order; all signatures are good."""
-        self.prove(key_id)
-        for storage in (self.storage, self.cache):
-            present = storage.get(key_id)
-            if present is not None:
-                yield present
+        Args:
+            value: of this key, or a part of it, that somebody else is to get.
+        """
+        if isinstance(value, bytes):
+            return
+        for subkey, item in value.items():
+            if not isinstance(item.value, Unproven):
+                continue
+            proven = bytes(item.value)
+            packed_subkey = MSGPackSerializer.dumps(subkey)
+            if self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, proven, item.expiration_time)):
+                value.replace_value(subkey, proven)
+                continue
+            stored = self.storage.get(key_id)
+            if stored is not None and not isinstance(stored.value, bytes) and stored.value.get(subkey) == item:
+                self.shelves.remove_forged(Place(False, key_id, subkey))
+            value.drop(subkey)
 
     def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
         """The value of a key in storage or cache: one with owned entries comes first, then the later expiration."""
-        self.prove(key_id)
         stored, cached = self.storage.get(key_id), self.cache.get(key_id)
         if stored is None or cached is None:
             return stored or cached
@@ -194,6 +191,7 @@ class LocalRecords:
         if item is None:
             return FindResult(Found.NOTHING, b"", 0.0, nearest)
         value = item[0] if isinstance(item[0], bytes) else known.without_known(key_id, item[0], most)
+        self.prove(key_id, value)
         marker, packed = pack_value(value, MAX_ANSWER_BYTES)
         if len(packed) > room:
             return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)

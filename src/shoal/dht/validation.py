@@ -1,7 +1,7 @@
 """Validators decide who may write what. Every node applies them to records that it is asked to store or reads.
 
-The writer signs a value. Every node that is asked to keep it checks it, and so does the reader. Signatures are stripped
-only when the value is handed to the application.
+The writer signs a value. Every node that keeps it checks it before it tells anybody else, and so does the reader.
+Signatures are stripped only when the value is handed to the application.
 """
 
 from __future__ import annotations
