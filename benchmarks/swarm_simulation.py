@@ -185,7 +185,9 @@ async def simulate(peers: int, minutes: float, faulty: float, lying: float, matc
     loop, began = asyncio.get_running_loop(), time.process_time()
     memory = psutil.Process().memory_info().rss
     target = round(peers * BATCH / BATCH_SECONDS * math.exp(SPREAD_OF_SPEEDS**2 / 2) * EPOCH_SECONDS)
-    course = Course(target, BATCH, matchmaking_time, group_size=GROUP_SIZE)
+    course = Course(
+        target_batch_size=target, batch_size=BATCH, matchmaking_time=matchmaking_time, group_size=GROUP_SIZE
+    )
     swarm = LargeSwarm(Network(LINES), course, random.Random(loop.rng.getrandbits(64)), faulty, lying)
     await swarm.arrive()
     while len(swarm.living) < peers:
@@ -291,7 +293,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faulty", type=float, default=SHARE_FAULTY, help="share of faulty peers")
     parser.add_argument("--lying", type=float, default=SHARE_LYING, help="share of liars")
-    parser.add_argument("--matchmaking-time", type=float, default=5.0, help="seconds for which others wait in a round")
+    parser.add_argument(
+        "--matchmaking-time",
+        type=float,
+        default=Course.matchmaking_time,
+        help="seconds for which others wait in a round",
+    )
     parser.add_argument("--keys", type=int, nargs="*", help="only divide the keys among so many peers")
     arguments = parser.parse_args()
     if arguments.keys:
@@ -300,8 +307,9 @@ def main() -> None:
         return
 
     async def simulate_and_stop() -> None:
-        shares = arguments.faulty, arguments.lying
-        figures = await simulate(arguments.peers, arguments.minutes, *shares, arguments.matchmaking_time)
+        figures = await simulate(
+            arguments.peers, arguments.minutes, arguments.faulty, arguments.lying, arguments.matchmaking_time
+        )
         for name, value in vars(figures).items():
             print(f"{name.replace('_', ' '):28}{value:.4g}" if isinstance(value, float) else f"{name:28}{value}")
         print(json.dumps(vars(figures)), flush=True)

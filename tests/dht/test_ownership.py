@@ -310,7 +310,7 @@ async def test_signatures_are_looked_at_only_before_others_get_the_entry(looks):
 
 
 @in_virtual_time
-async def test_an_owner_without_signatures_harms_nobody():
+async def test_an_owner_without_signatures_harms_nobody(caplog):
     """Those that have heard it from the owner believe it. Others would take them for forgers if they passed it on."""
     swarm = Swarm()
     liar, honest, *others = nodes = [await swarm.node() for _ in range(4)]
@@ -326,6 +326,8 @@ async def test_an_owner_without_signatures_harms_nobody():
     refused = [node.p2p.metrics.records_refused["wrong signature"] for node in nodes]
     assert sum(refused) >= 2
     assert max(refused) == 1, "it is gone where it was looked at"
+    [warning] = [record.getMessage() for record in caplog.records if "wrong signature" in record.getMessage()]
+    assert str(liar.peer_id) in warning
 
 
 @in_virtual_time

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shoal.clock import get_dht_time
 from shoal.dht import records
+from shoal.dht.local_records import LocalRecords
 from shoal.dht.node import NodeConfig
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import (
@@ -143,7 +144,7 @@ async def test_a_whole_dictionary_can_be_stored_at_once():
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
     dictionary.store("a", b"1", later(5))
     dictionary.store("b", b"2", later(9))
-    record = NewRecord.of_stored(KEY, dictionary, dictionary.latest_expiration_time)
+    record = LocalRecords(None, None).copy_for_others(KEY, dictionary, dictionary.latest_expiration_time)
     assert record.subkey == WHOLE_DICTIONARY
     assert await caller.call_store(server.p2p.peer_id, [record]) == [True]
     assert sorted(subkey for subkey, _ in server.storage.get(KEY).value.items()) == ["a", "b"]

@@ -330,10 +330,10 @@ class Reader:
 
     def _spread_copies(self, search: Search, nearest: Sequence[DHTID], lookup: Lookup) -> None:
         assert search.found is not None
-        self._protocol.records.prove(search.key_id, search.found)
-        copy = NewRecord.of_stored(search.key_id, search.found, search.expiration_time, in_cache=True)
+        records = self._protocol.records
+        copy = records.copy_for_others(search.key_id, search.found, search.expiration_time, in_cache=True)
         if self._config.cache_locally:
-            self._protocol.records.keep(copy)
+            records.keep(copy)
         without_it = [node_id for node_id in nearest if node_id in search.asked_in_vain]
         for node_id in without_it[: self._config.cache_nearest]:
             self._protocol.spawn(self._give_copy(lookup, node_id, copy))

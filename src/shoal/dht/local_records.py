@@ -138,6 +138,14 @@ class LocalRecords:
                 self.shelves.remove_forged(Place(False, key_id, subkey))
             value.drop(subkey)
 
+    def copy_for_others(
+        self, key_id: DHTID, value: StoredValue, expiration_time: float, *, in_cache: bool = False
+    ) -> NewRecord:
+        """The record to send so that another node has what is stored here."""
+        self.prove(key_id, value)
+        marker, packed = pack_value(value)
+        return NewRecord(key_id, marker, packed, float(expiration_time), in_cache)
+
     def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
         """The value of a key in storage or cache: one with owned entries comes first, then the later expiration."""
         stored, cached = self.storage.get(key_id), self.cache.get(key_id)

@@ -171,6 +171,11 @@ class Ledger:
         """The size of a peer's records."""
         return self.quotas[0].bytes_of(payer.peer)
 
+    def payer_of(self, place: Place) -> Payer | None:
+        """The peer that has brought a record; ``None``: this node itself, or there is none."""
+        charge = self._charges.get(place)
+        return None if charge is None else charge.payer
+
     def counts_of(self, payer: Payer) -> tuple[int, int]:
         """How many records a peer has here, and how many all peers of its host."""
         of_peers, of_hosts = self.quotas
@@ -221,7 +226,7 @@ class Ledger:
         while self.nbytes > self.room.nbytes:
             charge = heapq.heappop(self._worst_first)[-1]
             if self._charges.get(charge.place) is charge:
-                self._forget(charge)
+                self.forget(charge.place)
                 evicted += 1
         return evicted
 
@@ -231,11 +236,12 @@ class Ledger:
         while self._by_expiration and self._by_expiration[0].expiration_time < now:
             charge = heapq.heappop(self._by_expiration)
             if self._charges.get(charge.place) is charge:
-                self._forget(charge)
+                self.forget(charge.place)
 
-    def _forget(self, charge: _Charge) -> None:
-        self.release(charge.place)
-        self._drop(charge.place)
+    def forget(self, place: Place) -> None:
+        """Remove a record."""
+        self.release(place)
+        self._drop(place)
 
     def release(self, place: Place) -> None:
         """Stop charging a record that is gone."""
@@ -306,9 +312,16 @@ class Shelves:
 
     def remove_forged(self, place: Place) -> None:
         """Drop an entry that its owner has brought with a wrong signature."""
-        self.ledger.release(place)
-        self._drop(place)
+        payer = self.ledger.payer_of(place)
+        self.ledger.forget(place)
         self._metrics.records_refused[WRONG_SIGNATURE] += 1
+        if payer is not None:
+            warn_seldom(
+                "peer %s has stored a record with a wrong signature here, and nobody else gets it: it lies, or its memory "
+                "or its version of shoal is broken. If it is one of yours, install the version that the others have",
+                payer.peer,
+                about=payer.peer,
+            )
 
     def _note_refusal(self, reason: str, payer: Payer) -> None:
         self._metrics.records_refused[reason] += 1

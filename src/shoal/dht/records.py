@@ -264,12 +264,6 @@ class NewRecord(NamedTuple):
     expiration_time: DHTExpiration
     in_cache: bool = False
 
-    @classmethod
-    def of_stored(cls, key_id: DHTID, value: StoredValue, expiration_time: float, in_cache: bool = False) -> NewRecord:
-        """The record to send so that another node has what is stored here."""
-        marker, packed = pack_value(value)
-        return cls(key_id, marker, packed, float(expiration_time), in_cache)
-
 
 def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord]]:
     """Batches that each fit into one request."""

@@ -128,10 +128,7 @@ class Seat:
         if not protocol.storage:
             return
         due = records_for_newcomer(newcomer, protocol.storage, protocol.routing_table, protocol.num_replicas)
-        records = []
-        for key, value, expiration_time in due:
-            protocol.records.prove(key, value)
-            records.append(NewRecord.of_stored(key, value, expiration_time))
+        records = [protocol.records.copy_for_others(*record) for record in due]
         if records:
             protocol.spawn(protocol.call_store(peer, records))
 
@@ -156,8 +153,7 @@ class Seat:
         protocol = self._protocol
         due: dict[PeerID, list[NewRecord]] = {}
         for key, item in list(protocol.storage.items()):
-            protocol.records.prove(key, item.value)
-            record = NewRecord.of_stored(key, item.value, item.expiration_time)
+            record = protocol.records.copy_for_others(key, item.value, item.expiration_time)
             for _, peer in protocol.routing_table.get_nearest_neighbors(key, protocol.num_replicas):
                 due.setdefault(peer, []).append(record)
         await asyncio.gather(*(protocol.call_store(peer, records) for peer, records in due.items()))
