@@ -317,8 +317,8 @@ class Shelves:
         self._metrics.records_refused[WRONG_SIGNATURE] += 1
         if payer is not None:
             warn_seldom(
-                "peer %s has stored a record with a wrong signature here, and nobody else gets it: it lies, or its memory "
-                "or its version of shoal is broken. If it is one of yours, install the version that the others have",
+                "peer %s has stored a record with a wrong signature here, and nobody else gets it: it lies, or its "
+                "memory or its version of shoal is broken. If it is one of yours, install the version that the others have",
                 payer.peer,
                 about=payer.peer,
             )
