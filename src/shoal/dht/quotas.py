@@ -318,7 +318,8 @@ class Shelves:
         if payer is not None:
             warn_seldom(
                 "peer %s has stored a record with a wrong signature here, and nobody else gets it: it lies, or its "
-                "memory or its version of shoal is broken. If it is one of yours, install the version that the others have",
+                "memory or its version of shoal is broken. If it is one of yours, install the version that the "
+                "others have",
                 payer.peer,
                 about=payer.peer,
             )
