@@ -80,18 +80,18 @@ class LocalRecords:
                 kept = [self.shelves.put(Place(in_cache, key_id, name), *item, *how) for name, item in entries.items()]
                 return any(kept)
             checked = DHTRecord(key_id.to_bytes(), packed_subkey, value, check_lifetime(expiration_time))
-            if not in_cache and self._is_on_trust(checked, payer):
+            is_entry = packed_subkey != PLAIN_VALUE
+            if is_entry and not in_cache and self._is_on_trust(checked, payer):
                 value = Unproven(value)
             elif not self.is_valid(checked):
                 return False
             subkey, is_owned = None, False
-            if packed_subkey == PLAIN_VALUE:
-                if any(self._has_owned_entries(key_id, present) for present in (self.storage, self.cache)):
-                    return False
-            else:
+            if is_entry:
                 subkey = MSGPackSerializer.loads(packed_subkey)
                 check_subkey(subkey, packed_subkey)
                 is_owned = self.record_validator is not None and self.record_validator.is_owned(checked)
+            elif self._has_owned_entries(key_id, self.storage) or self._has_owned_entries(key_id, self.cache):
+                return False
         except (ValueError, TypeError) as e:
             logger.debug("refused a record for key %s: %s", key_id, e)
             return False

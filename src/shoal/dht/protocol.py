@@ -96,7 +96,7 @@ class DHTProtocol(ServicerBase):
         record_validator: RecordValidatorBase | None = None,
         authorizer: AuthorizerBase | None = None,
     ) -> None:
-        self.p2p, self.node_id = p2p, node_id
+        self.p2p, self.node_id, self._packed_id = p2p, node_id, node_id.to_bytes()
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
         """Peers that walks skip for a while."""
         self.reception = Reception()
@@ -129,7 +129,7 @@ class DHTProtocol(ServicerBase):
     @property
     def _announced_id(self) -> bytes | None:
         """What others are told; ``None`` keeps this peer out of their routing tables."""
-        return self.node_id.to_bytes() if self.seat.is_node else None
+        return self._packed_id if self.seat.is_node else None
 
     @property
     def stall_after(self) -> float:

@@ -31,6 +31,8 @@ warn_seldom = Seldom(logger.warning)
 # Overhead of a record in storage and here, besides its value and its subkey: entries of dictionaries and heaps, some of
 # them outdated, tuples, numbers. A test measures it.
 BYTES_PER_RECORD = 1000
+# Where a record is replaced again and again, outdated entries of heaps keep so many equal subkeys at most.
+COPIES_OF_SUBKEY = 3
 # Overhead of a dictionary besides its entries; each entry is charged its part when it is stored.
 BYTES_PER_DICTIONARY = 600
 
@@ -85,7 +87,7 @@ class _Charge:
 
 def size_of_record(subkey: Subkey | None, value: bytes) -> int:
     """Bytes of memory that a record takes."""
-    return BYTES_PER_RECORD + len(value) + size_of(subkey)
+    return BYTES_PER_RECORD + len(value) + COPIES_OF_SUBKEY * size_of(subkey)
 
 
 def size_of(subkey: Subkey | None) -> int:
@@ -157,7 +159,8 @@ class Ledger:
         self._charges: dict[Place, _Charge] = {}
         # Entries that no longer match _charges are skipped.
         self._by_expiration: list[_Charge] = []
-        self._worst_first: list[tuple[bool, int, float, _Charge]] = []
+        # Nobody needs this order while there is room.
+        self._worst_first: list[tuple[bool, int, float, _Charge]] | None = None
         self.quotas = (
             _Quota(room.bytes_per_peer, room.records_per_peer, OVER_PEER_QUOTA),
             _Quota(room.bytes_per_host, room.records_per_host, OVER_HOST_QUOTA),
@@ -206,13 +209,14 @@ class Ledger:
             of_peers.take(payer.peer, size)
             of_hosts.take(payer.host, size)
         heapq.heappush(self._by_expiration, charge)
-        heapq.heappush(self._worst_first, self._rank(charge))
-        if len(self._by_expiration) > 3 * len(self._charges) // 2 + 16:
+        most = 3 * len(self._charges) // 2 + 16
+        if len(self._by_expiration) > most:
             self._by_expiration = list(self._charges.values())
             heapq.heapify(self._by_expiration)
-        if len(self._worst_first) > 3 * len(self._charges) // 2 + 16:
-            self._worst_first = [self._rank(each) for each in self._charges.values()]
-            heapq.heapify(self._worst_first)
+        if self._worst_first is not None:
+            heapq.heappush(self._worst_first, self._rank(charge))
+            if len(self._worst_first) > most:  # in order again when there is no room the next time
+                self._worst_first = None
         return self._make_room() if self.nbytes > self.room.nbytes else 0
 
     def _rank(self, charge: _Charge) -> tuple[bool, int, float, _Charge]:
@@ -223,6 +227,9 @@ class Ledger:
 
     def _make_room(self) -> int:
         evicted = 0
+        if self._worst_first is None:
+            self._worst_first = [self._rank(each) for each in self._charges.values()]
+            heapq.heapify(self._worst_first)
         while self.nbytes > self.room.nbytes:
             charge = heapq.heappop(self._worst_first)[-1]
             if self._charges.get(charge.place) is charge:

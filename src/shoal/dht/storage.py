@@ -123,17 +123,18 @@ class TimedStorage(Generic[KeyType, ValueType]):
         Raises:
             ValueError: the expiration is not a number.
         """
-        if not self._would_accept(key, expiration_time):
+        now = get_dht_time()
+        if not self._would_accept(key, expiration_time, now):
             return False
         self._put(key, value, expiration_time)
-        self._drop_outdated()
+        self._drop_outdated(now)
         return key in self._data
 
-    def _would_accept(self, key: KeyType, expiration_time: DHTExpiration) -> bool:
+    def _would_accept(self, key: KeyType, expiration_time: DHTExpiration, now: DHTExpiration) -> bool:
         if math.isnan(expiration_time):
             raise ValueError("expiration_time is not a number")
-        self._drop_outdated()
-        if not self.frozen and expiration_time < get_dht_time():
+        self._drop_outdated(now)
+        if not self._freezes and expiration_time < now:
             return False
         present = self._data.get(key)
         return present is None or present.expiration_time < expiration_time
@@ -143,7 +144,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         self._data.pop(key, None)
         self._data[key] = ValueWithExpiration(value, expiration_time)
         heapq.heappush(self._by_expiration, HeapEntry(expiration_time, key))
-        if len(self._by_expiration) > 2 * len(self._data) + 16:
+        if len(self._by_expiration) > 2 * len(self._data) + 1:  # those that are outdated keep their keys in memory
             self._by_expiration = [HeapEntry(item.expiration_time, key) for key, item in self._data.items()]
             heapq.heapify(self._by_expiration)
 
@@ -152,10 +153,11 @@ class TimedStorage(Generic[KeyType, ValueType]):
         item = self._data.get(entry.key)
         return item is None or item.expiration_time != entry.expiration_time
 
-    def _drop_outdated(self) -> None:
-        if self.frozen or not self._by_expiration:
+    def _drop_outdated(self, now: DHTExpiration | None = None) -> None:
+        if self._freezes or not self._by_expiration:
             return
-        now = get_dht_time()
+        if now is None:
+            now = get_dht_time()
         if self._by_expiration[0].expiration_time >= now and len(self._data) <= self.maxsize:
             # The first entry may be outdated, but nothing is due before it.
             return
@@ -371,10 +373,10 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
 
     def store_subkey(self, key: DHTID, subkey: Subkey, value: BinaryDHTValue, expiration_time: DHTExpiration) -> bool:
         """Keep one entry of a dictionary; a new dictionary replaces a plain value that expires earlier."""
-        present = self.get(key)
+        present, now = self.get(key), get_dht_time()
         if present is not None and isinstance(present.value, DictionaryDHTValue):
             dictionary = present.value
-        elif self._would_accept(key, expiration_time):
+        elif self._would_accept(key, expiration_time, now):
             dictionary = DictionaryDHTValue()
         else:
             return False
@@ -382,7 +384,7 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
             return False
         if present is None or present.value is not dictionary or present.expiration_time < expiration_time:
             self._put(key, dictionary, dictionary.latest_expiration_time)
-            self._drop_outdated()
+            self._drop_outdated(now)
         return key in self._data
 
     def __delitem__(self, key: DHTID) -> None:

@@ -48,7 +48,11 @@ def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
 
     A peer without a public address is a host of its own: peers of one network or one machine know each other.
     """
-    return next(filter(None, map(_public_network, addresses)), peer)
+    for address in addresses:
+        network = _public_network(address)
+        if network is not None:
+            return network
+    return peer
 
 
 @functools.lru_cache(4096)
