@@ -20,6 +20,8 @@ from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords,
 from shoal.logs import Seldom
 from shoal.metrics import Metrics
 from shoal.p2p import Multiaddr
+from shoal.p2p.server import Server
+from shoal.p2p.transport import Stream
 from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm, addresses
 from tests.dht.virtual_time import in_virtual_time
@@ -330,24 +332,57 @@ async def test_a_node_charges_those_who_store():
     assert ledger.bytes_of(Payer(first.peer_id, first.peer_id)) == 0
 
 
+@pytest.mark.parametrize(
+    ("seen", "network"),
+    [
+        ("/ip4/93.184.216.34/tcp/1", "93.184.216.0/24"),
+        ("/ip6/2606:2800:220:1::5/tcp/1", "2606:2800:220::/48"),
+        ("/ip4/192.168.1.5/tcp/1", None),
+        ("/ip4/127.0.0.1/tcp/1", None),
+    ],
+)
 @in_virtual_time
-async def test_whose_network_it_is_follows_from_where_a_peer_connects_from():
+async def test_whose_network_it_is_follows_from_where_a_peer_connects_from(seen, network, monkeypatch):
+    accept = Server.accept
+
+    def accept_from_there(server: Server, stream: Stream) -> None:
+        stream.remote_address = Multiaddr(seen)
+        accept(server, stream)
+
+    monkeypatch.setattr(Server, "accept", accept_from_there)
     swarm = Swarm()
     node, other = await swarm.node(), await swarm.node()
     other.p2p.add_addresses(node.peer_id, await addresses(node))
     await other.protocol.call_ping(node.peer_id)
     node.p2p.add_addresses(other.peer_id, ["/ip4/8.8.8.8/tcp/1"])  # what it may say
-    [connection] = node.p2p.connections_from(other.peer_id)
-    for seen, host in (
-        ("/ip4/93.184.216.34/tcp/1", "93.184.216.0/24"),
-        ("/ip6/2606:2800:220:1::5/tcp/1", "2606:2800:220::/48"),
-        ("/ip4/192.168.1.5/tcp/1", other.peer_id),
-        ("/ip4/127.0.0.1/tcp/1", other.peer_id),
-    ):
-        connection.stream.remote_address = Multiaddr(seen)
-        assert node.p2p.host_seen_of(other.peer_id) == host
-    connection.stream.remote_address = Multiaddr("/ip4/93.184.216.34/tcp/1")
+    host = network or other.peer_id
+    assert node.p2p.host_seen_of(other.peer_id) == host
     assert await other.store("key", "value", later(60))
     ledger = node.protocol.records.shelves.ledger
-    assert ledger.bytes_of(Payer(other.peer_id, "93.184.216.0/24")) > 0
-    assert ledger.quotas[1].bytes_of("93.184.216.0/24") == ledger.bytes_of(Payer(other.peer_id, None))
+    assert ledger.bytes_of(Payer(other.peer_id, host)) > 0
+    assert ledger.quotas[1].bytes_of(host) == ledger.bytes_of(Payer(other.peer_id, None))
+    await other.p2p.shutdown()
+    await asyncio.sleep(10)
+    assert node.p2p.host_seen_of(other.peer_id) == other.peer_id, "it has left"
+
+
+@in_virtual_time
+async def test_a_peer_that_connects_from_elsewhere_is_known_by_that_network(monkeypatch):
+    accept, places = Server.accept, ["/ip4/192.168.1.5/tcp/1"]
+
+    def accept_from_there(server: Server, stream: Stream) -> None:
+        stream.remote_address = Multiaddr(places[-1])
+        accept(server, stream)
+
+    monkeypatch.setattr(Server, "accept", accept_from_there)
+    swarm = Swarm()
+    node, other = await swarm.node(), await swarm.node()
+    other.p2p.add_addresses(node.peer_id, await addresses(node))
+    await other.p2p.pool.prepare(node.peer_id, 1)
+    await other.protocol.call_ping(node.peer_id)
+    assert node.p2p.host_seen_of(other.peer_id) == other.peer_id
+    places.append("/ip4/93.184.216.34/tcp/1")
+    await other.p2p.pool.prepare(node.peer_id, 2)
+    await asyncio.sleep(1)
+    assert node.p2p.host_seen_of(other.peer_id) == "93.184.216.0/24"
+    assert node.p2p.address_seen_of(other.peer_id) == places[-1]

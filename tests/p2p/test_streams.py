@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
+from shoal.errors import StreamClosedError
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.pipes import WINDOW_BYTES
@@ -50,6 +52,61 @@ async def test_what_has_arrived_can_be_taken_without_waiting(kind: str) -> None:
     assert (taken[1], rest, far.take(1), far.take(2)) == (b"g", b"hijk", b"l", None)
     near.abort()
     far.abort()
+    await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "memory"])
+async def test_what_is_read_in_pieces_of_any_size_is_what_was_written(kind: str) -> None:
+    dialler, listener = transports(kind)
+    accepted: asyncio.Queue[Stream] = asyncio.Queue()
+    [address] = await listener.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), accepted.put_nowait)
+    near = await dialler.dial(address, listener.identity.peer_id)
+    far = await accepted.get()
+    rng = random.Random(5)
+    data = rng.randbytes(400_000)
+
+    async def write() -> None:
+        rest = memoryview(data)
+        while rest:
+            size = rng.choice([1, 12, 500, 1024, 1025, 4096, 9000])
+            await near.write(rest[:size])
+            rest = rest[size:]
+            if rng.random() < 0.2:
+                await asyncio.sleep(0.001)  # perhaps the reader waits meanwhile
+        near.close()
+
+    writing, read = asyncio.ensure_future(write()), bytearray()
+    while left := len(data) - len(read):
+        size = min(left, rng.choice([1, 12, 500, 1024, 1025, 4096, 20000]))
+        piece = far.take(size) if rng.random() < 0.5 else None
+        if piece is None:
+            piece = bytearray(size)
+            await far.read_exactly_into(memoryview(piece))
+        read += piece
+    assert read == data
+    await writing
+    with pytest.raises(StreamClosedError):
+        await far.read_exactly_into(memoryview(bytearray(1)))
+    await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "memory"])
+@pytest.mark.parametrize("size", [10, 5000])
+async def test_a_stream_that_ends_in_the_middle_of_a_read_says_so(kind: str, size: int) -> None:
+    dialler, listener = transports(kind)
+    accepted: asyncio.Queue[Stream] = asyncio.Queue()
+    [address] = await listener.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), accepted.put_nowait)
+    near = await dialler.dial(address, listener.identity.peer_id)
+    far = await accepted.get()
+    reading = asyncio.ensure_future(far.read_exactly_into(memoryview(bytearray(size))))
+    await until(lambda: far.is_awaited)
+    await near.write(b"x" * (size - 1))
+    near.close()
+    with pytest.raises(StreamClosedError):
+        await reading
+    assert not far.is_awaited
     await dialler.close()
     await listener.close()
 

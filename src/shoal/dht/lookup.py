@@ -53,6 +53,8 @@ class Lookup:
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
         self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that other nodes have told of
         self._hops: dict[int, int] = {}
+        # By targets, until there are others: known nodes near them, plainly and packed.
+        self._near: dict[tuple[DHTID, ...], tuple[list[int], bytes]] = {}
         self.chosen: set[int] = {
             node_id for node_id, peer in self._known_nodes.items() if node_id != DHTID.of_peer(peer)
         }
@@ -66,6 +68,7 @@ class Lookup:
         for node_id, peer in nearest.items():
             self._peers[node_id] = peer
             self._hops[node_id] = 1
+        self._near.clear()
         own_id = self._protocol.node_id
         if table.chosen:
             self.chosen |= table.chosen & nearest.keys()
@@ -81,7 +84,7 @@ class Lookup:
         targets: Sequence[DHTID],
         *,
         neighbors_only: bool = False,
-        known_entries: Iterable[int] = (),
+        known_entries: Sequence[int] = (),
         most_entries: int = 0,
     ) -> dict[DHTID, FoundRecord] | None:
         """Ask a node about targets; returns ``None`` if it does not answer.
@@ -94,8 +97,9 @@ class Lookup:
         if peer is None or peer in self._blacklist:
             return None
         wanted = self._neighbors if self._neighbors > self._protocol.bucket_size else 0
-        known_nodes = self._known_near(targets)
-        known = pack_known([*known_nodes, *known_entries], self._protocol.p2p.rng)
+        known_nodes, known = self._known_near(targets)
+        if known_entries or most_entries:  # what each node draws of many entries should differ
+            known = pack_known([*known_nodes, *known_entries], self._protocol.p2p.rng)
         answer = await self._protocol.call_find(
             peer, targets, wanted, neighbors_only=neighbors_only, known=known, most=most_entries
         )
@@ -116,17 +120,23 @@ class Lookup:
                 record.neighbors.extend(known_nodes)
         return answer.records
 
-    def _known_near(self, targets: Sequence[DHTID]) -> list[int]:
-        """Nodes that nobody needs to tell; those with chosen ids may be lies about nodes that others tell truly."""
-        known = (self._peers.keys() | self._contacts.keys()) - self.chosen
-        count = min(self._neighbors + SOME_MORE, MAX_NODES_KNOWN // max(1, len(targets)))
-        if len(known) <= count:
-            return list(known)
-        near = {node_id: None for target in targets for node_id in heapq.nsmallest(count, known, key=target.__xor__)}
-        return list(near)
+    def _known_near(self, targets: Sequence[DHTID]) -> tuple[list[int], bytes]:
+        """Nodes that nobody needs to tell, plainly and packed."""
+        found = self._near.get(tuple(targets))
+        if found is None:
+            # Those with chosen ids may be lies about nodes that others tell truly.
+            known = list((self._peers.keys() | self._contacts.keys()) - self.chosen)
+            count = min(self._neighbors + SOME_MORE, MAX_NODES_KNOWN // max(1, len(targets)))
+            if len(known) > count:
+                nearest = (heapq.nsmallest(count, known, key=target.__xor__) for target in targets)
+                known = list(dict.fromkeys(node_id for few in nearest for node_id in few))
+            found = self._near[tuple(targets)] = known, pack_known(known, self._protocol.p2p.rng)
+        return found
 
     def _hear_of(self, contacts: Mapping[int, msgspec.Raw], hops: int) -> None:
         """Nodes whose ids follow from their peers' are believed rather than what others tell under the same ids."""
+        if contacts:
+            self._near.clear()
         for told_id, contact in contacts.items():
             is_known = told_id in self._contacts or told_id in self._peers
             if is_known and told_id not in self.chosen:

@@ -133,14 +133,17 @@ class Deposits:
 
     def note(self, peer: PeerID, record: NewRecord) -> None:
         """A node says that it keeps a record."""
-        place = peer, record.key_id
-        entries = self._kept.setdefault(place, {})
-        entries[record.subkey] = record.expiration_time, asyncio.get_running_loop().time()
+        place, deposit = (peer, record.key_id), (record.expiration_time, asyncio.get_running_loop().time())
+        entries = self._kept.get(place)
+        if entries is None:
+            self._kept[place] = {record.subkey: deposit}
+            if len(self._kept) > MAX_DEPOSITS:
+                self._kept.popitem(last=False)
+            return
+        entries[record.subkey] = deposit
         self._kept.move_to_end(place)
         if len(entries) > MAX_DEPOSITS_PER_KEY:
             del entries[next(iter(entries))]
-        if len(self._kept) > MAX_DEPOSITS:
-            self._kept.popitem(last=False)
 
     def set_aside(self, peer: PeerID, record: NewRecord) -> None:
         """A node is asked to keep a newer record: until it answers, it may tell the one or the other.

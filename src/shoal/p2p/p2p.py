@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.clock import get_clock
@@ -284,7 +284,7 @@ class P2P(Caller):
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        return host_of(peer, self.addresses_seen_of(peer))
+        return host_of(peer, self.server.addresses_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -433,14 +433,7 @@ class P2P(Caller):
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        return next(map(str, self.addresses_seen_of(peer)), "")
-
-    def addresses_seen_of(self, peer: PeerID) -> Iterator[Multiaddr]:
-        """Those of direct connections, the latest first: a relayed one comes from its relay."""
-        for connection in reversed(self.connections_from(peer)):
-            stream = connection.stream
-            if stream.remote_address is not None and not stream.is_relayed:
-                yield stream.remote_address
+        return next(map(str, self.server.addresses_of(peer)), "")
 
     # --- serving ------------------------------------------------------------------------------------------------------
 

@@ -152,10 +152,10 @@ class Outlook:
 
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        address = next(self._p2p.addresses_seen_of(peer), None)
-        if address is None or is_private(address) or self._p2p.transport.is_inside(address):
+        addresses = self._p2p.server.addresses_of(peer)
+        if not addresses or is_private(addresses[0]) or self._p2p.transport.is_inside(addresses[0]):
             return ""
-        return address.values()[0] or ""
+        return addresses[0].values()[0] or ""
 
     def is_hopeless(self, peer: PeerID) -> bool:
         """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private."""

@@ -24,6 +24,7 @@ from shoal.p2p.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSE
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limits import Limits
 from shoal.p2p.membership import ADVICE, Membership
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import Gate, Handler, P2PContext, receive_only, serve_streams
 from shoal.p2p.transport import Kind, Stream, pack
 
@@ -91,6 +92,7 @@ class Server:
         """The private run to which others must belong; ``None``: the run is open."""
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self._by_peer: dict[PeerID, dict[Connection, None]] = {}
+        self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}  # of those in _by_peer about whom somebody has asked
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._serving: dict[Connection, _Serving] = {}
         self._refusals: dict[Stream, asyncio.Task[None]] = {}
@@ -124,6 +126,15 @@ class Server:
     def connections_of(self, peer: PeerID) -> list[Connection]:
         """Accepted connections of one peer."""
         return list(self._by_peer.get(peer, ()))
+
+    def addresses_of(self, peer: PeerID) -> tuple[Multiaddr, ...]:
+        """Where the direct connections of a peer come from, the latest first: a relayed one comes from its relay."""
+        addresses = self._addresses.get(peer)
+        if addresses is None and (connections := self._by_peer.get(peer)) is not None:
+            streams = [connection.stream for connection in reversed(connections)]
+            direct = [None if stream.is_relayed else stream.remote_address for stream in streams]
+            addresses = self._addresses[peer] = tuple(address for address in direct if address is not None)
+        return addresses or ()
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks that serve or refuse connections."""
@@ -170,6 +181,7 @@ class Server:
             self._refuse(stream, reason.partition(":")[0], self._tell_refusal(connection, reason))
             return
         self._by_peer.setdefault(connection.remote, {})[connection] = None
+        self._addresses.pop(connection.remote, None)
         self._tasks[connection] = self._start(stream, self.serve(connection), partial(self._forget, connection))
         self._schedule_sweep()
 
@@ -193,6 +205,7 @@ class Server:
         del self._tasks[connection]
         self._note(connection.stream, nbytes=connection.stream.received)
         self._idle_since.pop(connection, None)
+        self._addresses.pop(connection.remote, None)
         others = self._by_peer[connection.remote]
         del others[connection]
         if not others:

@@ -65,6 +65,9 @@ if hasattr(os, "register_at_fork"):
 WRITE_HIGH_WATER = 2**17
 # Buffer for bytes that arrive while nobody reads: enough for most messages, and little to copy before a large payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
+# A reader of up to so many bytes waits until they are in that buffer, along with what has come after them. Its own
+# buffer would be full at once, and then asyncio reads the rest of the same message off TLS in another turn of the loop.
+SMALL_READ_BYTES = 2**10
 
 # Smaller buffers are joined, because each write costs a system call and a TLS record.
 JOIN_BYTES = 2**16
@@ -100,6 +103,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._own_view = memoryview(self._own)
         self._start = self._end = 0  # bytes that have arrived and are unread: _own[_start:_end]
         self._target: memoryview | None = None  # the part of the reader's buffer that is still to be filled
+        self._awaited = 0  # or as many bytes the reader waits for
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self.write_paused = self.read_paused = False
@@ -161,6 +165,10 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                     self._reader.set_result(None)
             return
         self._end += nbytes
+        if 0 < self._awaited <= self._end - self._start:
+            self._awaited = 0
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_result(None)
         if self._end - self._start == len(self._own) and not self.read_paused and self.transport is not None:
             self.read_paused = True
             self.transport.pause_reading()
@@ -218,27 +226,36 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return self._writer is not None
 
     async def read_exactly_into(self, buffer: memoryview) -> None:
-        taken = min(len(buffer), self._end - self._start)
+        is_small = len(buffer) <= SMALL_READ_BYTES
+        missing = len(buffer) - (self._end - self._start)
+        if missing > 0 and is_small:
+            await self._wait_for_more(None, len(buffer))
+            missing = 0
+        taken = len(buffer) - max(0, missing)
         if taken:
             buffer[:taken] = self._own_view[self._start : self._start + taken]
             self._start += taken
-        if taken == len(buffer):
-            return
+        if missing > 0:
+            await self._wait_for_more(buffer[taken:], 0)
+
+    async def _wait_for_more(self, target: memoryview | None, awaited: int) -> None:
+        """Wait until a reader's buffer is full, or so many bytes are unread here."""
         if self._closed:
             raise StreamClosedError(self._reason)
-        self._target = buffer[taken:]
+        self._target, self._awaited = target, awaited
         self._reader = self._loop.create_future()
         self._resume_reading()
         try:
             await self._reader
-            if self._target is not None:
+            if self._target is not None or self._awaited:
                 raise StreamClosedError(self._reason)
         except asyncio.CancelledError:
-            # Part of a message is already in the caller's buffer: the stream has lost its place and is useless now.
+            # Part of a message may be in the caller's buffer: the stream has lost its place and is useless now.
             self.abort()
             raise
         finally:
             self._target = self._reader = None
+            self._awaited = 0
 
     def take(self, size: int) -> bytearray | None:
         if self._end - self._start < size:
