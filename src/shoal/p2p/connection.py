@@ -172,8 +172,9 @@ class Connection:
 
     async def send(self, kind: Kind, header: Header | None, *payload: Buffer, end: bool = False) -> None:
         """Send one message; without a header it only says that this side has ended."""
-        message = pack(kind, header, sum(map(len, payload)), end=end)
-        await self._write(self._take_unsent() + message, payload)
+        size = sum(map(len, payload)) if payload else 0
+        message = pack(kind, header, size, end=end)
+        await self._write(self._take_unsent() + message, payload, size)
 
     def show_life(self) -> None:
         """Let the other side know that the connection works, unless a message is on its way already."""
@@ -188,11 +189,14 @@ class Connection:
         """Send what waits for the first item, such as the opening of a call in which this side listens first."""
         unsent = self._take_unsent()
         if unsent:
-            await self._write(unsent, ())
+            await self._write(unsent)
 
-    async def _write(self, head: bytes, payload: tuple[Buffer, ...]) -> None:
+    async def _write(self, head: bytes, payload: tuple[Buffer, ...] = (), payload_bytes: int = 0) -> None:
         try:
-            for piece in pieces_of(head, payload) if payload else ((head,),):
+            self.writing_since = self._now()
+            if not payload:
+                await self.stream.write(head)
+            for piece in pieces_of(head, payload) if payload else ():
                 self.writing_since = self._now()
                 await self.stream.write(*piece)
         except BaseException:
@@ -201,7 +205,7 @@ class Connection:
             raise
         finally:
             self.writing_since = 0.0
-        self._count_sent(len(head) + sum(map(len, payload)))
+        self._count_sent(len(head) + payload_bytes)
 
     def _count_sent(self, size: int) -> None:
         self.metrics.bytes_sent += size

@@ -57,6 +57,8 @@ class PooledPeer:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
     def next_in_line(self, *, to_dial: bool = False) -> asyncio.Future[Turn] | None:
+        if not self.waiting:
+            return None
         for turn, own_dial in list(self.waiting.items()):
             if to_dial and own_dial is not None and not own_dial.done():
                 continue

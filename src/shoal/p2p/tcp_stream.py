@@ -226,36 +226,35 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return self._writer is not None
 
     async def read_exactly_into(self, buffer: memoryview) -> None:
-        is_small = len(buffer) <= SMALL_READ_BYTES
-        missing = len(buffer) - (self._end - self._start)
-        if missing > 0 and is_small:
-            await self._wait_for_more(None, len(buffer))
-            missing = 0
-        taken = len(buffer) - max(0, missing)
-        if taken:
-            buffer[:taken] = self._own_view[self._start : self._start + taken]
-            self._start += taken
-        if missing > 0:
-            await self._wait_for_more(buffer[taken:], 0)
-
-    async def _wait_for_more(self, target: memoryview | None, awaited: int) -> None:
-        """Wait until a reader's buffer is full, or so many bytes are unread here."""
-        if self._closed:
-            raise StreamClosedError(self._reason)
-        self._target, self._awaited = target, awaited
-        self._reader = self._loop.create_future()
-        self._resume_reading()
-        try:
-            await self._reader
-            if self._target is not None or self._awaited:
+        size, unread = len(buffer), self._end - self._start
+        if unread < size:
+            if self._closed:
                 raise StreamClosedError(self._reason)
-        except asyncio.CancelledError:
-            # Part of a message may be in the caller's buffer: the stream has lost its place and is useless now.
-            self.abort()
-            raise
-        finally:
-            self._target = self._reader = None
-            self._awaited = 0
+            is_small = size <= SMALL_READ_BYTES
+            if is_small:
+                self._awaited = size
+            else:
+                buffer[:unread] = self._own_view[self._start : self._end]
+                self._start = self._end
+                self._target = buffer[unread:]
+            self._reader = self._loop.create_future()
+            if self.read_paused:
+                self._resume_reading()
+            try:
+                await self._reader
+                if self._target is not None or self._awaited:
+                    raise StreamClosedError(self._reason)
+            except asyncio.CancelledError:
+                # Part of a message may be in the caller's buffer: the stream has lost its place and is useless now.
+                self.abort()
+                raise
+            finally:
+                self._target = self._reader = None
+                self._awaited = 0
+            if not is_small:
+                return
+        buffer[:] = self._own_view[self._start : self._start + size]
+        self._start += size
 
     def take(self, size: int) -> bytearray | None:
         if self._end - self._start < size:
@@ -264,7 +263,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return self._own[self._start - size : self._start]
 
     def _resume_reading(self) -> None:
-        if self.read_paused and self.transport is not None and not self._closed:
+        if self.transport is not None and not self._closed:
             self.read_paused = False
             if self._paused_check is not None:
                 self._paused_check.cancel()
