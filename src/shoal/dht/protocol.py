@@ -34,7 +34,7 @@ from shoal.dht.records import (
     StoreResponse,
     split_into_requests,
 )
-from shoal.dht.routing import DHTID, RoutingTable
+from shoal.dht.routing import DHTID, RoutingTable, id_of
 from shoal.dht.seat import NO_ANSWER, Seat
 from shoal.dht.storage import Blacklist, DHTLocalStorage
 from shoal.dht.validation import RecordValidatorBase
@@ -206,7 +206,7 @@ class DHTProtocol(ServicerBase):
             return
         if not self.p2p.is_reachable(peer):
             return  # nobody could call it
-        newcomer = DHTID.from_bytes(node_id)
+        newcomer = id_of(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
         is_new = peer not in self.routing_table
@@ -382,7 +382,7 @@ class DHTProtocol(ServicerBase):
             response = await self.ping(peer, validate=False)
         except NO_ANSWER:
             return None
-        return None if response.node_id is None else DHTID.from_bytes(response.node_id)
+        return None if response.node_id is None else id_of(response.node_id)
 
     async def call_store(self, peer: PeerID, records: Sequence[NewRecord]) -> list[bool] | None:
         """Ask a node to keep records; returns for each whether it was accepted, or ``None`` without an answer."""
@@ -470,7 +470,7 @@ class DHTProtocol(ServicerBase):
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Return this node's records of some keys, and the nodes nearest to these keys."""
         self._note_caller(request.node_id, context)
-        asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
+        asker = None if request.node_id is None else id_of(request.node_id)
         asker_host = self.p2p.outlook.far_host_of(context.remote_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
@@ -478,7 +478,7 @@ class DHTProtocol(ServicerBase):
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
         count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
         room, known = MAX_ANSWER_BYTES, Known(request.known)
-        for key in map(DHTID.from_bytes, request.keys):
+        for key in map(id_of, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
             if known:
                 neighbors = known.unknown(neighbors)

@@ -16,7 +16,7 @@ from msgspec import Meta
 from shoal.clock import DHTExpiration
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 from shoal.dht.known import MAX_KNOWN_BYTES, Known
-from shoal.dht.routing import DHTID
+from shoal.dht.routing import DHTID, id_of
 from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
     MAX_SUBKEY_BYTES,
@@ -121,7 +121,7 @@ class StoreRequest(AuthorizedRequest):
         largest = max(map(len, self.values), default=0)
         if largest > MAX_VALUE_BYTES:
             raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
-        return [NewRecord(*row) for row in zip(map(DHTID.from_bytes, self.keys), *columns[1:], strict=True)]
+        return [NewRecord(*row) for row in zip(map(id_of, self.keys), *columns[1:], strict=True)]
 
 
 class StoreResponse(AuthorizedResponse):

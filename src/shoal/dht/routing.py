@@ -45,8 +45,8 @@ class DHTID(int):
     __slots__ = ()
 
     def __new__(cls, value: int) -> DHTID:
-        assert cls.MIN <= value < cls.MAX, f"a DHT id is a number from {cls.MIN} to 2**{ID_BITS} - 1, got {value}"
-        return super().__new__(cls, value)
+        assert not value >> ID_BITS, f"a DHT id is a number from 0 to 2**{ID_BITS} - 1, got {value}"
+        return int.__new__(cls, value)
 
     @classmethod
     def generate(cls, source: DHTKey = None, nbits: int = 255, rng: random.Random | None = None) -> DHTID:
@@ -99,7 +99,7 @@ class DHTID(int):
 
     def to_bytes(self, length: Any = HASH_NBYTES, byteorder: Any = "big", *, signed: bool = False) -> bytes:
         """20 bytes, big-endian."""
-        return super().to_bytes(length, byteorder, signed=signed)
+        return int.to_bytes(self, length, byteorder, signed=signed)
 
     @classmethod
     def from_bytes(cls, raw: Any, byteorder: Any = "big", *, signed: bool = False) -> DHTID:
@@ -111,6 +111,12 @@ class DHTID(int):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({int(self):#x})"
+
+
+@functools.lru_cache(4096)
+def id_of(packed: bytes) -> DHTID:
+    """The id in 20 bytes of a message; the same few come again and again."""
+    return DHTID.from_bytes(packed)
 
 
 @functools.lru_cache(4096)
