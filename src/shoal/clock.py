@@ -439,4 +439,6 @@ def get_dht_time() -> float:
     except RuntimeError:
         return clock_of_process.time()
     # As get_clock, without another call: this is asked for hundreds of times in each round.
-    return get_clock().time() if _has_clock(type(loop)) else clock_of_process.time()  # type: ignore[arg-type]
+    clock = loop.swarm_clock() if _has_clock(type(loop)) else clock_of_process  # type: ignore[arg-type, attr-defined]
+    seconds: float = clock.time()
+    return seconds
