@@ -196,9 +196,10 @@ class Connection:
             self.writing_since = self._now()
             if not payload:
                 await self.stream.write(head)
-            for piece in pieces_of(head, payload) if payload else ():
-                self.writing_since = self._now()
-                await self.stream.write(*piece)
+            else:
+                for piece in pieces_of(head, payload):
+                    self.writing_since = self._now()
+                    await self.stream.write(*piece)
         except BaseException:
             # Half a message may have left, so the other side could not parse what follows.
             self.stream.abort()

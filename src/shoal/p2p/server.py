@@ -308,8 +308,7 @@ class Server:
     async def _serve_call(self, connection: Connection, name: str) -> bool:
         """Serve one call; returns whether the connection may carry another one."""
         call = Call(connection)
-        is_open = self.gate is None and self.membership is None
-        refusal = None if is_open and name in self.handlers else self._refusal(connection, name)
+        refusal = self._refusal(connection, name)
         if refusal is not None:
             await call.send_failure(refusal)
             await call.drain()
