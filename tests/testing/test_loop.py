@@ -230,6 +230,8 @@ def test_tasks_of_a_machine_are_known_in_order():
 
         async def family():
             children = [asyncio.ensure_future(asyncio.sleep(5)) for _ in range(3)]
+            for _ in range(300):  # so many that those that have ended are forgotten
+                await asyncio.ensure_future(asyncio.sleep(0))
             await asyncio.sleep(1)
             return children
 

@@ -17,6 +17,7 @@ import itertools
 import math
 import random
 import threading
+import weakref
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -42,6 +43,8 @@ DEFAULT_TIME_LIMIT = 7 * 86400.0
 CLEANING_UP_SECONDS = 60.0
 # Thresholds of the garbage collector; with the usual ones it takes up to a third of a large simulation's time.
 RARE_COLLECTIONS = (2_000_000, 50, 100)
+# Beside as many as are running, so many tasks that have ended are remembered.
+MOST_ENDED_TASKS = 64
 # Most rounds of callbacks in a row without any time passing; more count as an endless loop.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
 
@@ -49,6 +52,24 @@ _MAX_CANCELLED_TIMERS = 1000
 _MAX_LINES = 20
 
 _machine: contextvars.ContextVar[Machine | None] = contextvars.ContextVar("machine", default=None)
+
+
+class _Tasks:
+    """Tasks in the order in which they were started. It keeps none of them alive, or those that get lost would live."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[asyncio.Task[Any]]] = []
+        self._most = MOST_ENDED_TASKS
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self._refs.append(weakref.ref(task))
+        if len(self._refs) > self._most:
+            self._refs = [weakref.ref(task) for task in self.unfinished()]
+            self._most = 2 * len(self._refs) + MOST_ENDED_TASKS
+
+    def unfinished(self) -> list[asyncio.Task[Any]]:
+        """Those that are not done."""
+        return [task for ref in self._refs if (task := ref()) is not None and not task.done()]
 
 
 class Machine:
@@ -59,6 +80,11 @@ class Machine:
 
     clock_offset: float = 0.0
     """Seconds by which the clock of this machine is ahead of the true time."""
+
+    @functools.cached_property
+    def tasks(self) -> _Tasks:
+        """What runs here."""
+        return _Tasks()
 
     def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task on this machine."""
@@ -140,7 +166,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.timers: list[tuple[float, int, _Timer]] = []
         """When each is due, in the order of a heap."""
         self._timer_numbers = itertools.count()
-        self._task_numbers = itertools.count()
+        self._tasks = _Tasks()
         self._cancelled_timers = 0
         self._rounds_at_this_moment = 0
         self.owner = threading.get_ident()
@@ -228,7 +254,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         task: Any = super().create_task(coro, **options)
         context = options.get("context")
         machine = _machine.get() if context is None else context.get(_machine)
-        task.simulated_origin = (next(self._task_numbers), machine)
+        self._tasks.add(task)
+        if machine is not None:
+            machine.tasks.add(task)
         return cast("asyncio.Task[Any]", task)
 
     def unfinished_tasks(self, machine: Machine | None = None) -> list[asyncio.Task[Any]]:
@@ -237,9 +265,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         Args:
             machine: return only the tasks of this machine.
         """
-        tasks: list[Any] = [*asyncio.all_tasks(self)]
-        chosen = [task for task in tasks if machine is None or task.simulated_origin[1] is machine]
-        return sorted(chosen, key=lambda task: cast("int", task.simulated_origin[0]))
+        return (self._tasks if machine is None else machine.tasks).unfinished()
 
     # --- running ------------------------------------------------------------------------------------------------------
 
