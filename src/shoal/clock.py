@@ -434,11 +434,4 @@ def get_clock() -> SwarmClock:
 
 def get_dht_time() -> float:
     """Current DHT time in Unix seconds. It is the same at all peers, whatever the clocks of their machines show."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return clock_of_process.time()
-    # As get_clock, without another call: this is asked for hundreds of times in each round.
-    clock = loop.swarm_clock() if _has_clock(type(loop)) else clock_of_process  # type: ignore[arg-type, attr-defined]
-    seconds: float = clock.time()
-    return seconds
+    return get_clock().time()

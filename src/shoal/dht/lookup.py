@@ -53,7 +53,7 @@ class Lookup:
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
         self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that other nodes have told of
         self._hops: dict[int, int] = {}
-        # By targets, until there are others: known nodes near them, plainly and packed.
+        # Known nodes near some targets, plainly and packed; forgotten when more nodes become known.
         self._near: dict[tuple[DHTID, ...], tuple[list[int], bytes]] = {}
         self.chosen: set[int] = {
             node_id for node_id, peer in self._known_nodes.items() if node_id != DHTID.of_peer(peer)

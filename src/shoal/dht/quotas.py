@@ -31,7 +31,7 @@ warn_seldom = Seldom(logger.warning)
 # Overhead of a record in storage and here, besides its value and its subkey: entries of dictionaries and heaps, some of
 # them outdated, tuples, numbers. A test measures it.
 BYTES_PER_RECORD = 1000
-# Where a record is replaced again and again, outdated entries of heaps keep so many equal subkeys at most.
+# Where a record is replaced again and again, outdated entries of heaps keep about so many equal subkeys.
 COPIES_OF_SUBKEY = 3
 # Overhead of a dictionary besides its entries; each entry is charged its part when it is stored.
 BYTES_PER_DICTIONARY = 600

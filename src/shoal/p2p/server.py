@@ -92,7 +92,8 @@ class Server:
         """The private run to which others must belong; ``None``: the run is open."""
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self._by_peer: dict[PeerID, dict[Connection, None]] = {}
-        self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}  # of those in _by_peer about whom somebody has asked
+        # Found when somebody asks, and forgotten when a connection of that peer comes or goes.
+        self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._serving: dict[Connection, _Serving] = {}
         self._refusals: dict[Stream, asyncio.Task[None]] = {}
