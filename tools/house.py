@@ -1,7 +1,7 @@
-"""The shape of the source: how large its files are, how they lean on each other, how much of it is explained,
-and how often tests reach inside.
+"""The shape of the source: how large its files are, how they depend on each other, and how much of it is explained.
 
-``python tools/house.py`` prints it; ``tests/test_house.py`` holds the limits.
+``python tools/house.py`` prints it. The numbers are signals, not limits: ``tests/test_house.py`` only holds that no
+file imports itself by way of others.
 
 *Floors*: a file stands one floor above the highest file of its own room that it imports. Imports for type checking do
 not count, nor do those inside functions, which are there to load something late.
@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import quantiles
 
 SOURCE = Path(__file__).parents[1] / "src"
-TESTS = SOURCE.parent / "tests"
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -147,73 +146,6 @@ class House:
         return quantiles([n for module in self.modules.values() for n in module.function_lengths()], n=10)[-1]
 
 
-# Names of torch and Lightning that the source sets or replaces.
-OF_OTHERS = {"_configure_launcher", "_last_lr", "_opt_called"}
-
-
-def _private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
-
-
-class Reaches(ast.NodeVisitor):
-    """Where a file of tests reaches for what is private to the source: ``peer._pool``, ``setattr(peer, "_pool", ...)``.
-
-    Args:
-        names: private names of the source.
-    """
-
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
-        self.found: list[tuple[int, str]] = []
-        """Lines, and what is reached for there."""
-
-    def _note(self, node: ast.expr | ast.stmt, name: str) -> None:
-        if name in self._names:
-            self.found.append((node.lineno, name))
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-            self._note(node, node.attr)
-        self.generic_visit(node)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if (node.module or "").partition(".")[0] == "shoal":
-            for alias in node.names:
-                self._note(node, alias.name)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called in ("getattr", "setattr", "delattr", "hasattr"):
-            for value in node.args[:2]:
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    self._note(node, value.value.rpartition(".")[2])
-        self.generic_visit(node)
-
-
-def private_names(house: House) -> set[str]:
-    """Names with an underscore that the source gives to its modules, classes and objects."""
-    names: set[str] = set()
-    for module in house.modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-    return {name for name in names if _private(name)} - {"_"} - OF_OTHERS
-
-
-def private_uses(house: House, tests: Path = TESTS) -> list[str]:
-    """Where tests reach for what is private, as ``file:line name``."""
-    names, uses = private_names(house), []
-    for path in sorted(tests.rglob("*.py")):
-        reaches = Reaches(names)
-        reaches.visit(ast.parse(path.read_text(encoding="utf-8")))
-        uses += [f"{path.relative_to(tests.parent).as_posix()}:{line} {name}" for line, name in reaches.found]
-    return uses
-
-
 def main() -> None:
     house = House()
     longest, length = max(house.lengths().items(), key=lambda item: item[1])
@@ -222,7 +154,6 @@ def main() -> None:
     print(f"lines of comments      {house.comment_share():.1f} % of those")
     print(f"longest file           {length} ({longest})")
     print(f"nine of ten functions  up to {house.long_function():.0f} lines")
-    print(f"private uses in tests  {len(private_uses(house))}")
     circle = house.cycle()
     print(f"import cycle           {' -> '.join(circle) or 'none'}")
     if not circle:
