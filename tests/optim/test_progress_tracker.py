@@ -249,7 +249,7 @@ def test_who_has_always_news_is_not_called_for_ever(trackers):
     a, b = trackers(2, target=10**9, min_refresh_period=30)
     in_parallel(lambda: a.report_local_progress(0, 1), lambda: b.report_local_progress(0, 1))
     wait_until(lambda: a.expected_group_size == b.expected_group_size == 2, "the two know each other")
-    identity, evidence = a.dht.p2p.identity, a.board.evidence
+    identity, evidence = a.dht.p2p.identity, a.board.guard
     own = identity.peer_id.to_bytes()
     a.exchange.vouching = Vouching(own, "run", identity.sign, evidence, lambda: 0, 4, get_dht_time)
     b.exchange.vouching = liar = AlwaysNews()

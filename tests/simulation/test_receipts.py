@@ -124,13 +124,13 @@ class Trainer:
             min_period=0.5,
             metadata_expiration=60.0,
         )
-        self.board.evidence.full_group, self.board.evidence.has_receipts = GROUP, has_receipts
+        self.board.guard.full_group, self.board.guard.has_receipts = GROUP, has_receipts
         if has_receipts:
             self.exchange.vouching = Vouching(
                 self.id,
                 "simulation",
                 node.p2p.identity.sign,
-                self.board.evidence,
+                self.board.guard,
                 lambda: self.board.own.epoch,
                 GROUP,
                 self.host.dht_time,
@@ -195,8 +195,8 @@ def claim(trainer: Trainer, peer: bytes, samples: int) -> int:
 def test_after_some_rounds_in_groups_nearly_everybody_is_known_by_receipts():
     trainers = train_in_groups(0, EPOCHS, has_receipts=True)
     others = [(trainer, other.id) for trainer in trainers for other in trainers if other is not trainer]
-    known = [trainer.board.evidence.is_known(other) for trainer, other in others]
-    met = [trainer.board.evidence.has_met(other) for trainer, other in others]
+    known = [trainer.board.guard.is_known(other) for trainer, other in others]
+    met = [trainer.board.guard.has_met(other) for trainer, other in others]
     assert sum(known) >= 0.95 * len(others)
     assert sum(known) > sum(met)
     for trainer, other in [pair for pair, is_known in zip(others, known, strict=True) if is_known][:20]:

@@ -40,7 +40,7 @@ from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_schema import endorse
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import ProgressTracker, make_guard
 from shoal.optim.round_watch import RoundWatch
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
@@ -69,6 +69,7 @@ class Course:
     """Of the model."""
     learning_rate: float = 0.1
     verify_reducers: bool = False
+    guard: str = "members"
 
 
 @dataclass
@@ -101,9 +102,9 @@ class Record:
 class SimulatedTracker(ProgressTracker):
     """The tracker of a peer, without the thread behind its facade."""
 
-    def __init__(self, node: DHTNode, board: ProgressBoard, exchange: ProgressExchange, target: int) -> None:
+    def __init__(self, node: DHTNode, board: ProgressBoard, exchange: ProgressExchange, course: Course) -> None:
         self.dht: Any = SimpleNamespace(peer_id=node.peer_id, node=node, p2p=node.p2p)
-        self.prefix, self.target_batch_size = RUN, target
+        self.prefix, self.target_batch_size, self.guard = RUN, course.target_batch_size, course.guard
         self.client_mode, self.performance_ema = board.own.client_mode, board.performance_ema
         self.status_loglevel = 10
         self.board = board
@@ -138,6 +139,7 @@ class Trainer:
     def __init__(self, swarm: Swarm, host: Host, node: DHTNode, samples_per_second: float) -> None:
         self.swarm, self.course, self.host, self.node = swarm, swarm.course, host, node
         self.samples_per_second = samples_per_second
+        self.batch_size = self.course.batch_size
         self.epoch, self.samples = 0, 0
         self.parameters = torch.zeros(self.course.values)
         self.averaged = torch.zeros(self.course.values)
@@ -170,6 +172,7 @@ class Trainer:
             ema,
             self.host.dht_time(),
             lambda peer: node.p2p.host_of(PeerID(peer)),
+            make_guard=make_guard(course.guard),
         )
         tag = signatures.local_public_key
         exchange = ProgressExchange(
@@ -182,7 +185,7 @@ class Trainer:
             min_period=0.5,
             metadata_expiration=60.0,
         )
-        return SimulatedTracker(node, board, exchange, course.target_batch_size)
+        return SimulatedTracker(node, board, exchange, course)
 
     def _make_averager(self) -> AveragerNode:
         course = self.course
@@ -217,13 +220,13 @@ class Trainer:
     # --- what makes one peer different from others --------------------------------------------------------------------
 
     def seconds_of_a_batch(self) -> float:
-        return self.course.batch_size / self.samples_per_second * self.host.rng.uniform(0.9, 1.1)
+        return self.batch_size / self.samples_per_second * self.host.rng.uniform(0.9, 1.1)
 
     def gradient(self) -> torch.Tensor:
         """The mean gradient of one batch."""
         seed = self.host.rng.getrandbits(48)
         noise = torch.randn(self.course.values, generator=torch.Generator().manual_seed(seed))
-        return (self.parameters - 1) + noise * (NOISE / math.sqrt(self.course.batch_size))
+        return (self.parameters - 1) + noise * (NOISE / math.sqrt(self.batch_size))
 
     def report(self) -> None:
         """Tell the tracker how far this peer is."""
@@ -301,9 +304,9 @@ class Trainer:
         course, tracker = self.course, self.tracker
         while True:
             await asyncio.sleep(self.seconds_of_a_batch())
-            self.samples += course.batch_size
-            self.record.made += course.batch_size
-            self._sum += self.gradient() * course.batch_size
+            self.samples += self.batch_size
+            self.record.made += self.batch_size
+            self._sum += self.gradient() * self.batch_size
             self.report()
             if self._is_behind():
                 await self._catch_up()

@@ -1,4 +1,4 @@
-"""How far this peer believes what others claim: a claim costs nothing, training in rounds with others costs work.
+"""The guard of an open run: a claim costs nothing, training in rounds with others costs work.
 
 Peers tell each other their epoch, their samples and their speed. A liar could use that to end epochs too early, to lead
 others to an epoch that does not exist, or to make them wait. So this peer remembers what each other peer has brought to
@@ -26,31 +26,28 @@ what they have brought (:mod:`shoal.optim.vouching`).
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import TYPE_CHECKING
 
 from shoal.averaging.majorities import PEERS_PER_LIAR, cut_to_others, largest_but_for_liars, votes_by_host
-from shoal.logs import Seldom, counted
+from shoal.clock import get_dht_time
+from shoal.logs import counted
 from shoal.optim.deeds import Deeds, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.pace import EPOCHS_TIMED, LEAST_SECONDS, Pace
+from shoal.optim.members import ROUNDS_TO_LOSE_TRUST, SHARE_WASTED, Members
+from shoal.optim.pace import LEAST_SECONDS
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from shoal.averaging.groups.settings import Trust
+    from shoal.optim.progress_board import ProgressBoard
 
 # A claim may be this many times what the peer has delivered, because speeds and shares vary from round to round.
 _GENEROSITY = 2.0
-# A peer that failed to come this many times running is treated like one that never came.
-_ROUNDS_TO_LOSE_TRUST = 3
-# The user is warned after this many steps in a row without others: a single one may be chance.
-_ROUNDS_ALONE = 2
-# The share of its time that this peer may lose by waiting for peers that were in no round yet.
-SHARE_WASTED = 0.05
 # Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
 _LEAST_SHARE_OF_EPOCH = 0.5
 # In a run of several groups it takes about this many rounds until this peer has met somebody from most groups.
@@ -62,7 +59,7 @@ _MOST_AT_FIRST = 8
 _ROUNDS_OF_TESTIMONY = 8
 
 
-class Evidence:
+class Evidence(Members):
     """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
 
     Args:
@@ -72,11 +69,8 @@ class Evidence:
     """
 
     def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable], now: float) -> None:
-        self._own, self._host_of = own, host_of
+        super().__init__(own, host_of, now)
         self._deeds: dict[bytes, Deeds] = {}
-        self.full_group: int | None = None
-        """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
-        self._meets_everybody = True
         # The median of what members brought to the latest round. It stands for peers that this one has not met.
         self._typical = Deeds(0.0, 1.0)
         # The epochs of others, at this peer's last round; and who went on without it then, of those that it knew.
@@ -87,39 +81,12 @@ class Evidence:
         # The event loop writes it without the owner's lock, so every access is a single look-up or change.
         self.testimony: dict[bytes, tuple[int, Deeds]] = {}
         """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
-        self.latest: Mapping[bytes, float] = {}
-        """What each member, this peer included, brought to the latest round with others."""
         # How many rounds this peer was in, how long the training for the latest one took, and the most samples that
         # anybody brought, and that anybody claims, without the largest fifth.
         self._rounds, self._seconds, self._most_brought, self._most_claimed = 0, LEAST_SECONDS, 0.0, 0.0
-        self.is_large = False
-        """There are more peers than this one can hear of in each epoch."""
         self._round_ended_at = now  # the last round with others; before the first one: the start
-        self.pace = Pace(now)
-        self._counts_itself_until = -math.inf
-        # Which peers this one waits for, since when, and for how many seconds at most.
-        self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
-        self._waits_again_at = -math.inf
-        self._admits_again_at = -math.inf  # no new ones join or lead until then: some have joined and held groups up
-        # How many seconds rounds take when no newcomer fails in them: what more they take with one is wasted.
-        self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
-        # Of whom the user has been warned, and how. Bounded, because a liar can invent any number of peers.
-        self._told: dict[tuple[bytes, str], None] = {}
-        # For how many rounds in a row this peer was alone although others could have come.
-        self._alone = 0
-        self.troubles: Counter[str] = Counter()
-        """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
-        self._warn_seldom = Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
-
-    def begin_to_wait(self, peers: Collection[bytes], now: float, patience: float) -> None:
-        """This peer is ready for a round and begins to wait for these others.
-
-        Args:
-            patience: after this many seconds it goes on without them.
-        """
-        self._awaited, self.pace.trained_until = (frozenset(peers), now, patience), now
 
     def note_round(
         self,
@@ -187,28 +154,11 @@ class Evidence:
         """Whether some peers have more hosts than others."""
         return len({*map(self._host_of, some)}) > len({*map(self._host_of, others)})
 
-    def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
-        """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
-        if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
-            usual = statistics.median(self._durations) if self._durations else 0.0
-            self.note_waste(failed, max(0.0, seconds - usual), now)
-        if all(map(self.is_proven, failed)):
-            self._durations.append(seconds)
-
     def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
-        """This peer has lost so many seconds to members of its group; only unproven ones among them count."""
-        strangers = [peer for peer in peers if not self.is_proven(peer)]
-        if not strangers or seconds <= 0:
-            return
-        self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
-        for peer in strangers:
-            if (deeds := self._known_deeds(peer)) is not None:
+        super().note_waste(peers, seconds, now)
+        for peer in peers if seconds > 0 else ():
+            if not self.is_proven(peer) and (deeds := self._known_deeds(peer)) is not None:
                 deeds.has_wasted = True
-            self._tell_once(
-                peer,
-                "waited in vain for peer %s, which was in no round before, in a group: no peers that are new join or "
-                "lead for a while, so that they cost little time. Is its line too slow, or its machine stuck?",
-            )
 
     def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
@@ -233,33 +183,6 @@ class Evidence:
                 "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
                 counted(self._deeds[peer].missed if peer in self._deeds else 1, "round"),
             )
-
-    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes]) -> None:
-        if members or not others:
-            self._alone = 0
-            return
-        self._alone += 1
-        self.troubles["alone"] += 1
-        if self._alone == _ROUNDS_ALONE:
-            logger.warning(
-                "this peer has made %d steps without anybody, although %s could have been there, such as %s. Look at "
-                "what was said of them before, and at this machine's connection; `shoal doctor` finds out more",
-                self._alone,
-                counted(len(others), "other peer"),
-                PeerID(min(others)),
-            )
-
-    def _tell_once(self, peer: bytes, kind: str, *values: object) -> bool:
-        """Warn the user of a peer, but only once. Returns whether this was the first time."""
-        if (peer, kind) in self._told:
-            return False
-        self._warn_seldom(kind, PeerID(peer), *values, about=peer)
-        remember(self._told, (peer, kind), None)
-        return True
-
-    def note_vain_attempt(self, now: float, seconds: float) -> None:
-        """This newcomer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
-        self._counts_itself_until = now + seconds / SHARE_WASTED
 
     def note_testimony(self, samples: Mapping[bytes, float]) -> None:
         """A peer that this one has met vouches for what others have brought to a round without this peer."""
@@ -288,7 +211,7 @@ class Evidence:
     @property
     def _is_deserted(self) -> bool:
         """Whether this peer, which was in no round yet, was alone so often that it no longer believes others."""
-        return not self.knows_rounds and self._alone >= _ROUNDS_TO_LOSE_TRUST - 1
+        return not self.knows_rounds and self._alone >= ROUNDS_TO_LOSE_TRUST - 1
 
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do.
@@ -296,7 +219,7 @@ class Evidence:
         Where all meet, it sees that itself: others could vouch for peers that do not exist, again and again.
         """
         deeds = self._deeds.get(peer) if self._meets_everybody else self._known_deeds(peer)
-        return not self._deeds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
+        return not self._deeds or (deeds is not None and deeds.missed < ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
         """Whether a peer may join or lead a group: it was in rounds, or newcomers have not used up the time for them.
@@ -496,3 +419,36 @@ class Evidence:
         if len(votes) < PEERS_PER_LIAR or self._knows_nothing:
             return reach
         return min(reach, largest_but_for_liars(votes))
+
+
+def limit_claims(trust: Trust, board: ProgressBoard, *, weighs_samples: bool, trains_one: bool) -> None:
+    """From now on, an averager bounds the weights of others, and judges its leaders.
+
+    Args:
+        trust: of the averager.
+        board: knows what others have brought.
+        weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
+        trains_one: all peers train one model.
+    """
+    evidence = board.guard
+    assert isinstance(evidence, Evidence)
+
+    def largest_weight(peer: PeerID) -> float:
+        with board.lock:
+            samples = board.own.samples_accumulated
+            return evidence.largest_weight(peer.to_bytes(), get_dht_time(), board.batch_size, samples)
+
+    def most_limit(leader: PeerID) -> float:
+        with board.lock:
+            return evidence.most_limit(leader.to_bytes(), get_dht_time(), board.batch_size)
+
+    if trains_one:
+        trust.is_led_astray = lambda leader, members: evidence.is_led_astray(
+            leader.to_bytes(), [peer.to_bytes() for peer in members]
+        )
+    if weighs_samples:
+        trust.largest_weight, trust.most_limit = largest_weight, most_limit
+        trust.least_limit = lambda leader, peer: evidence.least_limit(leader.to_bytes(), peer.to_bytes())
+    else:  # where all weights are 1, a leader has no reason to make any smaller
+        trust.largest_weight = trust.most_limit = lambda peer: 1.0
+        trust.least_limit = lambda leader, peer: 1.0

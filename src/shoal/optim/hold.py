@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shoal.optim.evidence import SHARE_WASTED
+from shoal.optim.members import SHARE_WASTED
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from shoal.optim.evidence import Evidence
 from shoal.optim.lineage import Lineage
+from shoal.optim.members import Members
 from shoal.optim.progress import (
     MAX_CALLED,
     Companion,
@@ -43,6 +43,7 @@ class ProgressBoard:
         performance_ema: measures this peer's speed.
         now: DHT time, in seconds, as in all methods.
         host_of: the host of a peer. All peers of one host have one vote together about the epoch of the run.
+        make_guard: makes what decides how far others are believed.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class ProgressBoard:
         now: float,
         host_of: Callable[[bytes], Hashable] = bytes,
         is_callable: Callable[[], bool] = lambda: True,
+        make_guard: Callable[[bytes, Callable[[bytes], Hashable], float], Members] = Members,
     ) -> None:
         self._is_client: Callable[[], bool] = lambda: client_mode or not is_callable()
-        self._lock, self._contributed, self._batch_size = threading.Lock(), False, 0
+        self.lock, self._contributed, self.batch_size = threading.Lock(), False, 0
         self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
@@ -73,8 +75,8 @@ class ProgressBoard:
         """Called after news from others. It calls the watchers, at once or a little later for several news together."""
         self.kinship = Kinship(peer_id, host_of)
         """Knows which peers train another model than this one; those are not counted."""
-        self.evidence = Evidence(peer_id, host_of, now)
-        """Limits what others claim by what they have done."""
+        self.guard = make_guard(peer_id, host_of, now)
+        """Decides what is believed of others."""
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
         self._departed: dict[bytes, float] = {}
@@ -87,7 +89,7 @@ class ProgressBoard:
 
     def global_progress(self, now: float) -> GlobalTrainingProgress:
         """The swarm's progress at this moment."""
-        with self._lock:
+        with self.lock:
             return self._summarize(now)
 
     @property
@@ -101,7 +103,7 @@ class ProgressBoard:
 
     def plan_refresh(self, now: float) -> None:
         """The others' progress was just refreshed: plan the next time."""
-        with self._lock:
+        with self.lock:
             self._plan_refresh(now)
 
     def _plan_refresh(self, now: float) -> None:
@@ -113,7 +115,7 @@ class ProgressBoard:
 
     def wants_publishing(self, now: float) -> bool:
         """Whether others should learn of this peer: it has made samples and is at most an epoch behind."""
-        with self._lock:
+        with self.lock:
             return self._contributed and self.own.epoch >= self._summarize(now).epoch - 1
 
     @property
@@ -123,13 +125,13 @@ class ProgressBoard:
 
     def is_misjudged(self, told: LocalTrainingProgress) -> bool:
         """Whether peers that have this record of this peer, and nothing newer, are wrong about it by now."""
-        with self._lock:
+        with self.lock:
             share = self._target_batch_size / max(1, self._global.num_peers)
-            return estimate_is_off(told, self.own, share, self._batch_size)
+            return estimate_is_off(told, self.own, share, self.batch_size)
 
     def calling_period(self) -> float:
         """The least time between two rounds of calls, in seconds. News that others wait for goes out at once."""
-        with self._lock:
+        with self.lock:
             return self._refresh.calling_period(min(MAX_CALLED, len(self._callable())))
 
     # --- the end of the epoch -----------------------------------------------------------------------------------------
@@ -139,13 +141,13 @@ class ProgressBoard:
 
         If it is overdue, this is now.
         """
-        with self._lock:
+        with self.lock:
             kin = self._kin(now)
             progress = self._global = self._summary_of(kin, now)
             if progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size:
                 return now
             end = progress.eta_next_epoch
-            return max(now, min(end, self.evidence.called_end(kin, self.own.epoch, end, now)))
+            return max(now, min(end, self.guard.called_end(kin, self.own.epoch, end, now)))
 
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
@@ -180,7 +182,7 @@ class ProgressBoard:
     @property
     def batch_time(self) -> float:
         """Average time of a batch as large as this peer's latest one, in seconds; 0 before the first one."""
-        return self._batch_size * self.performance_ema.seconds_per_sample
+        return self.batch_size * self.performance_ema.seconds_per_sample
 
     @property
     def updating(self) -> bool:
@@ -200,17 +202,17 @@ class ProgressBoard:
         Args:
             until_epoch: a peer beyond this epoch has finished the round; default: this peer's epoch.
         """
-        with self._lock:
+        with self.lock:
             if self.own.peer_id in self._settled(now).losers:
                 # This peer is about to take over another state, and the others do not count it meanwhile.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
             expected = expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
-            return self.evidence.whom_to_wait_for(expected, now)
+            return self.guard.whom_to_wait_for(expected, now)
 
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
         """Those of several peers that have not left and are not beyond the epoch given for each of them."""
-        with self._lock:
+        with self.lock:
             strangers = self._settled(now).losers
             if self.own.peer_id in strangers:
                 return set()
@@ -230,7 +232,7 @@ class ProgressBoard:
 
     def companions_to_call(self, now: float, *, or_ended: bool = True) -> list[LocalTrainingProgress]:
         """Records of the peers that can be called directly; with ``or_ended`` also of those whose program has ended."""
-        with self._lock:
+        with self.lock:
             self._drop_expired(now)
             return [companion.record for companion in self._callable() if or_ended or not companion.has_ended]
 
@@ -240,7 +242,7 @@ class ProgressBoard:
         A peer whose idle connection would soon be closed is called, too: a new connection costs more bytes than many
         calls, and at the end of the epoch it costs time.
         """
-        with self._lock:
+        with self.lock:
             self._drop_expired(now)
             lately = now - (self._global.next_fetch_time - self._planned_at) / 2
             return [
@@ -252,13 +254,13 @@ class ProgressBoard:
 
     def companions_to_try_again(self, now: float) -> list[LocalTrainingProgress]:
         """Records of the peers that could not be called a while ago: the outage may be over."""
-        with self._lock:
+        with self.lock:
             too_early = now - self._refresh.max_period
             return [c.record for c in self._callable() if c.unreachable_since is not None and c.called_at < too_early]
 
     def note_call(self, peer: bytes, now: float) -> None:
         """This peer is about to call another one."""
-        with self._lock:
+        with self.lock:
             if (companion := self._companions.get(peer)) is not None:
                 companion.called_at = now
 
@@ -273,11 +275,11 @@ class ProgressBoard:
 
     def report(self, epoch: int, samples: int, now: float) -> None:
         """This peer is at this epoch and has accumulated this many samples for the next one."""
-        with self._lock:
+        with self.lock:
             before = self.own.samples_accumulated
             # A peer that was brought to the others' epoch by averaging with them keeps its samples.
             extra = samples - before if self.own.epoch == epoch or samples > before else samples
-            self._batch_size = extra if extra > 0 else self._batch_size
+            self.batch_size = extra if extra > 0 else self.batch_size
             if extra > 0 and not self.performance_ema.paused:
                 self.performance_ema.update(extra)
             else:
@@ -287,7 +289,7 @@ class ProgressBoard:
 
     def donate(self, epoch: int, now: float) -> None:
         """This peer does not train, but tells others that it has the state of this epoch for them."""
-        with self._lock:
+        with self.lock:
             self.own, self._contributed = msgspec.structs.replace(self.own, is_donor=True), True
             self._set_own(epoch, 0, now)
 
@@ -299,23 +301,23 @@ class ProgressBoard:
         """
         self._declared_end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
         expected = self.expected_members(now)
-        with self._lock:
-            self.evidence.begin_to_wait(expected, now, patience)
+        with self.lock:
+            self.guard.begin_to_wait(expected, now, patience)
 
     def finish_update(self, epoch: int, members: Iterable[bytes], now: float) -> None:
         """This peer has reached a new epoch, in a round with these other members."""
-        with self._lock:
+        with self.lock:
             self._declared_end = None
             self._last_members = frozenset(members)
-            self.evidence.pace.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
+            self.guard.pace.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
         self.call_watchers()
 
     def note_round(self, samples: Mapping[bytes, float], now: float) -> None:
-        """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`."""
-        with self._lock:
-            self.evidence.note_round(samples, now, self._companions, self.own.epoch)
+        """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`."""
+        with self.lock:
+            self.guard.note_round(samples, now, self._companions, self.own.epoch)
 
     def cancel_update(self) -> None:
         """This peer has given up the transition to the next epoch."""
@@ -328,7 +330,7 @@ class ProgressBoard:
 
     def note_introduction(self, now: float) -> None:
         """All peers that can be called know that this one takes part. From now on they wait for it."""
-        with self._lock:
+        with self.lock:
             self.epoch_when_introduced = self._summarize(now).epoch
             self.introduced = True
 
@@ -349,7 +351,7 @@ class ProgressBoard:
             end: it has declared its epoch over, and others may go on until this DHT time.
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
-        with self._lock:
+        with self.lock:
             companion = self._take_note(record, expiration, lineage)
             if companion is None:
                 return
@@ -370,7 +372,7 @@ class ProgressBoard:
         Returns:
             The peers that can be called and were not known before.
         """
-        with self._lock:
+        with self.lock:
             known = set(self._companions)
             read = [self._take_note(record, expiration, record.lineage) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
@@ -390,7 +392,7 @@ class ProgressBoard:
         self._departed.pop(record.peer_id, None)
         companion = self._companions.get(record.peer_id)
         if companion is None:
-            make_room(self._companions, self.evidence.is_known)
+            make_room(self._companions, self.guard.is_known)
             companion = self._companions[record.peer_id] = Companion(record, expiration)
             self.kinship.changed = True
         if record.time >= companion.record.time:
@@ -411,7 +413,7 @@ class ProgressBoard:
         Args:
             last_word: DHT time of the goodbye. Older records, which may still be on their way, no longer count.
         """
-        with self._lock:
+        with self.lock:
             companion = self._companions.pop(peer, None)
             if companion is not None and companion.expiration > expiration:
                 self._companions[peer] = companion
@@ -425,7 +427,7 @@ class ProgressBoard:
 
     def mark_unreachable(self, peer: bytes, called_at: float, *, is_refused: bool = False) -> None:
         """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
-        with self._lock:
+        with self.lock:
             companion = self._companions.get(peer)
             if companion is None or not companion.note_failed_call(called_at, is_refused=is_refused):
                 return
@@ -441,7 +443,7 @@ class ProgressBoard:
 
     def verdict(self, now: float) -> Verdict:
         """Which side of the run goes on, if it was split."""
-        with self._lock:
+        with self.lock:
             return self._settled(now)
 
     def _settled(self, now: float) -> Verdict:
@@ -453,23 +455,13 @@ class ProgressBoard:
         kin = {peer: c for peer, c in self._companions.items() if peer not in verdict.losers}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
         # A peer that has declared its epoch over itself believes others that say the same.
-        return self.evidence.credible(
+        return self.guard.credible(
             kin, epoch, now, lambda few: now if self.updating else self._summary_of(few, now).eta_next_epoch
         )
 
-    def largest_weight(self, peer: bytes, now: float) -> float:
-        """The most samples that a peer can bring to a round that begins now."""
-        with self._lock:
-            return self.evidence.largest_weight(peer, now, self._batch_size, self.own.samples_accumulated)
-
-    def most_limit(self, leader: bytes, now: float) -> float:
-        """The most that an honest leader can let itself weigh."""
-        with self._lock:
-            return self.evidence.most_limit(leader, now, self._batch_size)
-
     def believed_epochs(self, now: float) -> dict[bytes, int]:
         """The epochs of all peers that count."""
-        with self._lock:
+        with self.lock:
             return {peer: companion.record.epoch for peer, companion in self._kin(now).items()}
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
@@ -484,7 +476,7 @@ class ProgressBoard:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
         return summarize(
             own,
-            self.evidence.limited([c.record for c in valid], now, self._batch_size),
+            self.guard.limited([c.record for c in valid], now, self.batch_size),
             published=self.published,
             target_batch_size=self._target_batch_size,
             now=now,

@@ -362,7 +362,7 @@ class ProgressExchange(ServicerBase):
 
     def _unknown_mates(self) -> list[PeerID]:
         """Members of this peer's latest round without a record: the nodes that tell of others may be dead."""
-        mates = () if self._board.evidence.is_large else map(PeerID, self._board.evidence.latest)
+        mates = () if self._board.guard.is_large else map(PeerID, self._board.guard.latest)
         return [peer for peer in mates if peer != self._p2p.peer_id and not self._is_known(peer)]
 
     def _others_are_wrong(self, now: float) -> bool:
@@ -388,7 +388,7 @@ class ProgressExchange(ServicerBase):
         """Of many peers a sample, half of it of those that were in rounds: else a crowd could keep news from them."""
         if len(records) <= MAX_CALLED:
             return records
-        rng, is_known = self._p2p.rng, self._board.evidence.is_known
+        rng, is_known = self._p2p.rng, self._board.guard.is_known
         known = [record for record in records if is_known(record.peer_id)]
         chosen = {record.peer_id: record for record in rng.sample(known, min(len(known), most // 2))}
         rest = [record for record in records if record.peer_id not in chosen]

@@ -18,6 +18,7 @@ from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.facade import Facade
 from shoal.optim.lineage import Lineage
+from shoal.optim.members import Members
 from shoal.optim.progress import (
     GlobalTrainingProgress,
     LocalTrainingProgress,
@@ -54,6 +55,28 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+GUARDS = ("members", "open")
+
+
+def check_guard(guard: str) -> None:
+    """Check the option of this name.
+
+    Raises:
+        ValueError: there is no such guard.
+    """
+    if guard not in GUARDS:
+        raise ValueError(f'guard must be "members" or "open", got {guard!r}')
+
+
+def make_guard(guard: str) -> type[Members]:
+    """What decides how far others are believed, by the name of the option."""
+    if guard == "members":
+        return Members
+    from shoal.optim.evidence import Evidence  # most runs need none of its rules
+
+    return Evidence
+
+
 class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
@@ -72,6 +95,8 @@ class ProgressTracker(Facade):
         status_loglevel: level of the log messages about epochs.
         private_key: signs this peer's records; default: a new one.
         daemon: without effect, kept for compatibility.
+        guard: ``"members"``: believe what members of the run say. ``"open"``, for a run that anybody may join: bound it
+            by what each has brought to rounds (:mod:`shoal.optim.evidence`).
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
 
@@ -95,13 +120,15 @@ class ProgressTracker(Facade):
         status_loglevel: int = logging.DEBUG,
         private_key: PrivateKey | None = None,
         daemon: bool = True,
+        guard: str = "members",
         start: bool,
     ) -> None:
+        check_guard(guard)
         target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         check_dht(dht)
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
         self.client_mode = dht.client_mode if client_mode is None else client_mode
-        self.status_loglevel = status_loglevel
+        self.status_loglevel, self.guard = status_loglevel, guard
         self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
         if metadata_expiration > SHORT_LIFETIME_SECONDS:
             logger.warning("metadata_expiration is %.0f s: records of progress live an hour", metadata_expiration)
@@ -119,6 +146,7 @@ class ProgressTracker(Facade):
             refresh,
             self.performance_ema,
             *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
+            make_guard(guard),
         )
         self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None
@@ -152,7 +180,7 @@ class ProgressTracker(Facade):
     async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
         from shoal.optim.progress_schema import endorse
 
-        self.board.evidence.troubles = self.dht.p2p.metrics.troubles
+        self.board.guard.troubles = self.dht.p2p.metrics.troubles
         self.dht.add_validators([schema, signatures])
         exchange = ProgressExchange(
             self.dht.node,
@@ -287,17 +315,24 @@ class ProgressTracker(Facade):
     def collect_receipts(self, grads: DecentralizedAverager | None, state: DecentralizedAverager) -> None:
         """Use receipts of rounds, because the run averages in several groups. Call this before the tracker starts.
 
+        Members that are trusted need none: nothing happens then.
+
         Args:
             grads: the averager whose rounds end an epoch, with samples as weights; ``None`` with local updates.
             state: the averager of parameters. Without ``grads`` its rounds end an epoch, and all weights are equal.
         """
         node, board = (grads or state).node, self.board
-        board.evidence.has_receipts = True
+        if self.guard == "members":
+            return
+        from shoal.optim.evidence import Evidence
+
+        assert isinstance(board.guard, Evidence)
+        board.guard.has_receipts = True
         self._vouching = Vouching(
             self.dht.peer_id.to_bytes(),
             node.config.prefix,
             node.p2p.identity.sign,
-            board.evidence,
+            board.guard,
             lambda: board.own.epoch,
             node.config.target_group_size or MAX_MEMBERS,
             get_dht_time,
@@ -327,7 +362,7 @@ class ProgressTracker(Facade):
     def _note_failures(self, result: RoundResult | None) -> None:
         if result is not None and self.board.kinship.has_begun:
             failed = [peer.to_bytes() for peer in result.failed_peers]
-            self.board.evidence.note_failures(failed, result.duration, get_dht_time())
+            self.board.guard.note_failures(failed, result.duration, get_dht_time())
 
     @property
     def lineage(self) -> Lineage:
@@ -371,11 +406,11 @@ class ProgressTracker(Facade):
 
     def note_vain_attempt(self, seconds: float) -> None:
         """No peer gave this one the state of the epoch that others claim; the attempt took this many seconds."""
-        self.board.evidence.note_vain_attempt(get_dht_time(), seconds)
+        self.board.guard.note_vain_attempt(get_dht_time(), seconds)
 
     def believe_as_a_newcomer(self) -> None:
         """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
-        self.board.evidence.pace.begin_anew()
+        self.board.guard.pace.begin_anew()
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. Called inside the event loop."""
@@ -389,27 +424,19 @@ class ProgressTracker(Facade):
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
         board, trust = self.board, averager.trust
-        board.evidence.full_group = averager.config.target_group_size
+        guard = board.guard
+        guard.full_group = averager.config.target_group_size
         averager.state_sharing.rank_donors = self.rank_donors
         trust.depth = averager.state_sharing.depth = self._depth
         if trains_one:
             trust.admits = self.trains_the_same_model
-            trust.is_proven = lambda peer: board.evidence.is_proven(peer.to_bytes())
-            trust.has_time_for = lambda peer: board.evidence.has_time_for(peer.to_bytes(), get_dht_time())
-            trust.is_led_astray = lambda leader, members: board.evidence.is_led_astray(
-                leader.to_bytes(), [peer.to_bytes() for peer in members]
-            )
-            trust.note_waste = lambda peer, seconds: board.evidence.note_waste(
-                [peer.to_bytes()], seconds, get_dht_time()
-            )
-        trust.largest_weight = lambda peer: (
-            board.largest_weight(peer.to_bytes(), get_dht_time()) if weighs_samples else 1.0
-        )
-        # Where all weights are 1, a leader has no reason to make any smaller.
-        trust.least_limit = lambda leader, peer: (
-            board.evidence.least_limit(leader.to_bytes(), peer.to_bytes()) if weighs_samples else 1.0
-        )
-        trust.most_limit = lambda leader: board.most_limit(leader.to_bytes(), get_dht_time()) if weighs_samples else 1.0
+            trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())
+            trust.has_time_for = lambda peer: guard.has_time_for(peer.to_bytes(), get_dht_time())
+            trust.note_waste = lambda peer, seconds: guard.note_waste([peer.to_bytes()], seconds, get_dht_time())
+        if self.guard == "open":
+            from shoal.optim.evidence import limit_claims
+
+            limit_claims(trust, board, weighs_samples=weighs_samples, trains_one=trains_one)
 
     def _depth(self) -> int:
         return 0 if self.exchange is None else self.exchange.spread.depth

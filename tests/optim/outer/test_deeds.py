@@ -129,10 +129,10 @@ def test_if_a_round_fails_here_because_most_had_it_without_this_peer_they_are_th
     deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(0, (A,), 0.0, 5.0))
     for peer in (B, C):
         board.hear(record(peer, 2, 3, 1.0, 20.0), 60.0, 20.0)
-    assert not board.evidence.is_proven(B.to_bytes())
+    assert not board.guard.is_proven(B.to_bytes())
     board.note_failed_round(1, 20.0)
-    assert board.evidence.is_proven(B.to_bytes())
-    assert board.evidence.is_proven(C.to_bytes())
+    assert board.guard.is_proven(B.to_bytes())
+    assert board.guard.is_proven(C.to_bytes())
 
 
 def test_a_peer_that_claims_steps_and_does_no_rounds_is_seen(make_dhts, make_trainers, closing, caplog):  # noqa: F811
@@ -163,7 +163,7 @@ def test_a_peer_that_claims_steps_and_does_no_rounds_is_seen(make_dhts, make_tra
         thread.join()
     assert name in caplog.text
     for trainer in trainers:
-        evidence = trainer.opt.tracker.board.evidence
+        evidence = trainer.opt.tracker.board.guard
         assert evidence.knows_rounds
         assert not evidence.is_proven(dhts[2].peer_id.to_bytes())
         assert len(trainer.opt.last_round.peers) == 2

@@ -172,7 +172,7 @@ def test_newcomers_who_may_not_join_do_not_count(board):
         board.hear(record(peer, 5, 3), NOW + 300, NOW)
     board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, Expectation(4, (), NOW, 0.0))
     assert board.electorate(NOW, 5) == {b"here", b"newcomer"}
-    board.evidence.note_waste([b"another one"], 8.0, NOW)
+    board.guard.note_waste([b"another one"], 8.0, NOW)
     assert board.electorate(NOW, 5) == {b"here"}
     assert board.electorate(NOW + 8.0 / SHARE_WASTED, 5) == {b"here", b"newcomer"}
 

@@ -255,7 +255,8 @@ class DiLoCo(JointOptimizer):
             for each in self._fragments:
                 each.kept.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            self._rounds.deeds.advise(self.averager.node)
+            if self.tracker.guard == "open":
+                self._rounds.deeds.advise(self.averager.node)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()

@@ -37,26 +37,26 @@ class OuterBoard(ProgressBoard):
 
     def note_failed_round(self, slot: int, now: float) -> None:
         """The round at the end of a slot has failed here; others may have had it without this peer."""
-        with self._lock:
+        with self.lock:
             self.is_late = True
-            self.evidence.begin_to_wait((), now, 0.0)
-            self.evidence.note_round({}, now)
-            self.evidence.note_who_went_on((), self._companions, now, slot)
+            self.guard.begin_to_wait((), now, 0.0)
+            self.guard.note_round({}, now)
+            self.guard.note_who_went_on((), self._companions, now, slot)
 
     def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation) -> None:
-        """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`.
+        """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`.
 
         Args:
             expected: who was.
         """
-        with self._lock:
+        with self.lock:
             self.is_late = False
             peers = {peer.to_bytes() for peer in expected.peers}
             known = {peer: slot for peer, slot in self._absent.items() if peer in self._companions}
             absent = {**known, **dict.fromkeys(peers, expected.slot)}
             self._absent = {peer: slot for peer, slot in absent.items() if peer not in samples}
-            self.evidence.begin_to_wait(peers, expected.since, expected.patience)
-            self.evidence.note_round(samples, now, self._companions, expected.slot)
+            self.guard.begin_to_wait(peers, expected.since, expected.patience)
+            self.guard.note_round(samples, now, self._companions, expected.slot)
 
     def set_steps(self, steps: int) -> None:
         """The slot that begins has so many steps. Only where slots are counted in these."""
@@ -64,7 +64,7 @@ class OuterBoard(ProgressBoard):
 
     def everybody(self, now: float) -> set[bytes]:
         """All other peers that are known and can be reached, whatever slot they are at."""
-        with self._lock:
+        with self.lock:
             self._drop_expired(now)
             present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
             return {peer for peer, companion in present.items() if not companion.record.is_donor}
@@ -82,9 +82,9 @@ class OuterBoard(ProgressBoard):
             earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
                 peer's slot on.
         """
-        with self._lock:
+        with self.lock:
             coming = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
-            present = {peer for peer in coming if self.evidence.has_time_for(peer, now)}
+            present = {peer for peer in coming if self.guard.has_time_for(peer, now)}
             met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
             return {peer for peer in present | met if not self._is_absent(peer)}
 
@@ -93,21 +93,21 @@ class OuterBoard(ProgressBoard):
         slot = self._absent.get(peer)
         if slot is None:
             return False
-        return self._companions[peer].record.epoch <= slot or not self.evidence.is_proven(peer)
+        return self._companions[peer].record.epoch <= slot or not self.guard.is_proven(peer)
 
     def slots_of_companions(self, now: float) -> dict[bytes, int]:
         """The slots of others that can be called and were in a round with this peer."""
-        with self._lock:
+        with self.lock:
             return self._slots_of_met(now)
 
     def _slots_of_met(self, now: float) -> dict[bytes, int]:
         present = {peer: c.record for peer, c in self._companions.items() if c.is_reachable(now)}
-        return {peer: r.epoch for peer, r in present.items() if not r.is_donor and self.evidence.has_met(peer)}
+        return {peer: r.epoch for peer, r in present.items() if not r.is_donor and self.guard.has_met(peer)}
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
-        """See :meth:`Evidence.whom_to_wait_for <shoal.optim.evidence.Evidence.whom_to_wait_for>`."""
-        with self._lock:
-            return self.evidence.whom_to_wait_for(peers, now)
+        """See :meth:`Members.whom_to_wait_for <shoal.optim.members.Members.whom_to_wait_for>`."""
+        with self.lock:
+            return self.guard.whom_to_wait_for(peers, now)
 
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
@@ -119,7 +119,7 @@ class OuterBoard(ProgressBoard):
         Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
         have expired, whoever they are and however they fell silent.
         """
-        with self._lock:
+        with self.lock:
             fell_silent = {
                 peer: c
                 for peer, c in self._companions.items()
@@ -127,7 +127,7 @@ class OuterBoard(ProgressBoard):
             }
             if self.own.client_mode:
                 return bool(fell_silent)
-            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and self.evidence.has_met(peer)]
+            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and self.guard.has_met(peer)]
             return len(silent) > 1 or any(peer < self.own.peer_id for peer in silent)
 
 
@@ -168,7 +168,7 @@ class SlotBoard(OuterBoard):
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
         summary, own = super()._summary_of(companions, now), self.own
         others = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
-        records = self.evidence.limited(others, now, self._batch_size)
+        records = self.guard.limited(others, now, self.batch_size)
         records += [own] if own.epoch == summary.epoch else []
         most = max((record.samples_accumulated for record in records), default=0)
         ends = [math.inf]
@@ -183,19 +183,19 @@ class SlotBoard(OuterBoard):
 
     def is_misjudged(self, told: LocalTrainingProgress) -> bool:
         # Nobody adds up steps: what matters is when a peer will have made all of them.
-        with self._lock:
-            return estimate_is_off(told, self.own, self._target_batch_size, self._batch_size)
+        with self.lock:
+            return estimate_is_off(told, self.own, self._target_batch_size, self.batch_size)
 
     def end_of_epoch(self, now: float) -> float:
         """DHT time at which this peer goes to its next slot, as far as it is known; infinite if nobody is ready."""
-        with self._lock:
+        with self.lock:
             kin = self._kin(now)
             progress = self._global = self._summary_of(kin, now)
             if self.has_made_all:
                 return now
             if (ahead := progress.epoch - self.own.epoch) > 0 and not (self.overlaps and ahead == 1):
                 return now
-            called = self.evidence.called_end(kin, self.own.epoch, progress.eta_next_epoch, now)
+            called = self.guard.called_end(kin, self.own.epoch, progress.eta_next_epoch, now)
             if ahead > 0:  # others are training on already, and may wait in the background
                 called = min(called, now + self.patience)
             if self.is_late:  # with fewer steps it meets them; with all of them it would be late again

@@ -1,0 +1,268 @@
+"""What a peer believes of others in a run that trusts its members: what they say, as long as they come.
+
+A run trusts those that take part in its rounds, and withstands strangers and faults:
+
+* Samples, speed and the end of an epoch: as each peer says. A peer that was expected in three rounds in a row and did
+  not come counts for nothing until it comes.
+* Epoch: the run is at the median over hosts of the epochs of all peers that can be reached. One member alone can also
+  end this peer's epoch by being at the next one; only most hosts can make this peer download another state.
+* Strangers, which have been in no round with this peer, count like members, unless they do not come. One that did not
+  come has cost time, and the time that strangers may cost is bounded (:data:`SHARE_WASTED`): until that much time has
+  passed, no stranger is counted or waited for. Before its first round with others a peer believes everybody.
+
+:mod:`shoal.optim.evidence` adds limits to what members claim, for runs that anybody may join.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping
+
+from shoal.averaging.majorities import votes_by_host
+from shoal.logs import Seldom, counted
+from shoal.optim.deeds import remember
+from shoal.optim.pace import EPOCHS_TIMED, Pace
+from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
+from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+
+# The share of its time that this peer may lose to peers that were in no round yet.
+SHARE_WASTED = 0.05
+# A peer that failed to come this many times running is treated like one that never came.
+ROUNDS_TO_LOSE_TRUST = 3
+# The user is warned after this many steps in a row without others: a single one may be chance.
+ROUNDS_ALONE = 2
+
+
+class Members:
+    """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
+
+    Args:
+        own: id of this peer.
+        host_of: the host of a peer. All peers of one host have one vote together.
+        now: DHT time, in seconds, as in all methods.
+    """
+
+    def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable], now: float) -> None:
+        self._own, self._host_of = own, host_of
+        # Peers that were in a round with this one; and in how many rounds in a row each peer was missing.
+        self._met: dict[bytes, None] = {}
+        self._missed: dict[bytes, int] = {}
+        self.full_group: int | None = None
+        """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
+        self._meets_everybody = True
+        self.latest: Mapping[bytes, float] = {}
+        """What each member, this peer included, brought to the latest round with others."""
+        self.is_large = False
+        """There are more peers than this one can hear of in each epoch."""
+        self.pace = Pace(now)
+        self._counts_itself_until = -math.inf
+        # Which peers this one waits for, since when, and for how many seconds at most.
+        self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
+        # Strangers have used up their time: until then none is waited for, and until then none may join or lead.
+        self._waits_again_at = self._admits_again_at = -math.inf
+        # How many seconds rounds take in which no stranger fails: what one with such a failure takes more is wasted.
+        self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
+        # Which peers the user has been warned of, and how. Bounded, because a liar can invent any number of peers.
+        self._told: dict[tuple[bytes, str], None] = {}
+        # For how many rounds in a row this peer was alone although others could have come.
+        self._alone = 0
+        self.troubles: Counter[str] = Counter()
+        """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
+        self._warn_seldom = Seldom(logger.warning)
+
+    # --- what has happened --------------------------------------------------------------------------------------------
+
+    def begin_to_wait(self, peers: Collection[bytes], now: float, patience: float) -> None:
+        """This peer is ready for a round and begins to wait for these others.
+
+        Args:
+            patience: after this many seconds it goes on without them.
+        """
+        self._awaited, self.pace.trained_until = (frozenset(peers), now, patience), now
+
+    def note_round(
+        self,
+        samples: Mapping[bytes, float],
+        now: float,
+        companions: Mapping[bytes, Companion] | None = None,
+        own: int = 0,
+    ) -> None:
+        """A round is over.
+
+        Args:
+            samples: of each member, this peer included. Infinite: the round does not count them. Empty: it has failed.
+            companions: all known peers; those at this peer's epoch could have come.
+            own: this peer's epoch, which the round ends.
+        """
+        members = samples.keys() - {self._own}
+        reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
+        size = 1 + len(self._awaited[0] | members | reachable.keys())
+        self._meets_everybody = self.full_group is None or size <= self.full_group
+        self._note_who_is_missing(members, now)
+        self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
+        if members:
+            self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
+            for peer in members:
+                self._missed.pop(peer, None)
+                self._met.pop(peer, None)
+                remember(self._met, peer, None)
+
+    def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
+        (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
+        missing = awaited - set(members)
+        # If nobody came at all, this peer's own line may be down. That is not held against members.
+        missing = missing if members or not self._met else frozenset(missing - self._met.keys())
+        if not self._meets_everybody or not missing:
+            return
+        for peer in missing:
+            remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
+        if any(peer not in self._met for peer in missing) and self._met:
+            self._waits_again_at = now + min(now - since, patience) / SHARE_WASTED
+        self.troubles["waited in vain"] += len(missing)
+        for peer in missing:
+            if not self.is_proven(peer):
+                self._tell_once(
+                    peer,
+                    "waited in vain for peer %s in %s running: it says that it takes part, and was not there. It is "
+                    "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
+                    counted(self._missed[peer], "round"),
+                )
+
+    def note_who_went_on(
+        self, members: Collection[bytes], companions: Mapping[bytes, Companion], now: float, own: int
+    ) -> None:
+        """A round of this peer has failed, or had these members; others may have gone on without it."""
+
+    def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
+        """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
+        if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            self.note_waste(failed, max(0.0, seconds - usual), now)
+        if all(map(self.is_proven, failed)):
+            self._durations.append(seconds)
+
+    def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
+        """This peer has lost so many seconds to members of its group; only strangers among them count."""
+        strangers = [peer for peer in peers if not self.is_proven(peer)]
+        if not strangers or seconds <= 0:
+            return
+        self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
+        for peer in strangers:
+            self._tell_once(
+                peer,
+                "new peer %s stalled the group: for a while new peers may not join or lead, so that they cost little "
+                "time. Is its line too slow, or its machine stuck?",
+            )
+
+    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes]) -> None:
+        if members or not others:
+            self._alone = 0
+            return
+        self._alone += 1
+        self.troubles["alone"] += 1
+        if self._alone == ROUNDS_ALONE:
+            logger.warning(
+                "this peer has made %d steps without anybody, although %s could have been there, such as %s. Look at "
+                "what was said of them before, and at this machine's connection; `shoal doctor` finds out more",
+                self._alone,
+                counted(len(others), "other peer"),
+                PeerID(min(others)),
+            )
+
+    def _tell_once(self, peer: bytes, kind: str, *values: object) -> bool:
+        """Warn the user of a peer, but only once. Returns whether this was the first time."""
+        if (peer, kind) in self._told:
+            return False
+        self._warn_seldom(kind, PeerID(peer), *values, about=peer)
+        remember(self._told, (peer, kind), None)
+        return True
+
+    def note_vain_attempt(self, now: float, seconds: float) -> None:
+        """This peer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
+        self._counts_itself_until = now + seconds / SHARE_WASTED
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_rounds(self) -> bool:
+        """Whether this peer has been in a round with others."""
+        return bool(self._met)
+
+    def has_met(self, peer: bytes) -> bool:
+        """Whether this peer was in a round with another one."""
+        return peer in self._met
+
+    def is_known(self, peer: bytes) -> bool:
+        """Whether another peer has been seen to take part."""
+        return self.has_met(peer)
+
+    def is_proven(self, peer: bytes) -> bool:
+        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
+        comes = self._missed.get(peer, 0) < ROUNDS_TO_LOSE_TRUST
+        return comes and (not self._met or peer in self._met or not self._meets_everybody)
+
+    def has_time_for(self, peer: bytes, now: float) -> bool:
+        """Whether a peer may join or lead a group: it was in rounds, or strangers have not used up their time."""
+        return now >= self._admits_again_at or not self._met or peer in self._met
+
+    def counts(self, peer: bytes, now: float) -> bool:
+        """Whether what a peer says of its progress counts, and this peer waits for it."""
+        return self.is_proven(peer) or now >= max(self._waits_again_at, self._admits_again_at)
+
+    def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
+        """Of several peers that claim to come, those that this peer should wait for."""
+        return {peer for peer in peers if self.counts(peer, now)}
+
+    def limited(
+        self, records: Collection[LocalTrainingProgress], now: float, batch_size: int
+    ) -> list[LocalTrainingProgress]:
+        """The records of all peers, as far as they are believed. ``batch_size`` is that of this peer."""
+        return [record if self.counts(record.peer_id, now) else record.at_most(0, 0.0) for record in records]
+
+    def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
+        """The earliest DHT time at which this epoch ends according to others; infinite if none says so.
+
+        Args:
+            own_estimate: DHT time at which it ends by this peer's own estimate.
+        """
+        said = (c.end for peer, c in self._present(companions, now).items() if c.record.epoch == epoch)
+        return min((end for end in said if end is not None), default=math.inf)
+
+    def _present(self, companions: Mapping[bytes, Companion], now: float) -> dict[bytes, Companion]:
+        return {peer: c for peer, c in companions.items() if c.is_reachable(now) and self.counts(peer, now)}
+
+    def credible(
+        self,
+        companions: Mapping[bytes, Companion],
+        own: int,
+        now: float,
+        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+    ) -> dict[bytes, Companion]:
+        """The peers whose epoch the run can have reached; the others are left out.
+
+        Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
+
+        Args:
+            own: this peer's epoch.
+            own_estimate: DHT time at which it ends by this peer's own estimate, if only the given companions count.
+        """
+        self.is_large = len(companions) > MAX_CALLED
+        ahead = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
+        if not ahead:
+            return dict(companions)
+        voters = {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
+        pace = self.pace.usual_epoch if self.is_large else math.inf
+        votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
+        if now < self._counts_itself_until:
+            votes = sorted([*votes, own])
+        run = max(own, votes[(len(votes) - 1) // 2]) if votes else own
+        # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
+        next_one = own + 1 if any(self.has_met(p) and self.is_proven(p) for p in ahead if p in voters) else own
+        last = max(run, next_one)
+        return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
