@@ -85,9 +85,9 @@ class Record:
     """Samples that were in a round with others."""
     rounds: int = 0
     failed: int = 0
-    """Rounds that came to nothing, so that the epoch was made alone."""
+    """Rounds that came to nothing."""
     alone: int = 0
-    """Epochs in which nobody else was expected."""
+    """Epochs that it made alone."""
     lost_epochs: int = 0
     """Epochs that it skipped, because others were ahead and it took over their state."""
     downloads: int = 0
@@ -148,6 +148,7 @@ class Trainer:
         self._control: StepControl | None = None
         self._hold = Hold(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
+        self.tracker.board.moves_together = True
         self.averager = self._make_averager()
         is_one_group = not self.course.group_size
         self.tracker.advise(self.averager, weighs_samples=True, trains_one=is_one_group)
@@ -345,6 +346,10 @@ class Trainer:
             tracker.declare_epoch_over(course.matchmaking_time)
             own_mean = self._sum / max(1, self.samples)
             mates = await self._average(own_mean)
+            if mates is None and tracker.others_can_come():
+                tracker.train_on()
+                return
+            self.record.alone += mates is None
             self.parameters -= course.learning_rate * (own_mean if mates is None else self.averaged)
             self.epoch += 1
             self._sum.zero_()
@@ -369,7 +374,6 @@ class Trainer:
             if control is not None:
                 control.cancel()
             self.tracker.note_round(None)
-            self.record.alone += 1
             return None
         if control is None or control.done() or control.deadline - get_dht_time() < self.course.matchmaking_time:
             if control is not None:

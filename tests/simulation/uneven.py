@@ -80,7 +80,7 @@ def train(
                 trainer.record.used += trainer.samples if trainer.epoch == last else 0
             return Outcome(
                 swarm.goodput(since=since),
-                sum(t.record.alone + t.record.failed for t in trainers),
+                sum(t.record.alone for t in trainers),
                 last - first,
                 last - min(t.epoch for t in trainers),
                 statistics.mean(t.record.round_seconds / max(1, t.record.rounds) for t in trainers),

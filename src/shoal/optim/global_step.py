@@ -4,8 +4,9 @@
 
     declare the epoch over ─► round of gradients ─► optimizer step ─► round of parameters ─► announce the next epoch
 
-Depending on the settings, the step and the rounds run in the background of the next epoch. A round that fails costs no
-step: this peer goes on with its own gradients, or its own parameters. A peer that trains alone first waits for others
+Depending on the settings, the step and the rounds run in the background of the next epoch. If the round of gradients
+fails although others can be reached, this peer keeps its gradients and trains on: the next batch tries again. Only if
+nobody else is left does it step with its own gradients. A peer that trains alone first waits for others
 that download its state (:mod:`shoal.optim.hold`).
 """
 
@@ -156,6 +157,9 @@ class GlobalStep:
                     trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
                     mates = self._finish_gradient_round(control)
+                    if mates is None and self.tracker.others_can_come():
+                        self.tracker.train_on()
+                        return
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
                 if control is None:

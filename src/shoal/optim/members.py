@@ -115,14 +115,13 @@ class Members:
     def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
         missing = awaited - set(members)
-        # If nobody came at all, this peer's own line may be down. That is not held against members.
-        missing = missing if members or not self._met else frozenset(missing - self._met.keys())
         if not self._meets_everybody or not missing:
             return
         for peer in missing:
             remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
-        if any(peer not in self._met for peer in missing) and self._met:
-            self._waits_again_at = now + min(now - since, patience) / SHARE_WASTED
+        if any(not self.is_proven(peer) for peer in missing):
+            seconds = min(now - since, patience) if members else now - since  # alone, it has waited for all of them
+            self._waits_again_at = now + seconds / SHARE_WASTED
         self.troubles["waited in vain"] += len(missing)
         for peer in missing:
             if not self.is_proven(peer):

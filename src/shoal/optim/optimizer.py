@@ -206,6 +206,7 @@ class Optimizer(JointOptimizer):
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )
+        self.tracker.board.moves_together = not settings.overlaps
         self.grad_averager = settings.make_grad_averager(
             main, self.state_averager, prefix=f"{run_id}_grad_averager", **gradient_options
         )

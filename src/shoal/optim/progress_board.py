@@ -63,6 +63,8 @@ class ProgressBoard:
         self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
+        self.moves_together = False
+        """Whether peers announce an epoch only after the round that ends the one before, so that all are in it."""
         self.published = False
         """Whether others can find this peer's record."""
         self.introduced, self.epoch_when_introduced = False, 0
@@ -207,8 +209,18 @@ class ProgressBoard:
                 # This peer is about to take over another state, and the others do not count it meanwhile.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
-            expected = expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
+            kin = self._kin(now)
+            if self._is_left_behind(kin, now):
+                return set()
+            expected = expected_members(self.own.epoch, last, kin, self._last_members, now)
             return self.guard.whom_to_wait_for(expected, now)
+
+    def _is_left_behind(self, kin: Mapping[bytes, Companion], now: float) -> bool:
+        """Whether the others have ended this peer's epoch without it. Nobody who matters comes to its round then.
+
+        Peers that this has happened to must not meet: each of them takes over the state of the others.
+        """
+        return self.moves_together and self._summary_of(kin, now).epoch > self.own.epoch
 
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
         """Those of several peers that have not left and are not beyond the epoch given for each of them."""

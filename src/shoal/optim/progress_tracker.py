@@ -477,6 +477,18 @@ class ProgressTracker(Facade):
         self.board.begin_update(get_dht_time(), patience)
         self._wake(calls=True)
 
+    def others_can_come(self) -> bool:
+        """Whether this peer, whose round has failed, should train on and try again, rather than make a step alone.
+
+        It should if others that can be reached are at its epoch, or have ended it: then it takes over their state.
+        """
+        return self.global_epoch > self.board.own.epoch or bool(self.board.expected_members(get_dht_time()))
+
+    def train_on(self) -> None:
+        """This peer has declared its epoch over, and goes on with it: tell the others. In :meth:`pause_updates`."""
+        self.board.cancel_update()
+        self._wake(calls=True)
+
     def look_after_others(self) -> None:
         """Call all known peers to learn which are still there. The answers arrive soon, in the background."""
         self._wake(calls=True)

@@ -227,9 +227,9 @@ class Search:
         return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted
 
     def _counts(self, peer: PeerID) -> bool:
-        """Whether a peer may be one of those that this one expects: any stranger could come in the place of others."""
+        """Whether a peer is one of those that this one expects. Others may come as well, but not in their place."""
         awaited = self.control.awaited
-        return awaited is None or peer == self.own or peer in awaited or self._is_proven(peer)
+        return awaited is None or peer == self.own or peer in awaited
 
     def note_loss(self, peer: PeerID, follower: Follower) -> None:
         """Note that a follower is gone, perhaps by chance. Those that have had their time to return are forgotten."""
