@@ -299,6 +299,7 @@ class Trainer:
             self._sum.zero_()
             self.samples = 0
             self.tracker.update_epoch(self.epoch)
+            self.tracker.announce()
         self.averager.state_sharing.set(priority=self.epoch)
 
     async def _train_one_epoch(self) -> None:

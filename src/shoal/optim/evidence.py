@@ -26,6 +26,7 @@ what they have brought (:mod:`shoal.optim.vouching`).
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from shoal.averaging.majorities import PEERS_PER_LIAR, cut_to_others, largest_but_for_liars, votes_by_host
 from shoal.clock import get_dht_time
-from shoal.logs import counted
+from shoal.logs import Seldom, counted
 from shoal.optim.deeds import Deeds, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.members import ROUNDS_TO_LOSE_TRUST, SHARE_WASTED, Members
@@ -45,6 +46,8 @@ from shoal.p2p.transport import MOST
 if TYPE_CHECKING:
     from shoal.averaging.groups.settings import Trust
     from shoal.optim.progress_board import ProgressBoard
+
+logger = logging.getLogger(__name__)
 
 # A claim may be this many times what the peer has delivered, because speeds and shares vary from round to round.
 _GENEROSITY = 2.0
@@ -85,6 +88,9 @@ class Evidence(Members):
         # anybody brought, and that anybody claims, without the largest fifth.
         self._rounds, self._seconds, self._most_brought, self._most_claimed = 0, LEAST_SECONDS, 0.0, 0.0
         self._round_ended_at = now  # the last round with others; before the first one: the start
+        # No strangers are waited for until then; nor may any join or lead until then, because some have held groups up.
+        self._waits_again_at = self._admits_again_at = -math.inf
+        self._tell_seldom = Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
@@ -94,6 +100,7 @@ class Evidence(Members):
         now: float,
         companions: Mapping[bytes, Companion] | None = None,
         own: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         """A round is over.
 
@@ -107,7 +114,7 @@ class Evidence(Members):
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
-        self._note_who_is_missing(members, now)
+        self._note_the_missing(members, now)
         self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
         # A round without any finite gradients, as at the start of mixed precision, says nothing about samples.
         if members and any(samples.values()):
@@ -155,12 +162,20 @@ class Evidence(Members):
         return len({*map(self._host_of, some)}) > len({*map(self._host_of, others)})
 
     def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
-        super().note_waste(peers, seconds, now)
-        for peer in peers if seconds > 0 else ():
-            if not self.is_proven(peer) and (deeds := self._known_deeds(peer)) is not None:
+        strangers = [peer for peer in peers if not self.is_proven(peer)]
+        if not strangers or seconds <= 0:
+            return
+        self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
+        for peer in strangers:
+            if (deeds := self._known_deeds(peer)) is not None:
                 deeds.has_wasted = True
+            self._tell_once(
+                peer,
+                "waited in vain for peer %s, which was in no round before, in a group: no peers that are new join or "
+                "lead for a while, so that they cost little time. Is its line too slow, or its machine stuck?",
+            )
 
-    def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
+    def _note_the_missing(self, members: Collection[bytes], now: float) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
         if not self._meets_everybody:
             return

@@ -6,9 +6,9 @@ A run trusts those that take part in its rounds, and withstands strangers and fa
   not come counts for nothing until it comes.
 * Epoch: the run is at the median over hosts of the epochs of all peers that can be reached. One member alone can also
   end this peer's epoch by being at the next one; only most hosts can make this peer download another state.
-* Strangers, which have been in no round with this peer, count like members, unless they do not come. One that did not
-  come has cost time, and the time that strangers may cost is bounded (:data:`SHARE_WASTED`): until that much time has
-  passed, no stranger is counted or waited for. Before its first round with others a peer believes everybody.
+* Strangers, which have been in no round with this peer, count like members, unless they have cost time because they did
+  not come, or stalled a group. The time that they may cost is bounded (:class:`Budget`). Before its first round with
+  others a peer believes everybody.
 
 :mod:`shoal.optim.evidence` adds limits to what members claim, for runs that anybody may join.
 """
@@ -34,8 +34,36 @@ logger = logging.getLogger(__name__)
 SHARE_WASTED = 0.05
 # A peer that failed to come this many times running is treated like one that never came.
 ROUNDS_TO_LOSE_TRUST = 3
+# If this many hosts of strangers have cost time, all strangers have to wait.
+HOSTS_TO_STOP_ALL = 2
 # The user is warned after this many steps in a row without others: a single one may be chance.
 ROUNDS_ALONE = 2
+
+
+class Budget:
+    """Bounds the time that strangers cost to a share of all time. A host that has cost time pays for it with a pause.
+
+    Other strangers are welcome meanwhile, because they are usually honest; but if several hosts have to pause at a
+    time, all strangers do. Otherwise somebody with many hosts could cost any amount of time.
+
+    Args:
+        host_of: the host of a peer.
+    """
+
+    def __init__(self, host_of: Callable[[bytes], Hashable]) -> None:
+        self._host_of = host_of
+        self._pauses: dict[Hashable, float] = {}
+
+    def charge(self, peers: Collection[bytes], seconds: float, now: float) -> None:
+        """These strangers together have cost so many seconds."""
+        self._pauses = {host: until for host, until in self._pauses.items() if until > now}
+        for host in {*map(self._host_of, peers)}:
+            remember(self._pauses, host, max(now + seconds / SHARE_WASTED, self._pauses.pop(host, now)))
+
+    def allows(self, peer: bytes, now: float) -> bool:
+        """Whether there is time for a stranger."""
+        pausing = {host for host, until in self._pauses.items() if until > now}
+        return len(pausing) < HOSTS_TO_STOP_ALL and self._host_of(peer) not in pausing
 
 
 class Members:
@@ -63,8 +91,8 @@ class Members:
         self._counts_itself_until = -math.inf
         # Which peers this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
-        # Strangers have used up their time: until then none is waited for, and until then none may join or lead.
-        self._waits_again_at = self._admits_again_at = -math.inf
+        # For strangers: time to wait for those that do not come, and time for those that stall a group.
+        self._waiting, self._stalls = Budget(host_of), Budget(host_of)
         # How many seconds rounds take in which no stranger fails: what one with such a failure takes more is wasted.
         self._durations: deque[float] = deque(maxlen=EPOCHS_TIMED)
         # Which peers the user has been warned of, and how. Bounded, because a liar can invent any number of peers.
@@ -73,7 +101,8 @@ class Members:
         self._alone = 0
         self.troubles: Counter[str] = Counter()
         """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
-        self._warn_seldom = Seldom(logger.warning)
+        # Nothing of it is a fault for sure, and nobody has to do anything about it.
+        self._tell_seldom = Seldom(logger.info)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
@@ -91,6 +120,7 @@ class Members:
         now: float,
         companions: Mapping[bytes, Companion] | None = None,
         own: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         """A round is over.
 
@@ -98,13 +128,17 @@ class Members:
             samples: of each member, this peer included. Infinite: the round does not count them. Empty: it has failed.
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
+            seconds: how long the group was at work, after all members had come.
         """
         members = samples.keys() - {self._own}
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
-        self._note_who_is_missing(members, now)
-        self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
+        went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
+        self._note_who_is_missing(members, went_on if not members else (), now, seconds)
+        others = [peer for peer, c in reachable.items() if c.record.epoch == own]
+        # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
+        self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others)
         if members:
             self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
             for peer in members:
@@ -112,25 +146,29 @@ class Members:
                 self._met.pop(peer, None)
                 remember(self._met, peer, None)
 
-    def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
+    def _note_who_is_missing(
+        self, members: Collection[bytes], went_on: Collection[bytes], now: float, seconds: float
+    ) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
-        missing = awaited - set(members)
-        if not self._meets_everybody or not missing:
+        waited = now - since - seconds
+        # A group that was complete without a peer has not waited for it; and those that went on without this peer
+        # had no reason to wait for it either.
+        if not self._meets_everybody or waited < patience:
             return
+        missing = sorted(awaited - {*members, *went_on})
         for peer in missing:
             remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
-        if any(not self.is_proven(peer) for peer in missing):
-            seconds = min(now - since, patience) if members else now - since  # alone, it has waited for all of them
-            self._waits_again_at = now + seconds / SHARE_WASTED
+        doubtful = [peer for peer in missing if not self.is_proven(peer)]
+        self._waiting.charge(doubtful, patience if members else waited, now)
         self.troubles["waited in vain"] += len(missing)
-        for peer in missing:
-            if not self.is_proven(peer):
-                self._tell_once(
-                    peer,
-                    "waited in vain for peer %s in %s running: it says that it takes part, and was not there. It is "
-                    "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
-                    counted(self._missed[peer], "round"),
-                )
+        for peer in doubtful:
+            self._tell_once(
+                peer,
+                "peer %s takes part, but did not come to %s in a row in which this peer waited for it: from now on "
+                "this peer seldom waits for it, until it comes. Batches that take it longer than matchmaking_time have "
+                "this effect",
+                counted(self._missed[peer], "round"),
+            )
 
     def note_who_went_on(
         self, members: Collection[bytes], companions: Mapping[bytes, Companion], now: float, own: int
@@ -150,12 +188,14 @@ class Members:
         strangers = [peer for peer in peers if not self.is_proven(peer)]
         if not strangers or seconds <= 0:
             return
-        self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
+        self._stalls.charge(strangers, seconds, now)
         for peer in strangers:
             self._tell_once(
                 peer,
-                "new peer %s stalled the group: for a while new peers may not join or lead, so that they cost little "
-                "time. Is its line too slow, or its machine stuck?",
+                "new peer %s stalled the group for %.1f s: its machine may not join or lead for %.0f s, so that it "
+                "costs little time. Its line may be too slow, or its machine stuck",
+                seconds,
+                seconds / SHARE_WASTED,
             )
 
     def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes]) -> None:
@@ -174,10 +214,10 @@ class Members:
             )
 
     def _tell_once(self, peer: bytes, kind: str, *values: object) -> bool:
-        """Warn the user of a peer, but only once. Returns whether this was the first time."""
+        """Tell the user of a peer, but only once. Returns whether this was the first time."""
         if (peer, kind) in self._told:
             return False
-        self._warn_seldom(kind, PeerID(peer), *values, about=peer)
+        self._tell_seldom(kind, PeerID(peer), *values, about=peer)
         remember(self._told, (peer, kind), None)
         return True
 
@@ -207,11 +247,11 @@ class Members:
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
         """Whether a peer may join or lead a group: it was in rounds, or strangers have not used up their time."""
-        return now >= self._admits_again_at or not self._met or peer in self._met
+        return not self._met or peer in self._met or self._stalls.allows(peer, now)
 
     def counts(self, peer: bytes, now: float) -> bool:
         """Whether what a peer says of its progress counts, and this peer waits for it."""
-        return self.is_proven(peer) or now >= max(self._waits_again_at, self._admits_again_at)
+        return self.is_proven(peer) or (self._waiting.allows(peer, now) and self._stalls.allows(peer, now))
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
         """Of several peers that claim to come, those that this peer should wait for."""

@@ -310,7 +310,8 @@ class Optimizer(JointOptimizer):
             return False
         if self._synchronization.is_time():
             with self._reporting.joint_work():
-                self.load_state_from_peers()
+                if self.load_state_from_peers():
+                    self.tracker.announce()
         return True
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:

@@ -299,6 +299,11 @@ class ProgressBoard:
             self._contributed = self._contributed or samples > 0
             self._set_own(epoch, samples, now)
 
+    def announce(self) -> None:
+        """This peer takes part from now on, although it has made no samples: others wait for its first batch."""
+        with self.lock:
+            self._contributed = True
+
     def donate(self, epoch: int, now: float) -> None:
         """This peer does not train, but tells others that it has the state of this epoch for them."""
         with self.lock:
@@ -326,10 +331,10 @@ class ProgressBoard:
             self.kinship.changed = True
         self.call_watchers()
 
-    def note_round(self, samples: Mapping[bytes, float], now: float) -> None:
+    def note_round(self, samples: Mapping[bytes, float], now: float, seconds: float = 0.0) -> None:
         """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`."""
         with self.lock:
-            self.guard.note_round(samples, now, self._companions, self.own.epoch)
+            self.guard.note_round(samples, now, self._companions, self.own.epoch, seconds)
 
     def cancel_update(self) -> None:
         """This peer has given up the transition to the next epoch."""

@@ -352,7 +352,8 @@ class ProgressTracker(Facade):
         if self.board.kinship.has_begun or self._vouching is not None:
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
-            self.board.note_round(samples, get_dht_time())
+            seconds = 0.0 if result is None else result.duration
+            self.board.note_round(samples, get_dht_time(), seconds)
 
     def note_repair(self, result: RoundResult) -> None:
         """Parameters were averaged: that makes up for rounds of gradients that failed."""
@@ -475,6 +476,11 @@ class ProgressTracker(Facade):
             patience: as for :meth:`should_stop`; by default they should stop at once.
         """
         self.board.begin_update(get_dht_time(), patience)
+        self._wake(calls=True)
+
+    def announce(self) -> None:
+        """This peer has just taken over a state, and makes its first batch: tell others, so that they wait for it."""
+        self.board.announce()
         self._wake(calls=True)
 
     def others_can_come(self) -> bool:

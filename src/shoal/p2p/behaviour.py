@@ -94,7 +94,7 @@ class Behaviour:
         self._known: dict[PeerID, _Known] = {}
         # When each host of strangers was last seen; in this order.
         self._strangers: dict[str, float] = {}
-        self._warn_seldom = Seldom(logger.warning)
+        self._warn_seldom, self._tell_seldom = Seldom(logger.warning), Seldom(logger.info)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -183,7 +183,8 @@ class Behaviour:
         known.deeds.excluded += 1
         if known.leads.is_lost:
             self._metrics.troubles["leaders not followed"] += 1
-            self._warn_seldom(
+            # It may only be in the middle of a long batch, so this is no warning.
+            self._tell_seldom(
                 "peer %s has accepted this one into a group %d times, and has not started it: it is not followed for "
                 "the next %.0f s",
                 leader,
