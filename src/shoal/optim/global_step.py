@@ -132,11 +132,14 @@ class GlobalStep:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def run(self, grad_scaler: GradScaler | None = None) -> None:
+    def run(self, grad_scaler: GradScaler | None = None) -> bool:
         """Bring this peer to the next epoch. It never raises because of other peers.
 
         Args:
             grad_scaler: knows whether the gradients are finite. They have been unscaled already.
+
+        Returns:
+            Whether the epoch is over. It is not if the round failed, and others can still be met.
         """
         with self.tracker.pause_updates():
             self._wait_for_newcomers()
@@ -159,7 +162,7 @@ class GlobalStep:
                     mates = self._finish_gradient_round(control)
                     if mates is None and self.tracker.others_can_come():
                         self.tracker.train_on()
-                        return
+                        return False
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
                 if control is None:
@@ -171,6 +174,7 @@ class GlobalStep:
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
             self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
+        return True
 
     def _wait_for_newcomers(self) -> None:
         """Alone, end no epoch while somebody downloads this peer's state: before that has arrived, it would be old."""

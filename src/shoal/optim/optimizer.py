@@ -341,11 +341,13 @@ class Optimizer(JointOptimizer):
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
         with self._reporting.joint_work():
-            self.global_step.run(scaler)
+            is_over = self.global_step.run(scaler)
+        if not is_over:
+            return
         self._reporting.note_step()
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
-        self._synchronization.begin_epoch()
+        self._synchronization.begin_epoch(with_others=self.tracker.had_others)
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------

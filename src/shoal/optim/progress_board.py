@@ -222,6 +222,11 @@ class ProgressBoard:
         """
         return self.moves_together and self._summary_of(kin, now).epoch > self.own.epoch
 
+    @property
+    def had_others(self) -> bool:
+        """Whether other peers were in the round that led to this peer's epoch."""
+        return bool(self._last_members)
+
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
         """Those of several peers that have not left and are not beyond the epoch given for each of them."""
         with self.lock:

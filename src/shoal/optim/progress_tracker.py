@@ -280,6 +280,11 @@ class ProgressTracker(Facade):
         return self.board.epoch_when_introduced
 
     @property
+    def had_others(self) -> bool:
+        """Whether other peers were in the round that led to this peer's epoch."""
+        return self.board.had_others
+
+    @property
     def expected_group_size(self) -> int:
         """How many peers are expected in the next round, this one included."""
         return 1 + len(self.board.expected_members(get_dht_time()))

@@ -108,6 +108,9 @@ class Synchronization:
         self._has_told_what_is_lost = False
         self.retries = Retries(closing)
         """When the next download may begin."""
+        self._downloads_in_a_row = 0
+        # Others must not get this peer's state now, although the user lets them.
+        self._withholds_state = False
 
     def is_needed(self) -> bool:
         """Whether this peer must download the state before it goes on."""
@@ -174,7 +177,8 @@ class Synchronization:
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
-            self.retries.note(succeeded=loaded)
+            # Only a round with others shows that a download was of use.
+            self.retries.note(succeeded=False)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
@@ -183,11 +187,28 @@ class Synchronization:
                 self.begin_anew()
                 return True
             epoch = self._tracker.global_epoch
-            if self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1:
+            lacks_a_step = self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1
+            if lacks_a_step:
                 # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
             self.begin_anew()
+            if lacks_a_step and self._state_averager.allow_state_sharing:
+                # Until then its state is not that of others at this epoch, and they would think that it is broken.
+                self._state_averager.allow_state_sharing, self._withholds_state = False, True
+            self._note_download()
         return True
+
+    def _note_download(self) -> None:
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row == QUICK_RETRIES:
+            logger.warning(
+                "this peer has downloaded the state %d times in a row without a step with others in between: a batch "
+                "takes it %.1f s, and the others are done with an epoch before. Give all peers a larger "
+                "matchmaking_time or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are "
+                "this slow. Until it meets others, its downloads become rare",
+                self._downloads_in_a_row,
+                self._tracker.board.batch_time,
+            )
 
     def end_other_work(self) -> None:
         """Finish rounds with other peers and work in the background. A peer that falls silent holds all of this up for
@@ -211,8 +232,17 @@ class Synchronization:
         self._tracker.update_epoch(self._state_averager.local_epoch)
         self.begin_epoch()
 
-    def begin_epoch(self) -> None:
-        """This peer is at a new epoch: from now on newcomers prefer it to donors that are behind."""
+    def begin_epoch(self, *, with_others: bool = False) -> None:
+        """This peer is at a new epoch: from now on newcomers prefer it to donors that are behind.
+
+        Args:
+            with_others: others were in the round that led there.
+        """
+        if with_others:
+            self._downloads_in_a_row = 0
+            self.retries.note(succeeded=True)
+        if self._withholds_state:
+            self._state_averager.allow_state_sharing, self._withholds_state = True, False
         self._strict_check_due = self._usual_lag == 0
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
