@@ -19,7 +19,7 @@ ROOMS = ("archive", "averaging", "compression", "dht", "lightning", "optim", "p2
 ADDED = {
     "shoal.Optimizer": """
         *, dht, run_id, target_batch_size, optimizer, model=None, check_state=None, aggregation=None,
-        state_aggregation=None, peer_momentum=0.0
+        state_aggregation=None, peer_momentum=0.0, guard='members'
     """,
     "shoal.DecentralizedAverager": """
         averaged_tensors, dht, *, start, prefix, quorum=None, quorum_grace=3.0, tags=None, aggregation=None

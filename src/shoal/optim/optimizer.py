@@ -103,6 +103,9 @@ class Optimizer(JointOptimizer):
         frozen_base: names the frozen model beneath the parameters, such as by :func:`shoal.transformers.fingerprint`.
             It stays at home, and may have another precision in each peer: its values are not compared. A peer with
             another base gets neither into a group nor a state, and both sides are told.
+        guard: how far others are believed. ``"members"``: a run trusts its members, and withstands strangers and faults.
+            ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered. That
+            costs a fast newcomer its first rounds. The same in all peers.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -162,6 +165,7 @@ class Optimizer(JointOptimizer):
         state_aggregation: Aggregation | None = None,
         peer_momentum: float = 0.0,
         frozen_base: str | None = None,
+        guard: str = "members",
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
@@ -202,7 +206,11 @@ class Optimizer(JointOptimizer):
             check_state=check_state,
             **state_options,
         )
-        tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
+        tracker_options: dict[str, Any] = {
+            "performance_ema_alpha": performance_ema_alpha,
+            "guard": guard,
+            **(tracker_opts or {}),
+        }
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )

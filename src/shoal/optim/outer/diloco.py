@@ -103,6 +103,9 @@ class DiLoCo(JointOptimizer):
             without loss, whenever the first fragment is exchanged.
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
+        guard: how far others are believed. ``"members"``: a run trusts its members, and withstands strangers and faults.
+            ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered. That
+            costs a fast newcomer its first rounds. The same in all peers.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -159,6 +162,7 @@ class DiLoCo(JointOptimizer):
         performance_ema_alpha: float = 0.1,
         shutdown_timeout: float = 5.0,
         verbose: bool = False,
+        guard: str = "members",
     ) -> None:
         check_dht(dht)
         client_mode = dht.client_mode if client_mode is None else client_mode
@@ -202,7 +206,12 @@ class DiLoCo(JointOptimizer):
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
         warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
-        defaults = {"client_mode": client_mode, "start": False, "performance_ema_alpha": performance_ema_alpha}
+        defaults: dict[str, Any] = {
+            "client_mode": client_mode,
+            "start": False,
+            "performance_ema_alpha": performance_ema_alpha,
+            "guard": guard,
+        }
         self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
