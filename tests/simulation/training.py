@@ -40,7 +40,7 @@ from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_schema import endorse
-from shoal.optim.progress_tracker import ProgressTracker, make_guard
+from shoal.optim.progress_tracker import SECONDS_TO_ASK, ProgressTracker, make_guard
 from shoal.optim.round_watch import RoundWatch
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
@@ -88,6 +88,8 @@ class Record:
     """Rounds that came to nothing."""
     alone: int = 0
     """Epochs that it made alone."""
+    alone_in_company: int = 0
+    """Of these, those that others were in, too, who could be reached."""
     lost_epochs: int = 0
     """Epochs that it skipped, because others were ahead and it took over their state."""
     downloads: int = 0
@@ -303,7 +305,6 @@ class Trainer:
         self.averager.state_sharing.set(priority=self.epoch)
 
     async def _train_one_epoch(self) -> None:
-        course, tracker = self.course, self.tracker
         while True:
             await asyncio.sleep(self.seconds_of_a_batch())
             self.samples += self.batch_size
@@ -314,11 +315,22 @@ class Trainer:
                 await self._catch_up()
                 return
             self._look_for_group_in_time()
-            if tracker.should_stop(course.matchmaking_time):
+            if await self._should_stop():
                 break
         began = asyncio.get_running_loop().time()
         await self._make_global_step()
         self.record.round_seconds += asyncio.get_running_loop().time() - began
+
+    async def _should_stop(self) -> bool:
+        """What :meth:`ProgressTracker.should_stop` does in a thread."""
+        board, patience = self.tracker.board, self.course.matchmaking_time
+        if not board.should_stop(get_dht_time(), patience):
+            return False
+        if board.rests_on_guesses(get_dht_time()):
+            assert self.tracker.exchange is not None
+            await self.tracker.exchange.ask_all(min(patience, SECONDS_TO_ASK))
+            return board.should_stop(get_dht_time(), patience)
+        return True
 
     def _look_for_group_in_time(self) -> None:
         tracker, now = self.tracker, get_dht_time()
@@ -351,12 +363,17 @@ class Trainer:
                 tracker.train_on()
                 return
             self.record.alone += mates is None
+            self.record.alone_in_company += mates is None and self._has_company()
             self.parameters -= course.learning_rate * (own_mean if mates is None else self.averaged)
             self.epoch += 1
             self._sum.zero_()
             self.samples = 0
             tracker.update_epoch(self.epoch, members=mates or ())
         self.averager.state_sharing.set(priority=self.epoch)
+
+    def _has_company(self) -> bool:
+        others = [each for each in self.swarm.living if each is not self and each.tracker.is_introduced]
+        return any(each.epoch == self.epoch for each in others)
 
     async def _wait_for_newcomers(self) -> None:
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()

@@ -103,9 +103,9 @@ class Optimizer(JointOptimizer):
         frozen_base: names the frozen model beneath the parameters, such as by :func:`shoal.transformers.fingerprint`.
             It stays at home, and may have another precision in each peer: its values are not compared. A peer with
             another base gets neither into a group nor a state, and both sides are told.
-        guard: how far others are believed. ``"members"``: a run trusts its members, and withstands strangers and faults.
-            ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered. That
-            costs a fast newcomer its first rounds. The same in all peers.
+        guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
+            faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
+            which costs a fast newcomer its first rounds. The same in all peers.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.

@@ -26,6 +26,9 @@ from shoal.p2p import PeerID
 from shoal.p2p.identity import Identity, verify_signature
 from shoal.p2p.transport import Count, Moment, PeerIDBytes
 
+# Seconds that a measurement of the speed takes at least, if batches are shorter.
+SHORTEST_MEASUREMENT = 0.1
+
 
 class PerformanceEMA:
     """Running estimate of samples per second: an exponential moving average of the seconds per sample.
@@ -49,6 +52,7 @@ class PerformanceEMA:
         self.paused = paused
         self._clock = clock if clock is not None else time.perf_counter
         self._timestamp = self._clock()
+        self._uncounted = 0.0
         self._lock = threading.Lock()
 
     def update(self, task_size: float, interval: float | None = None) -> float:
@@ -74,6 +78,20 @@ class PerformanceEMA:
         self.samples_per_second = 1 / max(self.seconds_per_sample, self.eps)
         return self.samples_per_second
 
+    def count(self, task_size: float) -> None:
+        """Count samples that have just been processed. Many short batches make one measurement.
+
+        The average is over the latest ten measurements or so. If each took a millisecond, it would say how fast the
+        machine is between two interruptions by other programs, and not how fast it is.
+        """
+        self._uncounted += task_size
+        if self.num_updates == 0 or self._clock() - self._timestamp >= SHORTEST_MEASUREMENT:
+            self._measure()
+
+    def _measure(self) -> None:
+        task_size, self._uncounted = self._uncounted, 0.0
+        self.update(task_size)
+
     @property
     def seconds_per_sample(self) -> float:
         """The average, corrected for its start at zero."""
@@ -83,11 +101,13 @@ class PerformanceEMA:
 
     def reset_timer(self) -> None:
         """The next interval begins now."""
-        self._timestamp = self._clock()
+        self._timestamp, self._uncounted = self._clock(), 0.0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Time spent inside this context does not count."""
+        if self._uncounted and not self.paused:
+            self._measure()
         was_paused, self.paused = self.paused, True
         elapsed = self._clock() - self._timestamp
         try:

@@ -28,6 +28,10 @@ from shoal.optim.sides import Kinship, Verdict
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
+# What a peer has told within this many seconds is taken as it is.
+LATEST_SECONDS = 0.1
+# If a larger share of the target is extrapolated from older records, this peer asks before it ends the epoch.
+MOST_GUESSED = 0.05
 # How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
 MAX_DEPARTED = 1024
 
@@ -178,6 +182,22 @@ class ProgressBoard:
             return bool(self.expected_members(now))  # alone it can make the batch complete to the last sample
         return end <= now and self.epoch_is_over(now)
 
+    def rests_on_guesses(self, now: float) -> bool:
+        """Whether the end of the epoch is due only by extrapolation of records that are not the latest.
+
+        Their peers may have paused since, as on a machine with other work, and the step would have too few samples.
+        """
+        with self.lock:
+            kin = self._kin(now)
+            progress = self._summary_of(kin, now)
+            is_known = progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
+            if is_known or self.guard.called_end(kin, self.own.epoch, now, now) <= now:
+                return False
+            records = [c.record for c in kin.values() if c.is_reachable(now) and c.heard_at < now - LATEST_SECONDS]
+            present = self.guard.limited([r for r in records if r.epoch == self.own.epoch], now, self.batch_size)
+            guessed = sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
+            return len(kin) <= MAX_CALLED and guessed > MOST_GUESSED * self._target_batch_size
+
     def _longest_wait(self, patience: float) -> float:
         return min(patience, self.batch_time / 2)
 
@@ -298,7 +318,7 @@ class ProgressBoard:
             extra = samples - before if self.own.epoch == epoch or samples > before else samples
             self.batch_size = extra if extra > 0 else self.batch_size
             if extra > 0 and not self.performance_ema.paused:
-                self.performance_ema.update(extra)
+                self.performance_ema.count(extra)
             else:
                 self.performance_ema.reset_timer()
             self._contributed = self._contributed or samples > 0

@@ -380,6 +380,16 @@ class ProgressExchange(ServicerBase):
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.plan_refresh(get_dht_time())
 
+    async def ask_all(self, seconds: float) -> None:
+        """Ask all others that can be called how far they are.
+
+        Args:
+            seconds: after this many, go on with the answers that have come.
+        """
+        calls = [self._call_soon(peer) for peer in self._peers_to_call()]
+        if calls:
+            await asyncio.wait(calls, timeout=seconds)
+
     def _peers_to_call(self) -> list[PeerID]:
         records = self.some_of(self._board.companions_to_call(get_dht_time(), or_ended=False), MAX_CALLED)
         return [PeerID(record.peer_id) for record in records]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> Any:
 
 
 GUARDS = ("members", "open")
+# How long a peer that believes the epoch to be over waits for others to tell how far they are.
+SECONDS_TO_ASK = 0.25
 
 
 def check_guard(guard: str) -> None:
@@ -262,7 +265,19 @@ class ProgressTracker(Facade):
         Args:
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
-        return self.board.should_stop(get_dht_time(), patience)
+        if not self.board.should_stop(get_dht_time(), patience):
+            return False
+        if self.board.rests_on_guesses(get_dht_time()):
+            self._ask_others(min(patience, SECONDS_TO_ASK))
+            return self.board.should_stop(get_dht_time(), patience)
+        return True
+
+    def _ask_others(self, seconds: float) -> None:
+        """Learn how far others are at this moment."""
+        exchange = self.exchange
+        if exchange is not None and not self._portal.closed:
+            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):  # what is known has to do
+                self._portal.submit(exchange.ask_all(seconds)).result(2 * seconds)
 
     @property
     def knows_others(self) -> bool:

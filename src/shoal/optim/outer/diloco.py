@@ -103,9 +103,9 @@ class DiLoCo(JointOptimizer):
             without loss, whenever the first fragment is exchanged.
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
-        guard: how far others are believed. ``"members"``: a run trusts its members, and withstands strangers and faults.
-            ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered. That
-            costs a fast newcomer its first rounds. The same in all peers.
+        guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
+            faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
+            which costs a fast newcomer its first rounds. The same in all peers.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.

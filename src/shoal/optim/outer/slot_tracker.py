@@ -160,6 +160,10 @@ class SlotBoard(OuterBoard):
     # Of the slot with this number: until when this peer may go on, by what it has heard so far.
     _deadline: tuple[int, float] = (-1, math.inf)
 
+    def rests_on_guesses(self, now: float) -> bool:
+        """Nobody adds up steps."""
+        return False
+
     @property
     def has_made_all(self) -> bool:
         """Whether this peer has made all steps of its slot."""

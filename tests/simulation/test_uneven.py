@@ -1,0 +1,58 @@
+"""Honest peers of any speed train together, and no rule against liars touches them."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import pytest
+
+from tests.drills import mostly_drills
+from tests.simulation.uneven import SLOW, Outcome, live_through_bursts, sizes_of_steps, train
+
+SEEDS = 3
+
+
+@functools.cache
+def outcomes(peers: int, ratio: int, epoch_seconds: float, fast_is: str, seeds: int = SEEDS) -> list[Outcome]:
+    slow, fast = [SLOW] * (peers - 1), [SLOW * ratio]
+    speeds = fast + slow if fast_is == "first" else slow + fast
+    return [train(speeds, epoch_seconds, seed) for seed in range(seeds)]
+
+
+CASES = [(8, 100, 60.0), (5, 300, 2.0)]
+DRILLS = [(n, r, s) for n in (2, 3, 5, 8, 20) for r in (10, 30, 100, 300) for s in (2.0, 10.0, 60.0)]
+
+
+@pytest.mark.parametrize("fast_is", ["first", "last"])
+@pytest.mark.parametrize("case", mostly_drills([*CASES, *DRILLS], quick=len(CASES)), ids=str)
+def test_one_fast_peer_costs_a_swarm_nothing(case: tuple[int, int, float], fast_is: str) -> None:
+    peers, ratio, epoch_seconds = case
+    uneven = outcomes(peers, ratio, epoch_seconds, fast_is)
+    equal = outcomes(peers, 1, epoch_seconds, "first")
+    assert sum(outcome.alone for outcome in uneven) == 0, "others could be reached"
+    assert max(outcome.spread for outcome in uneven) <= 1, "there is one line of epochs"
+    assert [outcome.warnings for outcome in uneven] == [()] * SEEDS
+    goodput, usual = (statistics.mean(outcome.goodput for outcome in each) for each in (uneven, equal))
+    # A batch of the fast peer is a twelfth of an epoch, so three runs of a few epochs vary by some percent.
+    assert goodput >= 0.97 * usual - (0.03 if epoch_seconds < 60 else 0.0)
+
+
+@pytest.mark.parametrize("first", mostly_drills(range(0, 2000, 20)))
+def test_honest_peers_whose_speed_changes_are_never_accused(first: int) -> None:
+    """They join and leave in any order, and any of them becomes up to a hundred times faster or slower at any time."""
+    for seed in range(first, first + 20):
+        lives = live_through_bursts(seed)
+        assert lives.warnings == (), seed
+        assert lives.alone_in_company == 0, seed
+        # The longest batch of another peer, the wait for those that do not come, and a round.
+        assert lives.longest_step <= lives.longest_batch + lives.matchmaking_time + 1.0, seed
+
+
+@pytest.mark.parametrize("peers", mostly_drills([2, 4], quick=1))
+def test_a_step_has_the_samples_that_it_should_have_although_machines_are_busy(peers: int) -> None:
+    """Batches take a millisecond, and now and then a machine does something else for a fifth of a second."""
+    sizes = sizes_of_steps(peers, epoch_seconds=1.0, epochs=20, seed=1)
+    assert len(sizes) >= 15
+    assert 0.9 <= statistics.median(sizes) <= 1.1
+    assert min(sizes) >= 0.8, "no step begins early because a peer was thought to be faster than it is"
