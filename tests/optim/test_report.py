@@ -52,6 +52,7 @@ class Shelf:
         self.tracker = SimpleNamespace(
             exchange=SimpleNamespace(spread=SimpleNamespace(depth=depth, place=place)),
             local_progress=SimpleNamespace(epoch=7),
+            unreachable_peers=[],
         )
 
     def store(self, key, value, expiration, subkey, return_future):

@@ -228,7 +228,9 @@ class Optimizer(JointOptimizer):
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
         main_averager = self.grad_averager or self.state_averager
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: main_averager.last_round)
+        self._reporting = Reporting(
+            dht, run_id, self.tracker, lambda: main_averager.last_round, target_batch_size=target_batch_size
+        )
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
@@ -338,9 +340,11 @@ class Optimizer(JointOptimizer):
         self._batches.finish()  # until here it computes
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
+        own = self.local_progress.samples_accumulated
         with self._reporting.joint_work():
             self.global_step.run(scaler)
-        self._reporting.note_step()
+        # The weights of rounds that average parameters are no samples.
+        self._reporting.note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch()

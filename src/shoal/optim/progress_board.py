@@ -223,6 +223,12 @@ class ProgressBoard:
         record = companion.record
         return record.is_donor or companion.unreachable_since is not None or record.epoch > until_epoch
 
+    def unreachable_peers(self, now: float) -> list[bytes]:
+        """Peers with valid records that this peer could not call, and has not heard of since."""
+        with self._lock:
+            companions = self._companions.items()
+            return [peer for peer, c in companions if c.unreachable_since is not None and c.is_valid(now)]
+
     def time_of_record(self, peer: bytes) -> float | None:
         """DHT time of a peer's latest record; ``None`` if this peer has none."""
         companion = self._companions.get(peer)
