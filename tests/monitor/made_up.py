@@ -12,6 +12,7 @@ from shoal.p2p import Identity, PeerID
 
 START = 1_700_000_000.0
 STEP_SECONDS = 20.0
+TARGET = 20_000
 
 
 class MadeUpPeer:
@@ -22,6 +23,7 @@ class MadeUpPeer:
         self.peer: PeerID = Identity.generate(rng).peer_id
         self.speed = 40 * math.exp(rng.gauss(0, 0.6))
         self.failed = 0
+        self.name = f"lab-{number}" if number % 3 == 0 else ""
 
     def record(self, now: float, epoch: int, *, time: float | None = None) -> ProgressRecord:
         return ProgressRecord(
@@ -46,6 +48,7 @@ class MadeUpPeer:
             metrics={
                 "loss": 2 + 3 * math.exp(-age / 300) + self.rng.gauss(0, 0.15),
                 "accuracy": 1 - math.exp(-age / 400),
+                **({"held-out loss": 2.2 + 3 * math.exp(-age / 300)} if self.rng.random() < 0.3 else {}),
             },
             step_seconds=STEP_SECONDS * self.rng.uniform(0.97, 1.03),
             joint_seconds=self.rng.uniform(2.5, 4),
@@ -59,6 +62,10 @@ class MadeUpPeer:
             bytes_received=int(age * 5e5),
             link=("public", "relayed", "public", "client")[self.number % 4],
             version="0.1.0",
+            step_samples=int(TARGET * random.Random(epoch).uniform(0.85, 1.05)),
+            step_target=TARGET,
+            began=began,
+            name=self.name,
         )
 
 

@@ -489,6 +489,11 @@ class RunView:
         """All that are still remembered, the oldest first."""
         return sorted([*self._news, *self._epochs_told], key=lambda event: event.number)
 
+    def latest_events(self, count: int) -> list[Event]:
+        """The latest epochs and the latest other events, this many of each."""
+        latest = [*list(self._news)[-count:], *list(self._epochs_told)[-count:]]
+        return sorted(latest, key=lambda event: event.number)
+
     @property
     def news(self) -> list[Event]:
         """The same without epochs, which would bury the rest."""

@@ -285,7 +285,7 @@ class Reporting:
         self._next = now + PERIOD * (1 + spread.depth)
         self._told_at, self._told_samples, self._sums = now, self._samples, {}
         key, tag = key_at(self._key, spread.place), tag_of(self._dht.peer_id)
-        value, expiration = msgspec.to_builtins(report), report.time + LIFETIME
+        value, expiration = msgspec.to_builtins(report, builtin_types=(bytes,)), report.time + LIFETIME
         self._publication = self._dht.store(key, value, expiration, subkey=tag, return_future=True)
 
     def _note_outcome(self) -> None:
