@@ -15,6 +15,12 @@ STEP_SECONDS = 20.0
 TARGET = 20_000
 
 
+class NamedRecord(ProgressRecord, frozen=True):
+    """The record of a peer that has a name."""
+
+    name: str = ""
+
+
 class MadeUpPeer:
     """One peer, whose loss falls."""
 
@@ -26,7 +32,7 @@ class MadeUpPeer:
         self.name = f"lab-{number}" if number % 3 == 0 else ""
 
     def record(self, now: float, epoch: int, *, time: float | None = None) -> ProgressRecord:
-        return ProgressRecord(
+        return NamedRecord(
             self.peer.to_bytes(),
             epoch,
             int(now % STEP_SECONDS * self.speed),
@@ -34,6 +40,7 @@ class MadeUpPeer:
             now if time is None else time,
             self.number % 7 == 6,
             addresses=[] if self.number % 7 == 6 else ["/ip4/203.0.113.7/tcp/31337"],
+            name=self.name,
         )
 
     def report(self, now: float, began: float, epoch: int) -> PeerReport:
@@ -65,7 +72,6 @@ class MadeUpPeer:
             step_samples=int(TARGET * random.Random(epoch).uniform(0.85, 1.05)),
             step_target=TARGET,
             began=began,
-            name=self.name,
         )
 
 

@@ -85,8 +85,6 @@ class PeerView:
     sent_per_second: float = math.nan
     """NaN until it has reported twice."""
     received_per_second: float = math.nan
-    given_name: str = ""
-    """By its user; empty if it has none."""
     figures: dict[str, float] = field(default_factory=dict)
     """The user's figures, each as it was told last."""
     lost_at: float = -math.inf
@@ -96,9 +94,15 @@ class PeerView:
     _figures_told: dict[str, float] = field(default_factory=dict)
 
     @property
+    def told_name(self) -> str:
+        """What it calls itself, readable and harmless; empty if it does not say."""
+        return one_line(getattr(self.record, "name", ""))
+
+    @property
     def name(self) -> str:
-        """Its name, or else the end of its id, which is what differs between peers."""
-        return self.given_name or f"…{str(self.peer)[-8:]}"
+        """What it calls itself, and the end of its id: anybody can take any name."""
+        told, end = self.told_name, f"…{str(self.peer)[-8:]}"
+        return f"{told} ({end})" if told else end
 
     @property
     def epoch(self) -> int:
@@ -118,7 +122,6 @@ class PeerView:
     def take(self, report: PeerReport) -> None:
         """It has reported. Figures that are not in each report, such as those of a test, stay for a while."""
         self.report = report
-        self.given_name = one_line(report.name)
         self._figures_told.update(dict.fromkeys(report.metrics, report.time))
         told = {**self.figures, **report.metrics}
         fresh = [name for name, at in self._figures_told.items() if at > report.time - REPORT_SECONDS]
@@ -523,7 +526,7 @@ def row_of(view: PeerView) -> list[Any]:
         view.loss,
     ]
     if report is None:
-        return [*told, *[None] * 8, view.link, None, None, view.given_name]
+        return [*told, *[None] * 8, view.link, None, None, view.told_name]
     return [
         *told,
         report.bytes_sent,
@@ -537,7 +540,7 @@ def row_of(view: PeerView) -> list[Any]:
         view.link,
         one_line(report.version),
         one_line(report.failure),
-        view.given_name,
+        view.told_name,
     ]
 
 
@@ -546,7 +549,7 @@ def details_of(view: PeerView, now: float) -> dict[str, Any]:
     report = view.report
     told: dict[str, Any] = {
         "peer": str(view.peer),
-        "name": view.given_name,
+        "name": view.told_name,
         "told": now - view.last_sign,
         "answers": view.answers,
         "donor": view.record.is_donor,

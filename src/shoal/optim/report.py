@@ -101,8 +101,6 @@ class PeerReport(msgspec.Struct, array_like=True, frozen=True):
     """DHT time at which the peer began; 0 if it does not tell."""
     lost: Annotated[list[Annotated[bytes, Meta(max_length=LOST_BYTES)]], Meta(max_length=MAX_LOST)] = []
     """The ends of the ids of peers that this one cannot reach any more, see :func:`end_of_id`."""
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] = ""
-    """What the user calls this peer; empty if it has no name."""
 
 
 def end_of_id(peer: PeerID) -> bytes:
