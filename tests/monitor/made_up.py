@@ -24,12 +24,12 @@ class NamedRecord(ProgressRecord, frozen=True):
 class MadeUpPeer:
     """One peer, whose loss falls."""
 
-    def __init__(self, rng: random.Random, number: int) -> None:
+    def __init__(self, rng: random.Random, number: int, name: str = "") -> None:
         self.rng, self.number = rng, number
         self.peer: PeerID = Identity.generate(rng).peer_id
         self.speed = 40 * math.exp(rng.gauss(0, 0.6))
         self.failed = 0
-        self.name = f"lab-{number}" if number % 3 == 0 else ""
+        self.name = name
 
     def record(self, now: float, epoch: int, *, time: float | None = None) -> ProgressRecord:
         return NamedRecord(
@@ -55,7 +55,7 @@ class MadeUpPeer:
             metrics={
                 "loss": 2 + 3 * math.exp(-age / 300) + self.rng.gauss(0, 0.15),
                 "accuracy": 1 - math.exp(-age / 400),
-                **({"held-out loss": 2.2 + 3 * math.exp(-age / 300)} if self.rng.random() < 0.3 else {}),
+                **({"held-out loss": 2.2 + 3 * math.exp(-age / 300)} if self.name and self.rng.random() < 0.3 else {}),
             },
             step_seconds=STEP_SECONDS * self.rng.uniform(0.97, 1.03),
             joint_seconds=self.rng.uniform(2.5, 4),
@@ -82,12 +82,16 @@ class MadeUpRun:
         view: what is fed.
         peers: how many there are.
         now: the time at which they begin.
+        with_extras: every third of them has a name, and tests its model now and then.
     """
 
-    def __init__(self, view: RunView, peers: int, now: float = START, seed: int = 0) -> None:
+    def __init__(
+        self, view: RunView, peers: int, now: float = START, seed: int = 0, *, with_extras: bool = False
+    ) -> None:
         rng = random.Random(seed)
         self.view, self.began, self.now = view, now, now
-        self.peers = [MadeUpPeer(rng, number) for number in range(peers)]
+        names = [f"lab-{number}" if with_extras and number % 3 == 0 else "" for number in range(peers)]
+        self.peers = [MadeUpPeer(rng, number, name) for number, name in enumerate(names)]
 
     @property
     def epoch(self) -> int:

@@ -2,8 +2,8 @@
 
 All of its addresses only let read: the page and its files; ``/history`` with the figures over time; ``/peer`` with all
 that is known of one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
-``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes each
-second. Whatever browsers ask for at the same moment is encoded once.
+``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes
+each second. Whatever browsers ask for at the same moment is encoded once.
 """
 
 from __future__ import annotations

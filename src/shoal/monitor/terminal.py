@@ -75,7 +75,7 @@ def span(seconds: float) -> str:
 def cells(view: PeerView) -> tuple[str, ...]:
     """One peer's cells, in the order of ``COLUMNS``."""
     report, loss = view.report, view.loss
-    told = view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
+    told = view.told_name or view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
     if report is None:
         return (*told, *["–"] * 6, view.link, "–")
     return (
