@@ -390,6 +390,16 @@ def test_the_page_comes_back_when_the_monitor_does(rich, monkeypatch):
 
 
 @in_a_browser
+def test_a_run_without_peers_says_so(tmp_path):
+    view = RunView("run")
+    view.tick(START)
+    with serving(view) as server, browsing(server.url) as page:
+        assert page.locator("#nobody").text_content() == "No peer has been seen yet."
+        assert page.locator("#figures .value").first.text_content().strip() == "0"
+        shoot(page, "empty", tmp_path)
+
+
+@in_a_browser
 def test_on_a_phone_only_the_table_scrolls_sideways(rich, tmp_path):
     look = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
     with serving(rich.view) as server, feeding(rich), browsing(server.url, **look) as page:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 import shoal
 from shoal.clock import get_dht_time
 from shoal.monitor.observer import Monitor, Observer
-from shoal.monitor.prober import LEAST_PAUSE, MOST_PAUSE, SECONDS_BETWEEN_CALLS, Prober, _Contact, _due
+from shoal.monitor.prober import LEAST_PAUSE, MAX_KEPT, MOST_PAUSE, SECONDS_BETWEEN_CALLS, Prober, _Contact, _due
 from shoal.monitor.run import PeerState, RunView
 from shoal.testing import Network, run, start_dht_node
+from tests.monitor.made_up import MadeUpPeer
 from tests.optim.conftest import wait_until
 from tests.simulation.training import LINK, RUN, Course, Swarm
 
@@ -36,12 +39,13 @@ while True:
 class Watched:
     """A simulated swarm that a monitor watches, and calls."""
 
-    async def begin(self, peers: int) -> None:
+    async def begin(self, peers: int, prepare=lambda: None) -> None:
         network = Network(LINK)
         self.swarm = Swarm(network, Course(target_batch_size=1000))
         for _ in range(peers):
             await self.swarm.add()
         self.host, self.view = network.add_host(), RunView(RUN)
+        prepare()
         nodes = [trainer.node for trainer in self.swarm.trainers]
         options = {"client_mode": True, "record_validator": self.swarm.validator}
         self.node = await start_dht_node(network, self.host, nodes, **options)
@@ -61,7 +65,7 @@ class Watched:
         return self.view.peers[trainer.node.peer_id].state
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_peer_whose_program_was_killed_is_gone_within_four_seconds(seed):
     async def main() -> None:
         watched = Watched()
@@ -96,14 +100,14 @@ def test_a_machine_that_answers_no_more_is_silent_before_its_record_expires():
 def test_calls_are_rare_while_all_is_well():
     async def main() -> None:
         watched = Watched()
-        await watched.begin(4)
+        await watched.begin(2)
         metrics = watched.node.p2p.metrics
         handler = "DHTProtocol.rpc_ping"
         before = metrics.bytes_sent_by_handler[handler], metrics.connections_dialled
-        await asyncio.sleep(600)
+        await asyncio.sleep(180)
         sent = metrics.bytes_sent_by_handler[handler] - before[0]
-        assert 0 < sent < 4 * 600 * 20, "twenty bytes a second for each peer"
-        assert metrics.connections_dialled - before[1] <= 4, "connections are kept"
+        assert 0 < sent < 2 * 180 * 20, "twenty bytes a second for each peer"
+        assert metrics.connections_dialled - before[1] <= 2, "connections are kept"
         await watched.swarm.close()
 
     run(main(), seed=2)
@@ -118,6 +122,27 @@ def test_a_peer_that_ends_each_connection_is_not_called_again_and_again():
         pauses.append(_due(contact, is_connected=False) - now)
     assert pauses[:3] == [LEAST_PAUSE, 2 * LEAST_PAUSE, 4 * LEAST_PAUSE]
     assert pauses[-1] == MOST_PAUSE
+
+
+def test_a_crowd_that_never_answers_takes_no_place_of_others():
+    async def main() -> None:
+        watched, rng = Watched(), random.Random(0)
+        fakes = [MadeUpPeer(rng, 0) for _ in range(2 * MAX_KEPT)]
+
+        def tell() -> None:
+            now = get_dht_time()
+            for number, fake in enumerate(fakes):
+                record = fake.record(now, 0)
+                record = msgspec.structs.replace(record, addresses=[f"/ip4/203.0.113.{number}/tcp/1"])
+                watched.view.hear_progress(record, now + 600, now)
+
+        await watched.begin(3, tell)
+        victim = watched.swarm.trainers[0]
+        watched.swarm.remove(victim)
+        assert await watched.until(lambda: watched.state(victim) is PeerState.LOST) < 6
+        await watched.swarm.close()
+
+    run(main(), seed=3)
 
 
 @pytest.mark.timeout(300)

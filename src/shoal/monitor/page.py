@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.clock import get_dht_time
 from shoal.monitor.run import COLUMNS, RunView, details_of
 from shoal.monitor.visitors import Visitor, stay
+from shoal.p2p import PeerID
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -134,12 +136,10 @@ class Page:
 
     async def _peer(self, request: Request) -> Response:
         wanted = request.query_params.get("id", "")
-        with self._view.lock:
-            view = next((each for peer, each in self._view.peers.items() if str(peer) == wanted), None)
-            if view is None:
-                return PlainTextResponse(f"there is no peer {wanted[:80]!r}", status_code=404)
-            told = details_of(view, get_dht_time())
-        return Response(_encode(told), media_type="application/json")
+        with self._view.lock, suppress(ValueError, KeyError):
+            view = self._view.peers[PeerID.from_base58(wanted)]
+            return Response(_encode(details_of(view, get_dht_time())), media_type="application/json")
+        return PlainTextResponse(f"there is no peer {wanted[:80]!r}", status_code=404)
 
     async def _peers_csv(self, request: Request) -> Response:
         with self._view.lock:

@@ -37,6 +37,8 @@ LEAST_PAUSE, MOST_PAUSE = 2.0, 60.0
 CALL_SECONDS = 5.0
 # Peers to which connections are kept, and calls at the same time.
 MAX_KEPT, MAX_CALLS = 64, 8
+# After so many calls in vain, a peer gives up its place to another one.
+HOPELESS = 3
 # A peer that has told nothing for so long may have ended.
 SUSPICIOUS_SECONDS = 40.0
 # A single refusal may be chance, but the machine of a process that has ended refuses each time.
@@ -83,15 +85,11 @@ class Prober:
         with self._view.lock:
             there = {peer: view for peer, view in self._view.peers.items() if _can_be_called(view)}
             suspects = self._suspects(there)
-        self._kept = {peer: None for peer in self._kept if peer in there}
-        for peer in there:
-            if len(self._kept) >= MAX_KEPT:
-                break
-            self._kept.setdefault(peer)
         known = self._contacts
         self._contacts = {peer: each for peer, each in known.items() if peer in there or each.call is not None}
+        self._choose(there)
         calls = sum(each.call is not None for each in self._contacts.values())
-        for peer in dict.fromkeys([*suspects, *self._kept]):
+        for peer in dict.fromkeys([*self._kept, *suspects]):
             contact = self._contacts.setdefault(peer, _Contact())
             is_connected = bool(self._p2p.pool.streams_to(peer))
             if calls >= MAX_CALLS or contact.call is not None or now < _due(contact, is_connected=is_connected):
@@ -99,6 +97,20 @@ class Prober:
             contact.called_at, contact.vain = now, 0 if is_connected else contact.vain + 1
             contact.call = asyncio.get_running_loop().create_task(self._call(peer, there[peer], contact))
             calls += 1
+
+    def _choose(self, there: dict[PeerID, PeerView]) -> None:
+        """Choose the peers to which connections are kept. Those that never answer make room for others."""
+
+        def is_hopeful(peer: PeerID) -> bool:
+            contact = self._contacts.get(peer)
+            return contact is None or contact.vain < HOPELESS or len(there) <= MAX_KEPT
+
+        self._kept = {peer: None for peer in self._kept if peer in there and is_hopeful(peer)}
+        for peer in there if len(self._kept) < min(MAX_KEPT, len(there)) else ():
+            if len(self._kept) >= MAX_KEPT:
+                break
+            if is_hopeful(peer):
+                self._kept.setdefault(peer)
 
     def _suspects(self, there: dict[PeerID, PeerView]) -> list[PeerID]:
         now = get_dht_time()

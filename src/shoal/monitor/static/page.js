@@ -465,6 +465,8 @@ function showRows() {
   const shown = rows.slice(0, shownRows);
   setText($("shown"), rows.length > shown.length ? `${shown.length} of ${rows.length}` : String(rows.length));
   $("more").hidden = rows.length <= shown.length;
+  $("nobody").hidden = rows.length > 0;
+  setText($("nobody"), peers.size ? "No peer has this text." : "No peer has been seen yet.");
   if (document.hidden) return;
   while (elements.length < shown.length) {
     elements.push(makeRow());
