@@ -382,6 +382,20 @@ def test_the_time_to_a_goal_follows_from_the_pace():
     ]
 
 
+def test_a_run_that_stands_still_does_not_come_nearer_to_its_goal():
+    run = MadeUpRun(RunView("run", goal_epochs=10), 3)
+    for _ in range(105):
+        run.pass_second()
+    before = run.view.summary.left
+    for _ in range(40):
+        run.now += 1
+        for peer in run.peers:
+            run.view.hear_progress(peer.record(run.now, 5), run.now + 60, run.now)
+        run.view.tick(run.now)
+    assert run.view.summary.epoch == 5
+    assert run.view.summary.left >= before
+
+
 def test_a_run_that_goes_back_has_no_pace_from_before():
     run = MadeUpRun(RunView("run", goal_epochs=1000), 3)
     for _ in range(200):
@@ -422,9 +436,12 @@ def test_a_figure_that_comes_now_and_then_stays_for_a_while(made_up):
     report_of(made_up, peer, metrics={"loss": 0.9})
     assert view.tick(made_up.now).means["test"] == 5.0
     assert view.history.columns()[f"{FIGURE}test"][-1] == 5.0
+    made_up.now += 5
+    report_of(made_up, peer, metrics={})
+    assert view.peers[peer.peer].loss is None, "it is no number any more"
     made_up.now += 200
     report_of(made_up, peer, metrics={"loss": 0.9})
-    assert "test" not in view.peers[peer.peer].figures
+    assert view.peers[peer.peer].figures == {"loss": 0.9}
 
 
 def test_a_peer_that_makes_up_names_of_figures_fills_little(made_up):

@@ -120,10 +120,15 @@ class PeerView:
         return max(self.record.time, -math.inf if self.report is None else self.report.time)
 
     def take(self, report: PeerReport) -> None:
-        """It has reported. Figures that are not in each report, such as those of a test, stay for a while."""
+        """It has reported. Figures that are not in each report, such as those of a test, stay for a while.
+
+        The loss does not: it is missing where it is no number any more.
+        """
         self.report = report
         self._figures_told.update(dict.fromkeys(report.metrics, report.time))
         told = {**self.figures, **report.metrics}
+        if "loss" not in report.metrics:
+            self._figures_told.pop("loss", None)
         fresh = [name for name, at in self._figures_told.items() if at > report.time - REPORT_SECONDS]
         self.figures = {name: told[name] for name in fresh[-MAX_METRICS:]}
         self._figures_told = {name: self._figures_told[name] for name in self.figures}
@@ -378,7 +383,7 @@ class RunView:
         if known and epoch < known[-1][1] - 1:  # the run has gone back
             known.clear()
         if not known or epoch > known[-1][1]:
-            known.append((now, epoch))
+            known.append((now if known else -math.inf, epoch))
         while len(known) > 2 and known[1][0] < now - SECONDS_OF_EPOCHS:
             del known[0]
 
@@ -391,21 +396,25 @@ class RunView:
         """Until the goal. The pace is that of the last minutes, or else the time of a step."""
         if not self.goal_epochs or not epoch:
             return math.nan
-        (began, first), (latest, last) = self._epochs[0], self._epochs[-1]
-        # The first entry is from when the monitor came, in the middle of an epoch.
-        if len(self._epochs) > 2:
-            began, first = self._epochs[1]
-        pace = (latest - began) / (last - first) if last > first else step
-        return max(0.0, (self.goal_epochs - epoch) * pace - (now - latest))
+        if epoch >= self.goal_epochs:
+            return 0.0
+        # Nobody knows when the epoch began at which the monitor came.
+        known = [(began, each) for began, each in self._epochs if began > -math.inf]
+        if len(known) < 2:
+            return (self.goal_epochs - epoch) * step
+        (began, first), (latest, last) = known[0], known[-1]
+        # An epoch that takes longer than those before counts, too, while it lasts.
+        pace = max((latest - began) / (last - first), (now - began) / (last - first + 1))
+        return (self.goal_epochs - epoch - 1) * pace + max(0.0, pace - (now - latest))
 
     def _missed_by_most(self, now: float) -> list[PeerID]:
         """Peers that most of those that report cannot reach any more, nor can the monitor."""
         there = [view for view in self.peers.values() if not view.state.is_gone]
         reports = [view.report for view in there if view.report is not None and now - view.report.time < SILENT_SECONDS]
-        missed = {end for report in reports for end in report.lost}
+        missed = Counter(end for report in reports for end in set(report.lost))
         found = list[PeerID]()
         for view in there if missed else ():
-            if (end := end_of_id(view.peer)) not in missed or view.answers:
+            if view.answers or 2 * missed[end := end_of_id(view.peer)] < len(reports):
                 continue
             others = [report for report in reports if report is not view.report]
             # What others told before its last sign of life does not count.
