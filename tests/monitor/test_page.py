@@ -366,6 +366,7 @@ def test_a_browser_shows_the_run(made_up, tmp_path):
         page.locator("#filter").fill("<IMG")
         expect(page.locator("tr.row")).to_have_count(1, timeout=BROWSER_MILLISECONDS)
         assert page.locator("img").count() == 0, "texts of peers are text"
+        assert page.locator("#since").text_content().endswith("shoal 0.1.0 (60), <img src=x> (1)")
         page.locator("#filter").fill("")
         page.get_by_role("button", name="1 day").click()
         gone = made_up.peers.pop(0)

@@ -167,8 +167,6 @@ function figuresOf(summary) {
     tile("rounds failed", number(summary.failed), failure ? `${clock(failure.time)} ${failure.text}` : "", "Rounds of averaging that brought no result, as the peers have counted them, and the last failure.",
       {isBad: failure && summary.time - failure.time < 60}),
   ];
-  const versions = Object.entries(summary.versions).map(([version, count]) => `${version || "?"} (${count})`);
-  if (versions.length > 1) figures.push(tile("versions", String(versions.length), versions.join(", "), "Versions of shoal that the peers have."));
   return figures;
 }
 
@@ -192,9 +190,9 @@ function showOthers(summary) {
 function showSummary(summary) {
   if (!summary) return;
   lastSummary = summary;
-  const version = Object.keys(summary.versions);
-  setText($("since"), [isUnknown(summary.age) ? "" : `running for ${span(summary.age)}`, version.length === 1 && version[0] ? `shoal ${version[0]}` : ""].filter(Boolean).join(" · "));
-  explain($("since"), "Since the oldest peer that reports began.");
+  const versions = Object.entries(summary.versions).map(([version, count], at, all) => all.length > 1 ? `${version || "?"} (${count})` : version);
+  setText($("since"), [isUnknown(summary.age) ? "" : `running for ${span(summary.age)}`, versions.join("") ? `shoal ${versions.join(", ")}` : ""].filter(Boolean).join(" · "));
+  explain($("since"), "Since the oldest peer that reports began. If peers have several versions of shoal, how many have each.");
   showOthers(summary);
   const figures = figuresOf(summary), list = $("figures");
   while (list.children.length < figures.length) {
