@@ -47,6 +47,7 @@ WITH_PROCESSES = {
     "tests/documents/test_tutorial.py": "commands",
     "tests/data/test_drill.py": "systems",
     "tests/hostile/test_liars.py": "systems",
+    "tests/monitor/test_prober.py": "systems",
     "tests/hostile/test_real_processes.py": "systems",
     "tests/system/": "systems",
     "tests/lightning/test_distributed.py": "groups",

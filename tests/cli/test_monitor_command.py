@@ -80,7 +80,7 @@ def test_it_shows_a_private_run_whose_monitor_may_only_read(tmp_path):
         address = str(dht.get_visible_maddrs()[0])
         command = [sys.executable, "-m", "shoal.cli", "monitor", address, "--run", "my_run", "--token", guest.text]
         folder = tmp_path / "events"
-        options = ["--web", "0", "--tensorboard", str(folder), "--prometheus", "0"]
+        options = ["--web", "0", "--tensorboard", str(folder), "--prometheus", "0", "--goal-epochs", "50"]
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
@@ -88,12 +88,14 @@ def test_it_shows_a_private_run_whose_monitor_may_only_read(tmp_path):
             for line in process.stdout:
                 if match := re.search(r"(Watch my_run at|For Prometheus:) (http://127.0.0.1:\d+/\S*)", line):
                     found[match[1]] = match[2]
-                if re.search(r"my_run: epoch \d+  \|  1 peer .*answer 42", line):
+                if re.search(r"my_run: epoch \d+ of 50  \|  1 peer .*answer 42 .* of 32 samples in the last", line):
                     break
             else:
                 pytest.fail(f"it never saw the peer: {process.communicate()[1]}")
             content = first_event(found["Watch my_run at"])
             assert [row[0] for row in content["rows"]] == [str(dht.peer_id)]
+            assert (content["summary"]["batch"], content["summary"]["target"]) == (32, 32)
+            assert content["summary"]["goal"] == 50
             assert "shoal_swarm_peers" in ask(found["For Prometheus:"])
             assert len(dht.node.protocol.routing_table) == 0, "it is no node of the table"
             process.send_signal(signal.SIGINT)
@@ -115,6 +117,10 @@ def test_it_says_what_is_missing(capsys):
         with pytest.raises(SystemExit):
             main(["monitor", nobody, "--run", "run", "--web", port])
         assert "from 0 to 65535" in capsys.readouterr().err
+    for goal in ("0", "-3", "ten"):
+        with pytest.raises(SystemExit):
+            main(["monitor", nobody, "--run", "run", "--goal-epochs", goal])
+        assert f"must be the number of an epoch, from 1, got {goal}" in capsys.readouterr().err
     for name in ("my.run", ""):
         with pytest.raises(SystemExit):
             main(["monitor", nobody, "--run", name])
@@ -161,5 +167,6 @@ def test_a_peer_that_exchanges_little_reports_too():
             (peer,) = monitor.view.peers.values()
             assert peer.report is not None
             assert (peer.report.samples, peer.report.metrics, peer.report.epoch) == (24, {"loss": 1.5}, 3)
+            assert (peer.report.step_samples, peer.report.step_target) == (8, 0)
             monitor.check()
         assert not monitor.is_alive()

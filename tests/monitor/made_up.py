@@ -12,19 +12,27 @@ from shoal.p2p import Identity, PeerID
 
 START = 1_700_000_000.0
 STEP_SECONDS = 20.0
+TARGET = 20_000
+
+
+class NamedRecord(ProgressRecord, frozen=True):
+    """The record of a peer that has a name."""
+
+    name: str = ""
 
 
 class MadeUpPeer:
     """One peer, whose loss falls."""
 
-    def __init__(self, rng: random.Random, number: int) -> None:
+    def __init__(self, rng: random.Random, number: int, name: str = "") -> None:
         self.rng, self.number = rng, number
         self.peer: PeerID = Identity.generate(rng).peer_id
         self.speed = 40 * math.exp(rng.gauss(0, 0.6))
         self.failed = 0
+        self.name = name
 
     def record(self, now: float, epoch: int, *, time: float | None = None) -> ProgressRecord:
-        return ProgressRecord(
+        return NamedRecord(
             self.peer.to_bytes(),
             epoch,
             int(now % STEP_SECONDS * self.speed),
@@ -32,6 +40,7 @@ class MadeUpPeer:
             now if time is None else time,
             self.number % 7 == 6,
             addresses=[] if self.number % 7 == 6 else ["/ip4/203.0.113.7/tcp/31337"],
+            name=self.name,
         )
 
     def report(self, now: float, began: float, epoch: int) -> PeerReport:
@@ -46,6 +55,7 @@ class MadeUpPeer:
             metrics={
                 "loss": 2 + 3 * math.exp(-age / 300) + self.rng.gauss(0, 0.15),
                 "accuracy": 1 - math.exp(-age / 400),
+                **({"held-out loss": 2.2 + 3 * math.exp(-age / 300)} if self.name and self.rng.random() < 0.3 else {}),
             },
             step_seconds=STEP_SECONDS * self.rng.uniform(0.97, 1.03),
             joint_seconds=self.rng.uniform(2.5, 4),
@@ -59,6 +69,9 @@ class MadeUpPeer:
             bytes_received=int(age * 5e5),
             link=("public", "relayed", "public", "client")[self.number % 4],
             version="0.1.0",
+            step_samples=int(TARGET * random.Random(epoch).uniform(0.85, 1.05)),
+            step_target=TARGET,
+            began=began,
         )
 
 
@@ -69,12 +82,16 @@ class MadeUpRun:
         view: what is fed.
         peers: how many there are.
         now: the time at which they begin.
+        with_extras: every third of them has a name, and tests its model now and then.
     """
 
-    def __init__(self, view: RunView, peers: int, now: float = START, seed: int = 0) -> None:
+    def __init__(
+        self, view: RunView, peers: int, now: float = START, seed: int = 0, *, with_extras: bool = False
+    ) -> None:
         rng = random.Random(seed)
         self.view, self.began, self.now = view, now, now
-        self.peers = [MadeUpPeer(rng, number) for number in range(peers)]
+        names = [f"lab-{number}" if with_extras and number % 3 == 0 else "" for number in range(peers)]
+        self.peers = [MadeUpPeer(rng, number, name) for number, name in enumerate(names)]
 
     @property
     def epoch(self) -> int:

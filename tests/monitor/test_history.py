@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.monitor.history import History
+from shoal.monitor.history import MAX_NAMES, History
 from shoal.monitor.run import SERIES
 
 
@@ -44,3 +44,15 @@ def test_a_day_takes_little_memory():
     assert history.nbytes == before < 1e6
     times = history.columns(2)["time"]
     assert times[-1] - times[0] == pytest.approx(86_400, abs=60)
+
+
+def test_figures_may_come_later():
+    history = History(("loss",), levels=((1.0, 3), (10.0, 3)))
+    for now in range(3):
+        history.add(float(now), {"loss": 1.0})
+    history.add(3.0, {"loss": 2.0, "late": 5.0})
+    assert history.columns()["late"] == [None, None, None, 5.0]
+    assert history.columns(1)["late"] == [5.0]
+    for number in range(2 * MAX_NAMES):
+        history.add(4.0, {f"made up {number}": 1.0})
+    assert len(history.names) == MAX_NAMES

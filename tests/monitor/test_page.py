@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import http.client
+import io
 import json
 import os
 import random
@@ -38,6 +40,19 @@ def made_up() -> MadeUpRun:
     run = MadeUpRun(RunView("run <b>"), 60)
     for _ in range(45):
         run.pass_second()
+    return run
+
+
+@pytest.fixture
+def rich() -> MadeUpRun:
+    """A run of two minutes, with all that a page can show."""
+    run = MadeUpRun(RunView("run", goal_epochs=40), 13, with_extras=True)
+    for second in range(125):
+        run.pass_second()
+        if second == 40:
+            run.peers[2].failed += 1
+        if second == 60:
+            run.view.hear_goodbye(run.peers.pop().peer, run.now)
     return run
 
 
@@ -93,6 +108,48 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(made_up
         assert next_event(stream)["events"] == []
 
 
+def read_csv(server: PageServer, path: str) -> list[dict[str, str]]:
+    status, headers, content = ask(server, path)
+    assert (status, headers.get_content_type()) == (200, "text/csv")
+    assert "attachment" in headers["content-disposition"]
+    return list(csv.DictReader(io.StringIO(content.decode())))
+
+
+def test_tables_for_other_programs(rich):
+    with serving(rich.view) as server:
+        peers = read_csv(server, "/peers.csv")
+        assert [row["peer"] for row in peers] == [str(peer) for peer in rich.view.peers]
+        assert peers[0]["name"] == "lab-0"
+        history = read_csv(server, "/history.csv?level=1")
+        assert float(history[-1]["peers"]) == 12
+        assert history[0]["time"].endswith("+00:00")
+        assert "figure/held-out loss" in history[0]
+        assert ask(server, "/history.csv?level=9")[0] == 404
+        events = read_csv(server, "/events.csv")
+        assert {event["kind"] for event in events} >= {"left", "epoch", "failed"}
+
+
+def test_what_a_spreadsheet_would_take_for_a_formula_is_text():
+    view, rng = RunView("run"), random.Random(0)
+    peer = MadeUpPeer(rng, 0, "=HYPERLINK(1)")
+    view.hear_progress(peer.record(START, 1), START + 60, START)
+    report = msgspec.structs.replace(peer.report(START, START, 1), link="@x", metrics={"loss": -1.0})
+    view.hear_report(peer.peer, report, START)
+    with serving(view) as server:
+        (row,) = read_csv(server, "/peers.csv")
+        assert (row["name"], row["link"], row["loss"]) == ("'=HYPERLINK(1)", "'@x", "-1.0")
+
+
+def test_details_of_one_peer(rich):
+    peer = str(rich.peers[0].peer)
+    with serving(rich.view) as server:
+        told = json.loads(ask(server, f"/peer?id={peer}")[2])
+        assert (told["peer"], told["name"]) == (peer, "lab-0")
+        assert set(told["figures"]) == {"loss", "accuracy", "held-out loss"}
+        assert ask(server, "/peer?id=nobody")[0] == 404
+        assert ask(server, "/peer")[0] == 404
+
+
 def test_numbers_that_are_not_known_are_null():
     view = RunView("run")
     peer = MadeUpPeer(random.Random(0), 0)
@@ -108,7 +165,17 @@ def test_numbers_that_are_not_known_are_null():
 
 def test_there_is_nothing_to_write_and_nothing_but_the_page(made_up):
     with serving(made_up.view) as server:
-        for path in ("/", "/page.js", "/page.css", "/uPlot.iife.min.js", "/uPlot.min.css", "/history?level=2"):
+        for path in (
+            "/",
+            "/page.js",
+            "/page.css",
+            "/uPlot.iife.min.js",
+            "/uPlot.min.css",
+            "/history?level=2",
+            "/peers.csv",
+            "/events.csv",
+            "/history.csv",
+        ):
             status, headers, _ = ask(server, path)
             assert status == 200, path
             assert "default-src 'self'" in headers["content-security-policy"]
@@ -248,40 +315,58 @@ def feeding(run: MadeUpRun) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.slow
-@pytest.mark.leaves_something
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-def test_a_browser_shows_the_run(made_up, tmp_path, monkeypatch):
+@contextmanager
+def browsing(url: str, *, may_complain: bool = False, **look: Any) -> Iterator[Any]:
+    """A browser that shows a page."""
     playwright = pytest.importorskip("playwright.sync_api")
-    hostile = MadeUpPeer(made_up.peers[0].rng, 1)
-    made_up.peers.append(hostile)
-    honest = hostile.report
-    hostile.report = lambda *when: msgspec.structs.replace(honest(*when), version="<img src=x>")  # type: ignore[method-assign]
-    shots = Path(SHOTS or tmp_path)
-    with serving(made_up.view) as server, feeding(made_up), playwright.sync_playwright() as driver:
+    with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=BROWSER_MILLISECONDS)
-        page = browser.new_page(viewport={"width": 1280, "height": 1200}, color_scheme="light")
+        page = browser.new_page(**{"viewport": {"width": 1440, "height": 1200}, "color_scheme": "light", **look})
         page.set_default_timeout(BROWSER_MILLISECONDS)
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(server.url)
+        page.goto(url)
         # Not wait_for_function, which the page forbids: it may evaluate no texts.
         page.locator("html[data-news]:not([data-news='1']):not([data-news='2'])").wait_for(state="attached")
+        yield page
+        assert may_complain or complaints == []
+        browser.close()
+
+
+def in_a_browser(test: Any) -> Any:
+    """Mark of tests that start a browser."""
+    is_missing = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+    return pytest.mark.slow(pytest.mark.leaves_something(is_missing(test)))
+
+
+def shoot(page: Any, name: str, folder: Path) -> None:
+    page.screenshot(path=Path(SHOTS or folder) / f"{name}.png", full_page=True)
+
+
+@in_a_browser
+def test_a_browser_shows_the_run(made_up, tmp_path):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    hostile = MadeUpPeer(made_up.peers[0].rng, 1)
+    made_up.peers.append(hostile)
+    honest = hostile.report
+    hostile.report = lambda *when: msgspec.structs.replace(honest(*when), version="<img src=x>")  # type: ignore[method-assign]
+    with serving(made_up.view) as server, feeding(made_up), browsing(server.url) as page:
         assert page.locator("#run").text_content() == "run <b>"
         assert page.locator("#link").text_content() == "live"
-        assert page.locator("#charts canvas").count() == 4
-        assert page.locator("#rows tr").count() == 50
-        page.screenshot(path=shots / "light.png")
+        assert page.locator("#charts canvas").count() == 7, "one for the figure that peers report"
+        assert page.locator("tr.row").count() == 50
+        shoot(page, "light", tmp_path)
         page.locator("#more").click()
-        assert page.locator("#rows tr").count() == 61
+        assert page.locator("tr.row").count() == 61
         page.get_by_role("button", name="peer", exact=True).click()
-        names = [name[1:] for name in page.locator("#rows tr td:first-child").all_text_contents()]
+        names = [name[1:] for name in page.locator("tr.row td:first-child span").all_text_contents()]
         ids = sorted(str(peer.peer) for peer in made_up.peers)
         assert names == [each[-8:] for each in ids], "sorted"
         page.locator("#filter").fill("<IMG")
-        playwright.expect(page.locator("#rows tr")).to_have_count(1, timeout=BROWSER_MILLISECONDS)
+        expect(page.locator("tr.row")).to_have_count(1, timeout=BROWSER_MILLISECONDS)
         assert page.locator("img").count() == 0, "texts of peers are text"
+        assert page.locator("#since").text_content().endswith("shoal 0.1.0 (60), <img src=x> (1)")
         page.locator("#filter").fill("")
         page.get_by_role("button", name="1 day").click()
         gone = made_up.peers.pop(0)
@@ -291,16 +376,161 @@ def test_a_browser_shows_the_run(made_up, tmp_path, monkeypatch):
         page.emulate_media(color_scheme="dark")
         colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert colours[0] != colours[1]
-        page.screenshot(path=shots / "dark.png")
-        page.set_viewport_size({"width": 390, "height": 1600})
-        page.locator("figure[data-width='small']").first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "only the table scrolls sideways"
-        page.screenshot(path=shots / "narrow.png")
-        assert complaints == []
-        # A browser does not come back by itself after an answer that is no stream, such as that of a full server.
+        shoot(page, "dark", tmp_path)
+
+
+@in_a_browser
+def test_the_page_comes_back_when_the_monitor_does(rich, monkeypatch):
+    """A browser does not do so by itself after an answer that is no stream, such as that of a full server."""
+    with serving(rich.view) as server, browsing(server.url, may_complain=True) as page:
         with monkeypatch.context() as patch:
             patch.setattr("shoal.monitor.page.MAX_STREAMS", 0)
             page.reload()
             page.locator("#link.lost").wait_for()
         page.locator("#link.live").wait_for()
-        browser.close()
+
+
+@in_a_browser
+def test_a_run_without_peers_says_so(tmp_path):
+    view = RunView("run")
+    view.tick(START)
+    with serving(view) as server, browsing(server.url) as page:
+        assert page.locator("#nobody").text_content() == "No peer has been seen yet."
+        assert page.locator("#figures .value").first.text_content().strip() == "0"
+        shoot(page, "empty", tmp_path)
+
+
+@in_a_browser
+def test_on_a_phone_only_the_table_scrolls_sideways(rich, tmp_path):
+    look = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with serving(rich.view) as server, feeding(rich), browsing(server.url, **look) as page:
+        page.locator("figure[data-width='small']").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.locator("tr.row").first.tap()
+        details = page.locator("tr.details dl")
+        details.wait_for()
+        assert details.bounding_box()["width"] <= 390
+        shoot(page, "phone", tmp_path)
+
+
+@in_a_browser
+def test_values_follow_the_pointer_in_all_charts(rich, tmp_path):
+    with serving(rich.view) as server, browsing(server.url) as page:
+        history = rich.view.history.columns()
+
+        def legend(title: str) -> list[str]:
+            return page.locator(f"figure[data-title='{title}'] .series span").all_text_contents()
+
+        latest = legend("Peers")
+        assert latest == ["12", "1"]
+        assert page.locator("figcaption time").all_text_contents() == [""] * 7
+        chart = page.locator("figure[data-title='Loss'] .u-over")
+        width = chart.bounding_box()["width"]
+        chart.hover(position={"x": 1, "y": 50})
+        page.locator("#point:not([hidden])").wait_for()
+        assert legend("Peers") == ["13", "0"], "at the beginning, before one has left"
+        loss = float(legend("Loss")[0])
+        assert loss == pytest.approx(history["loss"][0], rel=0.03)
+        assert page.locator("#point b").first.text_content() == legend("Loss")[0]
+        assert len(set(page.locator("figcaption time").all_text_contents())) == 1, "one moment in all charts"
+        shoot(page, "pointer", tmp_path)
+        chart.hover(position={"x": width - 2, "y": 50})
+        assert float(legend("Loss")[0]) < loss
+        page.mouse.move(2, 2)
+        assert legend("Peers") == latest
+
+
+@in_a_browser
+def test_an_axis_can_be_logarithmic(rich):
+    with serving(rich.view) as server, browsing(server.url) as page:
+        button = page.get_by_role("button", name="Loss: logarithmic axis")
+        before = page.locator("figure[data-title='Loss'] canvas").screenshot()
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+        assert page.locator("figure[data-title='Loss'] canvas").screenshot() != before
+        page.get_by_role("button", name="Peers: logarithmic axis").click()  # with zeros
+        button.click()
+        assert button.get_attribute("aria-pressed") == "false"
+
+
+@in_a_browser
+def test_a_row_opens_and_its_last_failure_is_seen_without_scrolling(rich, tmp_path):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    peer = rich.peers[1]
+    peer.failed = 3
+    rich.pass_second()
+    with serving(rich.view) as server, browsing(server.url) as page:
+        row = page.locator(f"tr.row[data-peer='{peer.peer}']")
+        for cell in (page.get_by_role("columnheader", name="last failure"), row.locator("td.failure span")):
+            box = cell.bounding_box()
+            assert box["x"] + box["width"] <= 1440
+        failure = row.locator("td.failure span")
+        assert failure.text_content() == "the others have left or gone on"
+        assert failure.evaluate("e => e.scrollHeight <= e.clientHeight + 1 && e.scrollWidth <= e.clientWidth")
+        assert page.locator(".scroll").evaluate("e => e.scrollWidth <= e.clientWidth"), "the whole table is seen"
+        button = row.get_by_role("button")
+        button.focus()
+        page.keyboard.press("Enter")
+        details = page.locator("tr.details")
+        expect(details).to_contain_text("warning: waited in vain")
+        expect(details).to_contain_text(str(peer.peer))
+        expect(details).to_contain_text("accuracy")
+        assert button.get_attribute("aria-expanded") == "true"
+        shoot(page, "details", tmp_path)
+        page.keyboard.press("Enter")
+        expect(details).to_have_count(0)
+        assert row.locator("td.peer small").text_content() == "", "it has no name"
+        named = page.locator(f"tr.row[data-peer='{rich.peers[0].peer}'] td.peer")
+        assert named.locator("span").text_content() == "lab-0"
+        assert named.locator("small").text_content() == f"…{str(rich.peers[0].peer)[-8:]}"
+
+
+@in_a_browser
+def test_epochs_do_not_bury_events(rich):
+    with serving(rich.view) as server, browsing(server.url) as page:
+        assert page.locator("#events li.epoch").count() == 0
+        left = page.locator("#events li.left")
+        assert left.count() == 1
+        page.get_by_role("button", name="Epochs").click()
+        assert page.locator("#events li.epoch").count() > 3
+        page.get_by_role("button", name="Joins and leaves").click()
+        assert left.count() == 0
+        page.locator("#events li.failed").first.click()
+        page.locator("tr.details").wait_for()
+
+
+@in_a_browser
+def test_headings_explain_themselves(rich):
+    with serving(rich.view) as server, browsing(server.url) as page:
+        headings = page.locator("h2, dt, th button, figcaption b, #kinds button, .log")
+        unexplained = headings.evaluate_all(
+            "all => all.filter(e => !e.closest('.details') && !e.dataset.tip).map(e => e.textContent)"
+        )
+        assert unexplained == []
+        tip = page.locator("#tip:not([hidden])")
+        page.get_by_text("samples per step").hover()
+        assert "target_batch_size" in tip.text_content()
+        page.get_by_role("button", name="last failure").focus()
+        page.keyboard.press("Shift+Tab")
+        assert "How others reach it" in tip.text_content(), "for keyboards, too"
+
+
+@in_a_browser
+def test_the_swarm_in_figures(rich):
+    with serving(rich.view) as server, browsing(server.url) as page:
+        tiles = dict(
+            zip(
+                page.locator("#figures dt").all_text_contents(),
+                page.locator("#figures .value").all_text_contents(),
+                strict=True,
+            )
+        )
+        summary = rich.view.summary
+        assert tiles["epoch"] == f"{summary.epoch} of 40"
+        assert tiles["samples per step"].strip() == f"{summary.batch:,.0f}"
+        assert tiles["samples so far"].strip() == f"{summary.samples:,.0f}"
+        assert "min left" in page.locator("#figures .more").first.text_content()
+        assert "running for" in page.locator("#since").text_content()
+        assert page.locator("#others dt").all_text_contents() == ["accuracy", "held-out loss"]
+        series = page.locator("figure[data-title='Loss'] .series").all_text_contents()
+        assert [each.rstrip("0123456789.") for each in series] == ["mean", "median", "held-out loss"]

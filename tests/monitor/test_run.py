@@ -11,16 +11,20 @@ import pytest
 
 from shoal.monitor.run import (
     COLUMNS,
+    FIGURE,
     MAX_EVENTS_AT_ONCE,
+    MAX_FIGURES_OVER_TIME,
     MAX_VERSIONS,
     SECONDS_SHOWN,
     SILENT_SECONDS,
     PeerState,
     RunView,
+    details_of,
     row_of,
 )
 from shoal.monitor.terminal import MOST_FIGURES, headline
-from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
+from shoal.optim.report import end_of_id
+from tests.monitor.made_up import START, TARGET, MadeUpPeer, MadeUpRun
 
 
 @pytest.fixture
@@ -90,6 +94,8 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert view.peers[lost.peer].state is PeerState.LOST
     assert kinds(view) == ["left", "lost"]
     assert view.summary.values()["gone"] == 2
+    (event,) = [event for event in view.events if event.kind == "lost"]
+    assert event.text.endswith("is lost, without a goodbye: silent for 60 s")
     view.hear_progress(lost.record(made_up.now, 5), made_up.now + 60, made_up.now)
     assert kinds(view) == ["left", "lost", "returned"]
     change = view.change
@@ -140,9 +146,9 @@ def test_a_run_that_begins_anew_is_told(made_up):
         made_up.now += 1
         view.hear_progress(newcomer.record(made_up.now, reached), made_up.now + 60, made_up.now)
         view.tick(made_up.now)
-    told = [event.text for event in view.events if event.kind == "epoch"]
-    assert told[-1] == f"the run has gone back from epoch {epoch} to 0"
-    assert told[-2].startswith(f"epoch {epoch}, ")
+    told = [event for event in view.events if event.kind in ("epoch", "trouble")]
+    assert (told[-1].kind, told[-1].text) == ("trouble", f"the run has gone back from epoch {epoch} to 0")
+    assert told[-2].text.startswith(f"epoch {epoch}, ")
 
 
 def test_bytes_per_second_are_not_known_after_one_report():
@@ -219,3 +225,253 @@ def test_an_empty_run_is_no_error():
     assert (summary.peers, summary.epoch, summary.throughput) == (0, 0, 0)
     assert math.isnan(summary.step)
     assert view.history.columns()["loss"] == [None]
+
+
+def report_of(made_up: MadeUpRun, peer: MadeUpPeer, epoch: int = 3, **changes: object) -> None:
+    """A peer reports, at the present time of the run."""
+    report = peer.report(made_up.now, made_up.began, epoch)
+    made_up.view.hear_report(peer.peer, msgspec.structs.replace(report, **changes), made_up.now)
+
+
+# --- who is gone ------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_gone_at_once_when_its_machine_refuses_connections(made_up):
+    view, victim = made_up.view, made_up.peers.pop()
+    old = victim.record(made_up.now + 1, 3)
+    made_up.now += 2
+    view.hear_refusal(victim.peer, made_up.now)
+    view.hear_refusal(victim.peer, made_up.now)
+    view.hear_progress(old, made_up.now + 59, made_up.now)
+    assert view.peers[victim.peer].state is PeerState.LOST, "what it told before its end is no sign of life"
+    assert view.tick(made_up.now).peers == 4
+    assert kinds(view) == ["lost"]
+    view.hear_progress(victim.record(made_up.now + 1, 3), made_up.now + 60, made_up.now + 1)
+    assert kinds(view) == ["lost", "returned"]
+
+
+def test_a_peer_is_gone_when_most_others_cannot_reach_it(made_up):
+    view, (victim, *others) = made_up.view, made_up.peers
+    made_up.now += 1
+    for peer in others[:2]:
+        report_of(made_up, peer, lost=[end_of_id(victim.peer)])
+    view.tick(made_up.now)
+    assert view.peers[victim.peer].state is PeerState.TRAINING, "two of four are not most"
+    report_of(made_up, others[2], lost=[end_of_id(victim.peer)])
+    view.tick(made_up.now)
+    assert view.peers[victim.peer].state is PeerState.LOST
+    assert view.events[-1].text.endswith("most others cannot reach it any more")
+
+
+def test_a_peer_that_answers_the_monitor_is_there_whatever_others_say(made_up):
+    view, (victim, *others) = made_up.view, made_up.peers
+    view.hear_answer(victim.peer)
+    made_up.now += 1
+    for peer in others:
+        report_of(made_up, peer, lost=[end_of_id(victim.peer)])
+    view.tick(made_up.now)
+    assert view.peers[victim.peer].state is PeerState.TRAINING
+    view.hear_silence(victim.peer)
+    view.tick(made_up.now)
+    assert view.peers[victim.peer].state is PeerState.LOST
+
+
+def test_what_others_said_before_a_sign_of_life_does_not_count(made_up):
+    view, (victim, *others) = made_up.view, made_up.peers
+    made_up.now += 1
+    for peer in others:
+        report_of(made_up, peer, lost=[end_of_id(victim.peer)])
+    made_up.now += 1
+    view.hear_progress(victim.record(made_up.now, 3), made_up.now + 60, made_up.now)
+    view.tick(made_up.now)
+    assert view.peers[victim.peer].state is PeerState.TRAINING
+
+
+def test_a_peer_that_never_answered_may_be_out_of_reach_of_the_monitor_alone(made_up):
+    view, peer = made_up.view, made_up.peers[0].peer
+    view.hear_silence(peer)
+    view.tick(made_up.now)
+    assert view.peers[peer].state is PeerState.TRAINING
+    view.hear_answer(peer)
+    view.hear_silence(peer)
+    view.tick(made_up.now)
+    assert view.peers[peer].state is PeerState.SILENT
+    view.hear_answer(peer)
+    view.tick(made_up.now)
+    assert view.peers[peer].state is PeerState.TRAINING
+
+
+def test_a_peer_is_behind_only_if_it_was_when_it_told_its_epoch():
+    view, rng = RunView("run"), random.Random(0)
+    slow, *others = [MadeUpPeer(rng, number) for number in range(3)]
+    for second in range(30):
+        now = START + second
+        for peer in others:  # epochs of a second
+            view.hear_progress(peer.record(now, second), now + 60, now)
+        if second == 2:
+            view.hear_progress(slow.record(now, 2), now + 60, now)
+        view.tick(now)
+    state = view.peers[slow.peer].state
+    assert state is PeerState.TRAINING, "its record is 27 s old: by now it may be as far as the others"
+    view.hear_progress(slow.record(now, 15), now + 60, now)
+    view.tick(now)
+    assert view.peers[slow.peer].state is PeerState.BEHIND
+
+
+# --- steps, samples, time ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_had_and_should_have_had(made_up):
+    made_up.now += 1
+    for peer in made_up.peers:
+        report_of(made_up, peer, step_samples=17_000)
+    summary = made_up.view.tick(made_up.now)
+    assert (summary.batch, summary.target) == (17_000, TARGET)
+    assert "17,000 of 20,000 samples in the last step" in headline("run", summary)
+    quiet = RunView("run").tick(START)
+    assert math.isnan(quiet.batch)
+    assert math.isnan(quiet.samples)
+
+
+def test_epochs_tell_their_samples(made_up):
+    for _ in range(20):
+        made_up.pass_second()
+    assert " samples, " in [event.text for event in made_up.view.events if event.kind == "epoch"][-1]
+
+
+def test_samples_of_peers_that_are_gone_or_were_started_again_count():
+    made_up = MadeUpRun(RunView("run"), 5)
+    made_up.pass_second()
+    view, (gone, again, *_) = made_up.view, made_up.peers
+    made_up.now += 1
+    for peer in made_up.peers:
+        report_of(made_up, peer, samples=1000)
+    view.hear_goodbye(gone.peer, made_up.now)
+    made_up.now += 1
+    report_of(made_up, again, samples=300)
+    assert view.tick(made_up.now).samples == 5300
+    assert view.tick(made_up.now + SECONDS_SHOWN + 1).samples == 5300
+    assert gone.peer not in view.peers
+
+
+def test_the_time_since_the_start_is_that_of_the_oldest_peer(made_up):
+    made_up.now += 1
+    for peer, age in zip(made_up.peers, (100, 5000, 60, 60, 60), strict=True):
+        report_of(made_up, peer, began=made_up.now - age)
+    assert made_up.view.tick(made_up.now).age == pytest.approx(5000)
+    made_up.now += 1
+    report_of(made_up, made_up.peers[0], began=1.0)
+    assert made_up.view.tick(made_up.now).age <= 100 * 101, "one liar moves little"
+
+
+def test_the_time_to_a_goal_follows_from_the_pace():
+    run = MadeUpRun(RunView("run", goal_epochs=10), 3)
+    run.pass_second()
+    assert math.isnan(run.view.summary.left)
+    for _ in range(104):
+        run.pass_second()
+    assert run.view.summary.epoch == 5
+    assert run.view.summary.left == pytest.approx(95, abs=5), "epochs of 20 s"
+    assert "of 10" in headline("run", run.view.summary)
+    assert "to epoch 10" in headline("run", run.view.summary)
+    for _ in range(110):
+        run.pass_second()
+    assert run.view.summary.left == 0
+    assert [event.text for event in run.view.events if event.kind == "goal"] == [
+        "the run has reached its goal, epoch 10"
+    ]
+
+
+def test_a_run_that_stands_still_does_not_come_nearer_to_its_goal():
+    run = MadeUpRun(RunView("run", goal_epochs=10), 3)
+    for _ in range(105):
+        run.pass_second()
+    before = run.view.summary.left
+    for _ in range(40):
+        run.now += 1
+        for peer in run.peers:
+            run.view.hear_progress(peer.record(run.now, 5), run.now + 60, run.now)
+        run.view.tick(run.now)
+    assert run.view.summary.epoch == 5
+    assert run.view.summary.left >= before
+
+
+def test_a_run_that_goes_back_has_no_pace_from_before():
+    run = MadeUpRun(RunView("run", goal_epochs=1000), 3)
+    for _ in range(200):
+        run.pass_second()
+    run.began = run.now  # all are at epoch 0 again
+    for peer in run.peers:
+        run.view.hear_goodbye(peer.peer, run.now)
+    for _ in range(150):
+        run.pass_second()
+    summary = run.view.summary
+    assert summary.left == pytest.approx((1000 - summary.epoch) * 20, rel=0.05)
+
+
+# --- events, figures, names -------------------------------------------------------------------------------------------
+
+
+def test_epochs_do_not_push_out_what_is_rare(made_up, monkeypatch):
+    view = made_up.view
+    made_up.view.hear_goodbye(made_up.peers.pop().peer, made_up.now)
+    for epoch in range(10, 2000):
+        made_up.now += 1
+        for peer in made_up.peers:
+            view.hear_progress(peer.record(made_up.now, epoch), made_up.now + 60, made_up.now)
+        view.tick(made_up.now)
+    assert "left" in [event.kind for event in view.events]
+    assert [event.kind for event in view.latest_events(5)].count("epoch") == 5
+    assert "left" in [event.kind for event in view.latest_events(5)]
+    assert "epoch" not in [event.kind for event in view.news]
+    numbers = [event.number for event in view.events]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_figure_that_comes_now_and_then_stays_for_a_while(made_up):
+    view, peer = made_up.view, made_up.peers[0]
+    made_up.now += 1
+    report_of(made_up, peer, metrics={"loss": 1.0, "test": 5.0})
+    made_up.now += 5
+    report_of(made_up, peer, metrics={"loss": 0.9})
+    assert view.tick(made_up.now).means["test"] == 5.0
+    assert view.history.columns()[f"{FIGURE}test"][-1] == 5.0
+    made_up.now += 5
+    report_of(made_up, peer, metrics={})
+    assert view.peers[peer.peer].loss is None, "it is no number any more"
+    made_up.now += 200
+    report_of(made_up, peer, metrics={"loss": 0.9})
+    assert view.peers[peer.peer].figures == {"loss": 0.9}
+
+
+def test_a_peer_that_makes_up_names_of_figures_fills_little(made_up):
+    for turn in range(10):
+        made_up.now += 1
+        figures = {f"{turn} {number}": 1.0 for number in range(20)}
+        report_of(made_up, made_up.peers[0], metrics=figures)
+        made_up.view.tick(made_up.now)
+    names = [name for name in made_up.view.history.names if name.startswith(FIGURE)]
+    assert MAX_FIGURES_OVER_TIME <= len(names) < 40
+    assert len(made_up.view.peers[made_up.peers[0].peer].figures) <= 32
+
+
+def test_peers_are_called_by_their_names():
+    made_up = MadeUpRun(RunView("run"), 2, with_extras=True)
+    made_up.pass_second()
+    named, unnamed = (made_up.view.peers[made_up.peers[number].peer] for number in (0, 1))
+    end = f"…{str(named.peer)[-8:]}"
+    assert named.name == f"lab-0 ({end})"
+    assert unnamed.name == f"…{str(unnamed.peer)[-8:]}"
+    assert row_of(named)[COLUMNS.index("name")] == "lab-0"
+    made_up.view.hear_goodbye(named.peer, made_up.now)
+    assert made_up.view.events[-1].text == f"lab-0 ({end}) has left"
+
+
+def test_details_of_a_peer(made_up):
+    view = made_up.view.peers[made_up.peers[0].peer]
+    told = details_of(view, made_up.now + 2)
+    assert (told["told"], told["name"], told["answers"]) == (2, "", None)
+    assert told["figures"]["loss"] == view.loss
+    assert told["age"] == made_up.now + 2 - made_up.began
+    view.report = None
+    assert "age" not in details_of(view, made_up.now)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal.monitor.run import RunView
-from shoal.monitor.terminal import Lines, headline, render, size
+from shoal.monitor.terminal import Lines, headline, render, size, span
 from tests.monitor.made_up import MadeUpRun
 
 
@@ -103,6 +103,12 @@ def test_lines_for_logs(capsys):
         assert "/s sent" not in first, "that takes two reports"
         lines.show(run.view)
         assert capsys.readouterr().out == "", "the state of the swarm is told now and then"
+
+
+def test_times_in_words():
+    assert [span(seconds) for seconds in (0, 59.4, 99, 130, 5000, 7250, 86_400 * 3 + 3600 * 5)] == [
+        *("0 s", "59 s", "99 s", "2 min", "83 min", "2 h 1 min", "3 d 5 h"),
+    ]
 
 
 def test_sizes():

@@ -380,6 +380,8 @@ def test_a_failed_call_counts_until_a_sign_of_life():
     assert board.expected_members(NOW) == {b"other"}
     board.mark_unreachable(b"other", NOW + 1)
     assert board.expected_members(NOW) == set()
+    assert board.unreachable_peers(NOW + 1) == [b"other"]
+    assert board.unreachable_peers(NOW + 100) == [], "its record has expired"
     board.hear_many([(record("other", time=NOW + 0.5), NOW + 60)], NOW)
     assert board.expected_members(NOW) == set(), "an older record says nothing"
     board.hear_many([(record("other", time=NOW + 2), NOW + 60)], NOW)
@@ -388,6 +390,7 @@ def test_a_failed_call_counts_until_a_sign_of_life():
     board.hear(record("other", time=NOW + 2), NOW + 60, NOW + 4)
     board.mark_unreachable(b"other", NOW + 3.5)
     assert board.expected_members(NOW) == {b"other"}, "it has called after that call was made"
+    assert board.unreachable_peers(NOW) == []
 
 
 def test_goodbye_and_expiry():

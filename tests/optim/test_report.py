@@ -18,6 +18,7 @@ from shoal.metrics import Metrics
 from shoal.optim.progress_schema import progress_validators
 from shoal.optim.report import (
     LARGEST,
+    MAX_LOST,
     MAX_METRICS,
     MAX_NAME_CHARACTERS,
     MAX_REASON_CHARACTERS,
@@ -25,6 +26,7 @@ from shoal.optim.report import (
     PERIOD,
     PeerReport,
     Reporting,
+    end_of_id,
     key_of_reports,
     parse_report,
 )
@@ -52,6 +54,7 @@ class Shelf:
         self.tracker = SimpleNamespace(
             exchange=SimpleNamespace(spread=SimpleNamespace(depth=depth, place=place)),
             local_progress=SimpleNamespace(epoch=7),
+            unreachable_peers=[],
         )
 
     def store(self, key, value, expiration, subkey, return_future):
@@ -106,6 +109,27 @@ def test_the_time_of_a_step_is_told_in_parts():
     reporting.report({})
     report = shelf.stored[0][1]
     assert (report.step_seconds, report.joint_seconds, report.averaging_seconds) == (13, 3, 2)
+
+
+def test_what_a_step_had_is_told():
+    rounds = [SimpleNamespace(peers=range(2), weights=(30.0, 12.0))]
+    shelf = Shelf()
+    reporting = Reporting(shelf, "run", shelf.tracker, lambda: rounds[-1], Clock(), target_batch_size=64)
+    assert reporting.samples_of_round(own=8) == 42
+    assert reporting.samples_of_round(own=8) == 8, "there was no new round: this peer has made the step alone"
+    rounds.append(SimpleNamespace(peers=range(2), weights=(30.0, 20.0)))
+    reporting.note_step(reporting.samples_of_round(own=8))
+    reporting.report({})
+    report = shelf.stored[0][1]
+    assert (report.step_samples, report.step_target) == (50, 64)
+    assert report.began > 0
+
+
+def test_peers_that_cannot_be_reached_are_told():
+    reporting, shelf, _ = make()
+    shelf.tracker.unreachable_peers = [Identity.generate().peer_id for _ in range(30)]
+    reporting.report({})
+    assert shelf.stored[0][1].lost == [end_of_id(peer) for peer in shelf.tracker.unreachable_peers[:MAX_LOST]]
 
 
 def test_what_the_peer_has_counted_is_told_within_bounds():
@@ -191,6 +215,9 @@ def hostile() -> list[object]:
         spoilt("failure", "x" * (MAX_REASON_CHARACTERS + 1)),
         spoilt("version", "x" * 33),
         spoilt("group_size", -1),
+        spoilt("step_samples", -1),
+        spoilt("began", math.nan),
+        *(spoilt("lost", value) for value in ([b"x" * 9], ["x"], [b""] * 17, None)),
     ]
 
 

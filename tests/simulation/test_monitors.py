@@ -13,6 +13,7 @@ from shoal.dht import ValueWithExpiration
 from shoal.dht.crypto import tag_of
 from shoal.dht.spread import key_at, path_of, places_to_write
 from shoal.monitor.observer import BYTES_PER_SECOND, MAX_KEYS, Observer
+from shoal.monitor.prober import Prober
 from shoal.monitor.run import RunView
 from shoal.optim.progress import ProgressRecord, endorse
 from shoal.optim.report import LIFETIME, PERIOD, PeerReport, key_of_reports
@@ -62,6 +63,7 @@ async def train(observers: int) -> tuple[float, list[Observer]]:
         node = await start_dht_node(network, host, nodes, client_mode=True, record_validator=swarm.validator)
         watching.append(Observer(node, RunView(RUN)))
         host.spawn(watching[-1].watch())
+        host.spawn(Prober(node, watching[-1].view).watch())
     # From the end of an epoch to the end of another one: within an epoch it would matter when one looks.
     began = await reach(swarm, 2)
     used = sum(trainer.record.used for trainer in swarm.trainers)

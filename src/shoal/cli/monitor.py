@@ -65,6 +65,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="ADDRESS",
         help="show it at this address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
     )
+    add_option(
+        parser,
+        "goal-epochs",
+        type=goal_of,
+        default=0,
+        metavar="N",
+        help="the epoch at which the run is to end: shows how long that will take",
+    )
     parser.add_argument("--tensorboard", metavar="DIR", help="write the figures of the swarm there, for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the figures of the swarm to Weights & Biases")
     parser.add_argument(
@@ -77,6 +85,13 @@ def port_of(text: str) -> int:
     """Read the number of a port."""
     if not text.isdecimal() or int(text) >= 2**16:
         raise argparse.ArgumentTypeError(f"must be the number of a port, from 0 to 65535, got {text}")
+    return int(text)
+
+
+def goal_of(text: str) -> int:
+    """Read the number of an epoch."""
+    if not text.isdecimal() or not 0 < int(text) < 2**53:
+        raise argparse.ArgumentTypeError(f"must be the number of an epoch, from 1, got {text}")
     return int(text)
 
 
@@ -110,7 +125,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
     from shoal.monitor.observer import Monitor
 
-    monitor = stack.enter_context(Monitor(dht, arguments.run_id))
+    monitor = stack.enter_context(Monitor(dht, arguments.run_id, goal_epochs=arguments.goal_epochs))
     footer = _show_page(arguments, monitor.view, stack)
     exporters = _exporters(arguments, monitor.view, stack)
     screen: Any = stack.enter_context(_screen(footer, is_page=arguments.web is not None))

@@ -1,6 +1,6 @@
 """Figures over time in little memory: the last minutes second by second, the last hours and the last day more coarsely.
 
-Each level is a ring of means. A value goes into all levels at once, so nothing is ever moved or computed anew.
+Each level is a ring of means. A value goes into all levels at once, so nothing is ever moved or computed again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 
+MAX_NAMES = 48
+"""Figures that there can be; more are left out."""
 LEVELS = ((1.0, 600), (10.0, 720), (60.0, 1440))
 """Seconds that a point stands for, and the number of points: ten minutes, two hours, and a day."""
 
@@ -29,6 +31,12 @@ class _Ring:
         self._next = self._count = 0
         self._period = -math.inf
         self._sums, self._counts = [0.0] * width, [0] * width
+
+    def widen(self) -> None:
+        """There is one more figure, which was not known so far."""
+        self._columns.append(array("d", [math.nan]) * self.points)
+        self._sums.append(0.0)
+        self._counts.append(0)
 
     def add(self, now: float, values: Sequence[float]) -> None:
         period = now // self.seconds
@@ -74,7 +82,7 @@ class History:
     """Several figures over a day.
 
     Args:
-        names: of the figures.
+        names: of the figures that there are from the beginning; others may come.
     """
 
     def __init__(self, names: Sequence[str], levels: Sequence[tuple[float, int]] = LEVELS) -> None:
@@ -83,6 +91,10 @@ class History:
 
     def add(self, now: float, values: Mapping[str, float]) -> None:
         """Note the present values; those that are missing or not finite leave a gap."""
+        for name in [name for name in values if name not in self.names][: MAX_NAMES - len(self.names)]:
+            self.names += (name,)
+            for ring in self._rings:
+                ring.widen()
         row = [values.get(name, math.nan) for name in self.names]
         for ring in self._rings:
             ring.add(now, row)

@@ -1,4 +1,4 @@
-"""Reads what the peers of a run publish, one key of the table after the other, for ever.
+"""Reads what the peers of a run publish in the DHT, one key after the other, again and again.
 
 The records of a large swarm are divided over many keys (:mod:`shoal.dht.spread`). The observer begins at the first one,
 which holds a sample of all peers, and goes down wherever peers say that they are deeper::
@@ -26,6 +26,7 @@ from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
 from shoal.facade import Facade
 from shoal.logs import Seldom
+from shoal.monitor.prober import Prober
 from shoal.monitor.run import RunView
 from shoal.optim.progress import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
 from shoal.optim.progress_exchange import MOST_READ, Table
@@ -124,7 +125,7 @@ class Observer:
         try:
             found = await self._table.get(key, latest=True, keep_copies=False, **how)
         except ShoalError as e:
-            self._warn_seldom("the table cannot be read: %s", e)
+            self._warn_seldom("the DHT cannot be read: %s", e)
             return {}
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         return {tag: entry for tag, entry in entries.items() if is_short_lived(entry.expiration_time)}
@@ -187,18 +188,25 @@ class Monitor(Facade):
     """Watches a run in the background, for as long as it is not shut down.
 
     Args:
-        dht: a client of the table is enough.
+        dht: a client is enough.
         run_id: name of the run.
         on_tick: called after each second with the state of the swarm, inside the background loop.
+        goal_epochs: the epoch at which the run is to end; 0 if that is not known.
     """
 
-    def __init__(self, dht: DHT, run_id: str, on_tick: Callable[[RunView], object] | None = None) -> None:
-        self.dht, self.view = dht, RunView(run_id)
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        on_tick: Callable[[RunView], object] | None = None,
+        *,
+        goal_epochs: int = 0,
+    ) -> None:
+        self.dht, self.view = dht, RunView(run_id, goal_epochs=goal_epochs)
         self._on_tick, self._portal = on_tick, Portal(f"monitor of {run_id}")
-        observer = Observer(dht.node, self.view)
-        self._watching = self._portal.submit(self._watch(observer))
+        self._watching = self._portal.submit(self._watch(Observer(dht.node, self.view), Prober(dht.node, self.view)))
 
-    async def _watch(self, observer: Observer) -> None:
+    async def _watch(self, observer: Observer, prober: Prober) -> None:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(TICK_SECONDS)
@@ -209,6 +217,7 @@ class Monitor(Facade):
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(observer.watch())
+            tasks.create_task(prober.watch())
             tasks.create_task(tick())
 
     def is_alive(self) -> bool:

@@ -1,6 +1,7 @@
 """The page: a small web server that shows a run, live.
 
-It has four addresses, all of them for reading: the page and its files, ``/history`` with the figures over time, and
+All of its addresses only let read: the page and its files; ``/history`` with the figures over time; ``/peer`` with all
+that is known of one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
 ``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes
 each second. Whatever browsers ask for at the same moment is encoded once.
 """
@@ -8,10 +9,14 @@ each second. Whatever browsers ask for at the same moment is encoded once.
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +31,10 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.monitor.run import COLUMNS, MAX_EVENTS, RunView
+from shoal.clock import get_dht_time
+from shoal.monitor.run import COLUMNS, RunView, details_of
 from shoal.monitor.visitors import Visitor, stay
+from shoal.p2p import PeerID
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -40,6 +47,7 @@ LOOPBACK = "127.0.0.1"
 # Browsers that may follow a run at the same time.
 MAX_STREAMS = 64
 SECONDS_BETWEEN_NEWS = 1.0
+# Of epochs, and of all other events.
 EVENTS_AT_FIRST = 200
 STOP_SECONDS = 5.0
 # Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
@@ -89,6 +97,10 @@ class Page:
                 Route("/", self._index),
                 Route("/events", self._events),
                 Route("/history", self._history),
+                Route("/peer", self._peer),
+                Route("/peers.csv", self._peers_csv),
+                Route("/history.csv", self._history_csv),
+                Route("/events.csv", self._events_csv),
                 Route("/{name}", self._file),
             ],
             middleware=[Middleware(_Secured), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
@@ -103,13 +115,42 @@ class Page:
             return PlainTextResponse("there is no such page", status_code=404)
         return FileResponse(STATIC / name, media_type=FILES[name])
 
-    async def _history(self, request: Request) -> Response:
+    def _columns_of(self, request: Request) -> dict[str, list[float | None]] | Response:
+        """The history that is asked for, or the answer that there is none."""
         level = request.query_params.get("level", "0")
         if level not in [str(number) for number in range(len(self._view.history.spans))]:
             return PlainTextResponse(f"there is no level {level[:20]!r}", status_code=404)
         with self._view.lock:
-            columns = self._view.history.columns(int(level))
-        return Response(_encode(columns), media_type="application/json")
+            return self._view.history.columns(int(level))
+
+    async def _history(self, request: Request) -> Response:
+        columns = self._columns_of(request)
+        return columns if isinstance(columns, Response) else Response(_encode(columns), media_type="application/json")
+
+    async def _history_csv(self, request: Request) -> Response:
+        columns = self._columns_of(request)
+        if isinstance(columns, Response):
+            return columns
+        rows = zip(map(_in_words, columns.pop("time")), *columns.values(), strict=True)
+        return _csv("history", ["time", *columns], rows)
+
+    async def _peer(self, request: Request) -> Response:
+        wanted = request.query_params.get("id", "")
+        with self._view.lock, suppress(ValueError, KeyError):
+            view = self._view.peers[PeerID.from_base58(wanted)]
+            return Response(_encode(details_of(view, get_dht_time())), media_type="application/json")
+        return PlainTextResponse(f"there is no peer {wanted[:80]!r}", status_code=404)
+
+    async def _peers_csv(self, request: Request) -> Response:
+        with self._view.lock:
+            rows = self._view.rows_since(0)
+        return _csv("peers", COLUMNS, rows)
+
+    async def _events_csv(self, request: Request) -> Response:
+        with self._view.lock:
+            events = self._view.events
+        rows = ([_in_words(event.time), event.kind, event.peer, event.text] for event in events)
+        return _csv("events", ["time", "kind", "peer", "text"], rows)
 
     async def _events(self, request: Request) -> Response:
         if self._streams >= MAX_STREAMS:
@@ -147,7 +188,7 @@ class Page:
             "columns": COLUMNS,
             "spans": view.history.spans,
             "rows": view.rows_since(0),
-            "events": view.events_since(max(0, view.number_of_events - min(EVENTS_AT_FIRST, MAX_EVENTS))),
+            "events": view.latest_events(EVENTS_AT_FIRST),
             "summary": view.summary,
             "point": None if view.summary is None else view.summary.values(),
         }
@@ -165,6 +206,24 @@ class Page:
             }
             self._news = key, self._message(content)
         return self._news[1]
+
+
+def _in_words(time: float | None) -> str:
+    return "" if time is None else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
+
+
+def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
+    """A table for other programs. A text that a spreadsheet would take for a formula is quoted: peers choose texts."""
+
+    def cell(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(map(cell, head))
+    writer.writerows([cell(value) for value in row] for row in rows)
+    headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
+    return Response(file.getvalue(), media_type="text/csv", headers=headers)
 
 
 class PageServer:

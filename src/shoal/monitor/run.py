@@ -7,6 +7,7 @@ beside each mean stands the median.
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 from collections import Counter, deque
@@ -19,7 +20,7 @@ from typing import Any
 from shoal.logs import counted, one_line
 from shoal.monitor.history import History
 from shoal.optim.progress import ProgressRecord
-from shoal.optim.report import PeerReport
+from shoal.optim.report import PeerReport, end_of_id
 from shoal.p2p import PeerID
 
 # Peers renew their records of progress every half minute, which then live a minute.
@@ -29,16 +30,25 @@ SECONDS_SHOWN = 300.0
 # A report that is older says nothing about the present.
 REPORT_SECONDS = 90.0
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
+# Figures of the user's, other than the loss, that are remembered over time.
+MAX_FIGURES_OVER_TIME = 12
+# Peers whose samples are remembered after they are gone.
+MAX_COUNTED = 50_000
+# For so long it is remembered when the swarm reached which epoch; the pace of the run follows from the same time.
+SECONDS_OF_EPOCHS = 600.0
 # Of one kind in one second.
 MAX_EVENTS_AT_ONCE = 8
 MOST_TIMES_THE_MEDIAN = 100.0
 
 SERIES = (
     *("throughput", "loss", "loss_median", "peers", "gone", "epoch"),
-    *("step", "computing", "waiting", "averaging", "sent", "received", "failed"),
+    *("step", "computing", "waiting", "averaging", "sent", "received", "failed", "batch", "target", "samples"),
 )
 """What the history has: samples per second, mean and median of the losses, peers that train and that are gone, the
-swarm's epoch, seconds from step to step and their parts, bytes per second of all peers, and rounds that have failed."""
+swarm's epoch, seconds from step to step and their parts, bytes per second of all peers, rounds that have failed, the
+samples that the last step had and should have had, and all samples so far."""
+FIGURE = "figure/"
+"""How the names of the user's other figures begin in the history."""
 
 
 class PeerState(Enum):
@@ -46,11 +56,12 @@ class PeerState(Enum):
 
     TRAINING = "training"
     BEHIND = "behind"
-    """It is more than an epoch behind the swarm."""
+    """It was more than an epoch behind the swarm when it last told its epoch."""
     SILENT = "silent"
-    """It has not renewed its record in time."""
+    """It has not renewed its record in time, or does not answer."""
     LOST = "lost"
-    """Its record has expired, and it has not said goodbye."""
+    """It has ended without a goodbye: its machine refuses connections, most others cannot reach it any more, or its
+    record has expired."""
     LEFT = "left"
     """It has said goodbye."""
 
@@ -74,15 +85,53 @@ class PeerView:
     sent_per_second: float = math.nan
     """NaN until it has reported twice."""
     received_per_second: float = math.nan
+    figures: dict[str, float] = field(default_factory=dict)
+    """The user's figures, each as it was told last."""
+    lost_at: float = -math.inf
+    """DHT time at which it was found to have ended; what it told before that is no sign of life."""
+    answers: bool | None = None
+    """Whether it answers the monitor's own calls; ``None`` if it was not called."""
+    _figures_told: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def told_name(self) -> str:
+        """What it calls itself, readable and harmless; empty if it does not say."""
+        return one_line(getattr(self.record, "name", ""))
 
     @property
     def name(self) -> str:
-        """The end of its id, which is what differs between peers."""
-        return f"…{str(self.peer)[-8:]}"
+        """What it calls itself, and the end of its id: anybody can take any name."""
+        told, end = self.told_name, f"…{str(self.peer)[-8:]}"
+        return f"{told} ({end})" if told else end
 
     @property
     def epoch(self) -> int:
         return max(self.record.epoch, 0 if self.report is None else self.report.epoch)
+
+    @property
+    def told_at(self) -> float:
+        """DHT time at which it told that epoch."""
+        told: list[ProgressRecord | PeerReport] = [self.record, *([] if self.report is None else [self.report])]
+        return max(each.time for each in told if each.epoch == self.epoch)
+
+    @property
+    def last_sign(self) -> float:
+        """DHT time of its latest record or report."""
+        return max(self.record.time, -math.inf if self.report is None else self.report.time)
+
+    def take(self, report: PeerReport) -> None:
+        """It has reported. Figures that are not in each report, such as those of a test, stay for a while.
+
+        The loss does not: it is missing where it is no number any more.
+        """
+        self.report = report
+        self._figures_told.update(dict.fromkeys(report.metrics, report.time))
+        told = {**self.figures, **report.metrics}
+        if "loss" not in report.metrics:
+            self._figures_told.pop("loss", None)
+        fresh = [name for name, at in self._figures_told.items() if at > report.time - REPORT_SECONDS]
+        self.figures = {name: told[name] for name in fresh[-MAX_METRICS:]}
+        self._figures_told = {name: self._figures_told[name] for name in self.figures}
 
     @property
     def samples_per_second(self) -> float:
@@ -93,7 +142,7 @@ class PeerView:
 
     @property
     def loss(self) -> float | None:
-        return None if self.report is None else self.report.metrics.get("loss")
+        return None if self.report is None else self.figures.get("loss")
 
     @property
     def link(self) -> str:
@@ -111,10 +160,12 @@ class Event:
 
     time: float
     kind: str
-    """``joined``, ``left``, ``lost``, ``returned``, ``epoch``, ``failed`` or ``trouble``."""
+    """``joined``, ``left``, ``lost``, ``returned``, ``epoch``, ``failed``, ``trouble`` or ``goal``."""
     text: str
     peer: str = ""
     """Its whole id; empty if it concerns the swarm."""
+    number: int = 0
+    """How many events there were before it."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +200,18 @@ class Summary:
     """The most frequent ones."""
     reporting: int
     """Peers that report."""
+    batch: float = math.nan
+    """Samples that the last step had, of all peers together; the median over peers. NaN if nobody tells it."""
+    target: float = math.nan
+    """How many it should have had."""
+    samples: float = math.nan
+    """All that peers have processed, those that are gone included, as far as the monitor has seen their reports."""
+    age: float = math.nan
+    """Seconds since the oldest peer of the run began. NaN if nobody tells it."""
+    goal: int = 0
+    """The epoch at which the run is to end; 0 if the monitor was not told."""
+    left: float = math.nan
+    """Seconds until then at the present pace. NaN if there is no goal, or no pace yet."""
 
     def values(self) -> dict[str, float]:
         """For the history."""
@@ -164,7 +227,8 @@ class RunView:
 
     run: str
     peers: dict[PeerID, PeerView] = field(default_factory=dict)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    goal_epochs: int = 0
+    """The epoch at which the run is to end; 0 if that is not known."""
     number_of_events: int = 0
     """That there ever were."""
     history: History = field(default_factory=lambda: History(SERIES))
@@ -179,6 +243,12 @@ class RunView:
     is_full: bool = False
     """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
+    # Epochs are many: they have a place of their own, so that they do not push out what is rare.
+    _news: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    _epochs_told: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    # Since when the swarm was at which epoch, and the samples of each peer: before its last start, and since.
+    _epochs: list[tuple[float, int]] = field(default_factory=list)
+    _samples: dict[PeerID, tuple[int, int]] = field(default_factory=dict)
     _epoch: int = 0
     _told_at_once: Counter[str] = field(default_factory=Counter)
 
@@ -199,8 +269,11 @@ class RunView:
                 self._tell(now, "joined", f"{view.name} has joined at epoch {record.epoch}", peer)
         elif record.time <= view.record.time:
             return
+        elif record.time <= view.lost_at:
+            view.record, view.expiration = record, expiration  # from before it has ended
         else:
             if view.state.is_gone:
+                view.answers = None
                 self._tell(now, "returned", f"{view.name} is back at epoch {record.epoch}", peer)
                 view.state, view.gone_since = PeerState.TRAINING, math.inf
             view.record, view.expiration, view.change = record, expiration, self.change
@@ -213,7 +286,9 @@ class RunView:
         before = view.report
         if before is not None and report.time <= before.time:
             return
-        view.report, view.change = report, self.change
+        view.take(report)
+        view.change = self.change
+        self._count_samples(peer, report.samples)
         if before is None:
             return
         seconds = report.time - before.time
@@ -232,6 +307,37 @@ class RunView:
         if view is not None and not view.state.is_gone:
             self._leave(view, PeerState.LEFT, f"{view.name} has left", now)
 
+    def hear_answer(self, peer: PeerID) -> None:
+        """A peer has answered a call of the monitor."""
+        self._note_call(peer, answers=True)
+
+    def hear_silence(self, peer: PeerID) -> None:
+        """A peer does not answer. That says nothing if the monitor never had an answer from it."""
+        self._note_call(peer, answers=False)
+
+    def _note_call(self, peer: PeerID, *, answers: bool) -> None:
+        view = self.peers.get(peer)
+        if view is not None and (answers or view.answers) and view.answers is not answers:
+            view.answers, view.change = answers, self.change
+
+    def hear_refusal(self, peer: PeerID, now: float) -> None:
+        """The machine of a peer says that nothing listens there any more: the peer has ended."""
+        self._lose(peer, now, "its machine refuses connections")
+
+    def _lose(self, peer: PeerID, now: float, reason: str) -> None:
+        view = self.peers.get(peer)
+        if view is not None and not view.state.is_gone:
+            view.lost_at, view.answers = now, None
+            self._leave(view, PeerState.LOST, f"{view.name} is lost, without a goodbye: {reason}", now)
+
+    def _count_samples(self, peer: PeerID, samples: int) -> None:
+        earlier, latest = self._samples.pop(peer, (0, 0))
+        if samples < latest:  # it was started again
+            earlier, latest = earlier + latest, 0
+        self._samples[peer] = earlier, samples
+        while len(self._samples) > MAX_COUNTED:
+            del self._samples[next(iter(self._samples))]
+
     def _leave(self, view: PeerView, state: PeerState, text: str, now: float) -> None:
         view.state, view.gone_since, view.change = state, now, self.change
         self._tell(now, state.value, text, view.peer)
@@ -239,7 +345,8 @@ class RunView:
     def _tell(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
         self._told_at_once[kind] += 1
         if self._told_at_once[kind] <= MAX_EVENTS_AT_ONCE:
-            self.events.append(Event(now, kind, text, "" if peer is None else str(peer)))
+            event = Event(now, kind, text, "" if peer is None else str(peer), self.number_of_events)
+            (self._epochs_told if kind == "epoch" else self._news).append(event)
             self.number_of_events += 1
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -249,6 +356,9 @@ class RunView:
         self._say_what_was_left_out(now)
         self.change += 1
         epoch = self._epoch_of_swarm()
+        self._note_epoch(epoch, now)
+        for peer in self._missed_by_most(now):
+            self._lose(peer, now, "most others cannot reach it any more")
         for peer, view in list(self.peers.items()):
             if view.gone_since + SECONDS_SHOWN < now:
                 del self.peers[peer]
@@ -259,12 +369,59 @@ class RunView:
         if epoch > self._epoch:
             if self._epoch and self.is_complete:
                 self._tell(now, "epoch", _words_of_epoch(summary))
+                if self._epoch < self.goal_epochs <= epoch:
+                    self._tell(now, "goal", f"the run has reached its goal, epoch {self.goal_epochs}")
             self._epoch = epoch
         elif self._has_begun_anew():
-            self._tell(now, "epoch", f"the run has gone back from epoch {self._epoch} to {epoch}")
+            self._tell(now, "trouble", f"the run has gone back from epoch {self._epoch} to {epoch}")
             self._epoch = epoch
-        self.history.add(now, summary.values())
+        self.history.add(now, {**summary.values(), **_figures_over_time(summary)})
         return summary
+
+    def _note_epoch(self, epoch: int, now: float) -> None:
+        known = self._epochs
+        if known and epoch < known[-1][1] - 1:  # the run has gone back
+            known.clear()
+        if not known or epoch > known[-1][1]:
+            known.append((now if known else -math.inf, epoch))
+        while len(known) > 2 and known[1][0] < now - SECONDS_OF_EPOCHS:
+            del known[0]
+
+    def _epoch_at(self, time: float) -> int:
+        """The epoch of the swarm at some time in the past."""
+        at = bisect.bisect_right(self._epochs, time, key=lambda entry: entry[0])
+        return self._epochs[max(0, at - 1)][1]
+
+    def _seconds_left(self, epoch: int, step: float, now: float) -> float:
+        """Until the goal. The pace is that of the last minutes, or else the time of a step."""
+        if not self.goal_epochs or not epoch:
+            return math.nan
+        if epoch >= self.goal_epochs:
+            return 0.0
+        # Nobody knows when the epoch began at which the monitor came.
+        known = [(began, each) for began, each in self._epochs if began > -math.inf]
+        if len(known) < 2:
+            return (self.goal_epochs - epoch) * step
+        (began, first), (latest, last) = known[0], known[-1]
+        # An epoch that takes longer than those before counts, too, while it lasts.
+        pace = max((latest - began) / (last - first), (now - began) / (last - first + 1))
+        return (self.goal_epochs - epoch - 1) * pace + max(0.0, pace - (now - latest))
+
+    def _missed_by_most(self, now: float) -> list[PeerID]:
+        """Peers that most of those that report cannot reach any more, nor can the monitor."""
+        there = [view for view in self.peers.values() if not view.state.is_gone]
+        reports = [view.report for view in there if view.report is not None and now - view.report.time < SILENT_SECONDS]
+        missed = Counter(end for report in reports for end in set(report.lost))
+        found = list[PeerID]()
+        for view in there if missed else ():
+            if view.answers or 2 * missed[end := end_of_id(view.peer)] < len(reports):
+                continue
+            others = [report for report in reports if report is not view.report]
+            # What others told before its last sign of life does not count.
+            votes = sum(end in report.lost and report.time > view.last_sign for report in others)
+            if 2 * votes > len(others):
+                found.append(view.peer)
+        return found
 
     def _say_what_was_left_out(self, now: float) -> None:
         crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._told_at_once.items()}
@@ -279,9 +436,10 @@ class RunView:
             self._leave(view, PeerState.LOST, f"{view.name} is lost, without a goodbye: silent for {age:.0f} s", now)
             return
         state = PeerState.TRAINING
-        if now - view.record.time > SILENT_SECONDS:
+        if now - view.record.time > SILENT_SECONDS or view.answers is False:
             state = PeerState.SILENT
-        elif view.epoch < epoch - 1:
+        # What it told a while ago does not say that it is behind now.
+        elif view.epoch < min(epoch, self._epoch_at(view.told_at)) - 1:
             state = PeerState.BEHIND
         if state is not view.state:
             view.state, view.change = state, self.change
@@ -299,8 +457,9 @@ class RunView:
 
     def _summarize(self, epoch: int, now: float) -> Summary:
         there = [view for view in self.peers.values() if not view.state.is_gone]
-        reports = [view.report for view in there if view.report is not None]
-        means, medians = _means_of(reports)
+        reporting = [view for view in there if view.report is not None]
+        reports = [view.report for view in reporting if view.report is not None]
+        means, medians = _means_of(reporting)
         steps = [report for report in reports if report.step_seconds > 0]
         joint = _median(min(report.joint_seconds, report.step_seconds) for report in steps)
         averaging = _median(min(report.averaging_seconds, report.joint_seconds) for report in steps)
@@ -323,6 +482,12 @@ class RunView:
             failed=sum(report.rounds_failed for report in reports),
             versions=dict(Counter(one_line(report.version) for report in reports).most_common(MAX_VERSIONS)),
             reporting=len(reports),
+            batch=_median(float(report.step_samples) for report in reports if report.step_samples),
+            target=_median(float(report.step_target) for report in reports if report.step_target),
+            samples=_sum_of_known(float(sum(counts)) for counts in self._samples.values()),
+            age=max(_limited([now - report.began for report in reports if 0 < report.began < now]), default=math.nan),
+            goal=self.goal_epochs,
+            left=self._seconds_left(epoch, step, now),
         )
 
     # --- for those who show it ----------------------------------------------------------------------------------------
@@ -331,15 +496,29 @@ class RunView:
         """The rows of all peers that have changed since then, each with the values of :data:`COLUMNS`."""
         return [row_of(view) for view in self.peers.values() if view.change >= change]
 
+    @property
+    def events(self) -> list[Event]:
+        """All that are still remembered, the oldest first."""
+        return sorted([*self._news, *self._epochs_told], key=lambda event: event.number)
+
+    def latest_events(self, count: int) -> list[Event]:
+        """The latest epochs and the latest other events, this many of each."""
+        latest = [*list(self._news)[-count:], *list(self._epochs_told)[-count:]]
+        return sorted(latest, key=lambda event: event.number)
+
+    @property
+    def news(self) -> list[Event]:
+        """The same without epochs, which would bury the rest."""
+        return list(self._news)
+
     def events_since(self, number: int) -> list[Event]:
-        """All events that are still remembered, but the first so many that there ever were."""
-        missing = min(self.number_of_events - number, len(self.events))
-        return [self.events[-count] for count in range(missing, 0, -1)]
+        """The events from this number on that are still remembered."""
+        return [event for event in self.events if event.number >= number]
 
 
 COLUMNS = (
     *("peer", "state", "epoch", "samples", "samples/s", "loss", "sent", "received", "group", "step"),
-    *("joint", "averaging", "rounds", "failed", "link", "version", "failure"),
+    *("joint", "averaging", "rounds", "failed", "link", "version", "failure", "name"),
 )
 """What a row tells of a peer."""
 
@@ -356,7 +535,7 @@ def row_of(view: PeerView) -> list[Any]:
         view.loss,
     ]
     if report is None:
-        return [*told, *[None] * 8, view.link, None, None]
+        return [*told, *[None] * 8, view.link, None, None, view.told_name]
     return [
         *told,
         report.bytes_sent,
@@ -370,12 +549,42 @@ def row_of(view: PeerView) -> list[Any]:
         view.link,
         one_line(report.version),
         one_line(report.failure),
+        view.told_name,
     ]
+
+
+def details_of(view: PeerView, now: float) -> dict[str, Any]:
+    """All that is known of a peer, beyond its row."""
+    report = view.report
+    told: dict[str, Any] = {
+        "peer": str(view.peer),
+        "name": view.told_name,
+        "told": now - view.last_sign,
+        "answers": view.answers,
+        "donor": view.record.is_donor,
+        "figures": {one_line(name): value for name, value in view.figures.items()},
+    }
+    if report is None:
+        return told
+    return told | {
+        "age": now - report.began if report.began else None,
+        "batch": report.step_samples or None,
+        "sent_per_second": view.sent_per_second,
+        "received_per_second": view.received_per_second,
+        "troubles": {one_line(kind): count for kind, count in report.troubles.items()},
+        "cannot_reach": len(report.lost),
+    }
+
+
+def _figures_over_time(summary: Summary) -> dict[str, float]:
+    names = [name for name in summary.means if name != "loss"][:MAX_FIGURES_OVER_TIME]
+    return {FIGURE + name: summary.means[name] for name in names}
 
 
 def _words_of_epoch(summary: Summary) -> str:
     loss = summary.means.get("loss")
     parts = [f"epoch {summary.epoch}", counted(summary.peers, "peer")]
+    parts += [] if math.isnan(summary.batch) else [f"{summary.batch:,.0f} samples"]
     parts += [] if math.isnan(summary.step) else [f"{summary.step:.1f} s from step to step"]
     parts += [] if loss is None else [f"loss {loss:.4g}"]
     return ", ".join(parts)
@@ -400,13 +609,13 @@ def _median(values: Iterable[float]) -> float:
     return median(known) if known else math.nan
 
 
-def _means_of(reports: list[PeerReport]) -> tuple[dict[str, float], dict[str, float]]:
-    """Means over peers, weighted by samples, and medians, of the figures that most peers report."""
-    names = Counter(name for report in reports for name in report.metrics)
+def _means_of(peers: list[PeerView]) -> tuple[dict[str, float], dict[str, float]]:
+    """Means over peers that report, weighted by samples, and medians, of the figures that most of them have."""
+    names = Counter(name for peer in peers for name in peer.figures)
     means, medians = dict[str, float](), dict[str, float]()
-    weights = _limited([float(max(1, report.recent_samples)) for report in reports])
+    weights = _limited([float(max(1, peer.report.recent_samples)) for peer in peers if peer.report is not None])
     for name, _ in names.most_common(MAX_METRICS):
-        pairs = [(r.metrics[name], w) for r, w in zip(reports, weights, strict=True) if name in r.metrics]
+        pairs = [(peer.figures[name], w) for peer, w in zip(peers, weights, strict=True) if name in peer.figures]
         shown = one_line(name)
         medians[shown] = median(value for value, _ in pairs)
         means[shown] = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)

@@ -42,7 +42,10 @@ STATE_COLOURS = {
     PeerState.LOST: "red",
     PeerState.LEFT: "dim",
 }
-EVENT_COLOURS = {"lost": "red", "failed": "red", "trouble": "yellow", "joined": "green", "returned": "green"}
+EVENT_COLOURS = {
+    **{"lost": "red", "failed": "red", "trouble": "yellow"},
+    **{"joined": "green", "returned": "green", "goal": "bold green"},
+}
 # Lines that are not rows of the table, and the most of them that are events.
 LINES_AROUND, EVENT_LINES = 8, 8
 LEAST_ROWS = 3
@@ -59,10 +62,20 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def span(seconds: float) -> str:
+    """A length of time in words."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 def cells(view: PeerView) -> tuple[str, ...]:
     """One peer's cells, in the order of ``COLUMNS``."""
     report, loss = view.report, view.loss
-    told = view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
+    told = view.told_name or view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
     if report is None:
         return (*told, *["–"] * 6, view.link, "–")
     return (
@@ -83,9 +96,10 @@ def headline(run: str, summary: Summary | None) -> str:
     if summary is None or not summary.states:
         was_there = summary is not None and summary.epoch > 0
         return f"{run}: all peers are gone" if was_there else f"{run}: no peer has been seen yet"
+    epoch = f"{run}: epoch {summary.epoch}" + (f" of {summary.goal}" if summary.goal else "")
     if not summary.peers:
-        return f"{run}: epoch {summary.epoch}  |  all peers are gone"
-    parts = [f"{run}: epoch {summary.epoch}", counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
+        return f"{epoch}  |  all peers are gone"
+    parts = [epoch, counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
     # Those that most peers report come first: one peer alone could fill the screen with its names.
     figures = sorted(summary.means.items(), key=is_not_loss)[:MOST_FIGURES]
     parts += [f"{name} {mean:.4g}" for name, mean in figures]
@@ -95,6 +109,13 @@ def headline(run: str, summary: Summary | None) -> str:
             f"{summary.waiting:.1f} waiting, {summary.averaging:.1f} averaging)"
         )
         parts += [] if math.isnan(summary.sent) else [f"{size(summary.sent)}/s sent"]
+    if not math.isnan(summary.batch):
+        wanted = "" if math.isnan(summary.target) else f" of {summary.target:,.0f}"
+        parts.append(f"{summary.batch:,.0f}{wanted} samples in the last step")
+    parts += [] if math.isnan(summary.samples) else [f"{summary.samples:,.0f} samples so far"]
+    parts += [] if math.isnan(summary.age) else [f"runs for {span(summary.age)}"]
+    if summary.goal:
+        parts += [] if math.isnan(summary.left) else [f"{span(summary.left)} to epoch {summary.goal}"]
     if len(summary.versions) > 1:
         parts.append("versions " + ", ".join(f"{name} ({count})" for name, count in summary.versions.items()))
     return "  |  ".join(parts)
@@ -162,7 +183,7 @@ def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDT
     from rich.text import Text
 
     with view.lock:
-        events = list(view.events)[-EVENT_LINES:]
+        events = view.news[-EVENT_LINES:]
         rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
         parts: list[RenderableType] = [
@@ -195,7 +216,7 @@ class Screen:
 
 
 class Lines:
-    """Tells of a run in lines of text, for logs: each event, and the state of the swarm now and then."""
+    """Tells of a run in lines of text, for logs: each event but epochs, and the state of the swarm now and then."""
 
     EVERY_SECONDS = 10.0
 
@@ -215,7 +236,8 @@ class Lines:
             events, self._told = view.events_since(self._told), view.number_of_events
             line = headline(view.run, view.summary)
         for event in events:
-            print(line_of(event), flush=True)
+            if event.kind != "epoch":
+                print(line_of(event), flush=True)
         if view.is_complete and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.EVERY_SECONDS
             print(line, flush=True)

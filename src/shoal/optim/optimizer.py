@@ -15,6 +15,7 @@ from shoal.averaging import Aggregation, StepControl
 from shoal.averaging.state.download import State
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
+from shoal.logs import counted
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
@@ -237,7 +238,9 @@ class Optimizer(JointOptimizer):
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
         main_averager = self.grad_averager or self.state_averager
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: main_averager.last_round)
+        self._reporting = Reporting(
+            dht, run_id, self.tracker, lambda: main_averager.last_round, target_batch_size=target_batch_size
+        )
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
@@ -348,15 +351,25 @@ class Optimizer(JointOptimizer):
         self._batches.finish()  # until here it computes
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
+        own = self.local_progress.samples_accumulated
         with self._reporting.joint_work():
             is_over = self.global_step.run(scaler)
         if not is_over:
             return
-        self._reporting.note_step()
+        # The weights of rounds that average parameters are no samples.
+        self._note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch(with_others=self.tracker.had_others)
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
+
+    def _note_step(self, samples: float) -> None:
+        """A joint step with this many samples was made; 0: they are not counted."""
+        self._reporting.note_step(samples)
+        if samples:
+            self.tracker.board.samples_of_last_step = round(samples)
+            target, peers = self.tracker.target_batch_size, self.tracker.global_progress.num_peers
+            logger.info("step %d: %d of %d samples, %s", self.local_epoch, samples, target, counted(peers, "peer"))
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 

@@ -269,6 +269,8 @@ class GlobalTrainingProgress:
     """DHT time at which the target will be reached, by extrapolation; in the far future if nobody makes progress."""
     next_fetch_time: float
     """DHT time at which the records will be read again."""
+    samples_of_last_step: int = 0
+    """How many samples were in the latest step of this peer; 0 before the first one, or if they are not counted."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class ProgressBoard:
         self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
+        self.samples_of_last_step = 0
         self.moves_together = False
         """Whether peers announce an epoch only after the round that ends the one before, so that all are in it."""
         self.published = False
@@ -96,7 +97,7 @@ class ProgressBoard:
     def global_progress(self, now: float) -> GlobalTrainingProgress:
         """The swarm's progress at this moment."""
         with self.lock:
-            return self._summarize(now)
+            return replace(self._summarize(now), samples_of_last_step=self.samples_of_last_step)
 
     @property
     def next_fetch_time(self) -> float:
@@ -261,6 +262,12 @@ class ProgressBoard:
             return peer in self._departed
         record = companion.record
         return record.is_donor or companion.unreachable_since is not None or record.epoch > until_epoch
+
+    def unreachable_peers(self, now: float) -> list[bytes]:
+        """Peers with valid records that this peer could not call, and has not heard of since."""
+        with self._lock:
+            companions = self._companions.items()
+            return [peer for peer, c in companions if c.unreachable_since is not None and c.is_valid(now)]
 
     def time_of_record(self, peer: bytes) -> float | None:
         """DHT time of a peer's latest record; ``None`` if this peer has none."""

@@ -317,6 +317,11 @@ class ProgressTracker(Facade):
         by_id = {peer.to_bytes(): epoch for peer, epoch in last_epochs.items()}
         return {PeerID(peer) for peer in self.board.still_expected(get_dht_time(), by_id)}
 
+    @property
+    def unreachable_peers(self) -> list[PeerID]:
+        """Peers whose records are valid, but which did not answer this one's last call."""
+        return [PeerID(peer) for peer in self.board.unreachable_peers(get_dht_time())]
+
     def watch(self, callback: Callable[[], object]) -> None:
         """From now on, call this whenever something about other peers changes. It may be called in any thread."""
         self.board.on_change.append(callback)

@@ -30,6 +30,7 @@ from shoal.dht.spread import key_at
 from shoal.errors import ShoalError
 from shoal.logs import Seldom, one_line
 from shoal.optim.progress import Speed
+from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST, Count, Moment
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ LIFETIME = 120.0
 MAX_METRICS, MAX_NAME_CHARACTERS = 24, 48
 MAX_TROUBLES, MAX_TROUBLE_CHARACTERS = 16, 64
 MAX_REASON_CHARACTERS, MAX_WORD_CHARACTERS = 200, 32
+MAX_LOST, LOST_BYTES = 16, 8
 
 _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 _Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
@@ -91,6 +93,19 @@ class PeerReport(msgspec.Struct, array_like=True, frozen=True):
     """How others call it, see :attr:`shoal.metrics.Metrics.reachability`."""
     version: _Word = ""
     """Of shoal."""
+    step_samples: Count = 0
+    """Samples of all peers in the last joint step; 0 if that is not known."""
+    step_target: Count = 0
+    """How many it should have had; 0 if steps are not counted in samples."""
+    began: Moment = 0
+    """DHT time at which the peer began; 0 if it does not tell."""
+    lost: Annotated[list[Annotated[bytes, Meta(max_length=LOST_BYTES)]], Meta(max_length=MAX_LOST)] = []
+    """The ends of the ids of peers that this one cannot reach any more, see :func:`end_of_id`."""
+
+
+def end_of_id(peer: PeerID) -> bytes:
+    """The last bytes of an id, which are enough to tell the peers of a run apart."""
+    return peer.to_bytes()[-LOST_BYTES:]
 
 
 def parse_report(value: object) -> PeerReport:
@@ -138,6 +153,10 @@ class HasPeers(Protocol):
     def peers(self) -> Collection[object]:
         """Its members."""
 
+    @property
+    def weights(self) -> Collection[float]:
+        """The weight of each."""
+
 
 class Reporting:
     """What one peer reports. Used by the training thread alone.
@@ -149,6 +168,7 @@ class Reporting:
         last_round: returns the last round, or ``None``. It must not lead to the optimizer that has this: an optimizer
             that is dropped shuts itself down at once.
         clock: of seconds; tests move it.
+        target_batch_size: samples that a joint step should have; 0 if steps are not counted in samples.
     """
 
     def __init__(
@@ -158,9 +178,12 @@ class Reporting:
         tracker: ProgressTracker,
         last_round: Callable[[], HasPeers | None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        target_batch_size: int = 0,
     ) -> None:
         self._dht, self._key, self._tracker = dht, key_of_reports(run_id), tracker
-        self._last_round, self._clock = last_round, clock
+        self._last_round, self._target_batch_size, self._clock = last_round, target_batch_size, clock
+        self._began = get_dht_time()
         self._samples = self._told_samples = 0
         self._told_at = clock()
         self._next = -math.inf
@@ -171,7 +194,8 @@ class Reporting:
         self._samples_at_call = 0
         self._joint = self._step = self._joint_of_step = self._averaging_of_step = 0.0
         self._step_began: float | None = None
-        self._averaging_before = 0.0
+        self._averaging_before = self._step_samples = 0.0
+        self._counted_round: HasPeers | None = None
         self._publication: Future[bool] | None = None
 
     # --- counting -----------------------------------------------------------------------------------------------------
@@ -189,8 +213,23 @@ class Reporting:
         finally:
             self._joint += self._clock() - began
 
-    def note_step(self) -> None:
-        """A joint step is over."""
+    def samples_of_round(self, own: float) -> float:
+        """Samples of all members of the last round, whose weights are samples.
+
+        Args:
+            own: the samples of this peer, which made the step alone if there was no new round.
+        """
+        last, before = self._last_round(), self._counted_round
+        self._counted_round = last
+        return own if last is None or last is before else sum(last.weights)
+
+    def note_step(self, samples: float = 0.0) -> None:
+        """A joint step is over.
+
+        Args:
+            samples: of all peers together in this step; 0 if that is not known.
+        """
+        self._step_samples = samples
         now, averaging = self._clock(), self._dht.p2p.metrics.seconds_averaging
         if self._step_began is not None:
             self._step, self._joint_of_step = now - self._step_began, self._joint
@@ -244,7 +283,7 @@ class Reporting:
         self._next = now + PERIOD * (1 + spread.depth)
         self._told_at, self._told_samples, self._sums = now, self._samples, {}
         key, tag = key_at(self._key, spread.place), tag_of(self._dht.peer_id)
-        value, expiration = msgspec.to_builtins(report), report.time + LIFETIME
+        value, expiration = msgspec.to_builtins(report, builtin_types=(bytes,)), report.time + LIFETIME
         self._publication = self._dht.store(key, value, expiration, subkey=tag, return_future=True)
 
     def _note_outcome(self) -> None:
@@ -280,4 +319,8 @@ class Reporting:
             bytes_received=min(metrics.bytes_received, MOST - 1),
             link=metrics.reachability,
             version=shoal.__version__[:MAX_WORD_CHARACTERS],
+            step_samples=min(round(self._step_samples), MOST - 1),
+            step_target=self._target_batch_size,
+            began=self._began,
+            lost=[end_of_id(peer) for peer in self._tracker.unreachable_peers[:MAX_LOST]],
         )

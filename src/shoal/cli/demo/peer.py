@@ -103,6 +103,7 @@ class Trainer:
         self._contributed = self._pending = 0
         self._losses: list[float] = []
         self._next_report = 0.0
+        self._held_out_loss: float | None = None
         # The peers measure in turn, not all at once.
         self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS
 
@@ -154,11 +155,16 @@ class Trainer:
         self.optimizer.step()
         seconds = time.monotonic() - started
         self._losses.append(float(loss.detach()))
-        self.optimizer.report(loss=self._losses[-1])
+        self.optimizer.report(loss=self._losses[-1], **self._measured_now())
         self._pending += BATCH_SIZE
         if self.epoch > epoch:
             self._note_epoch(seconds)
         self._report(time.monotonic())
+
+    def _measured_now(self) -> dict[str, float]:
+        """The held-out loss if it was measured since the last time, for those who watch the run."""
+        loss, self._held_out_loss = self._held_out_loss, None
+        return {} if loss is None else {"held-out loss": loss}
 
     def _note_epoch(self, seconds: float) -> None:
         size = self._group_size()
@@ -200,8 +206,8 @@ class Trainer:
         if now >= self._next_measurement:
             self._next_measurement = now + MEASURE_EVERY_SECONDS
             with self._common_model():
-                loss = demo_model.held_out_loss(self.model, self._measured)
-            self._tell(Measured(self.epoch, loss))
+                self._held_out_loss = demo_model.held_out_loss(self.model, self._measured)
+            self._tell(Measured(self.epoch, self._held_out_loss))
         if now >= self._next_report:
             self._next_report = now + REPORT_EVERY_SECONDS
             self._tell(self._progress(progress.num_peers))

@@ -28,7 +28,7 @@ SLOW_ROUND_FACTOR = 3.0
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-GREY = "#555555"
+GREY, LIGHT = "#555555", "#dddddd"
 
 COLUMNS = ("peer", "state", "epoch", "samples", "samples/s", "loss", "held-out", "sent", "received")
 STATE_COLOURS = {
@@ -167,40 +167,49 @@ def draw(story: Story, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     losses, rounds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for axes in (losses, rounds):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(LIGHT)
+        axes.tick_params(color=LIGHT, labelcolor=GREY)
+        axes.grid(axis="y", color=LIGHT, linewidth=0.6)
+        axes.set_axisbelow(True)
     _draw_losses(losses, story)
     _draw_rounds(rounds, story)
     _draw_events(losses, rounds, story)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=130)
 
 
 def _draw_losses(axes: Axes, story: Story) -> None:
     for peer, colour, marker in zip(story.peers.values(), COLOURS * 99, MARKERS * 99, strict=False):
         times, values = [time for time, _, _ in peer.curve], [loss for _, _, loss in peer.curve]
-        axes.plot(times, values, color=colour, marker=marker, markersize=6, linewidth=1.2, alpha=0.85, label=peer.name)
-    levels = [(story.unigram_entropy, "knows only how frequent each byte is (unigram entropy)")]
-    levels += [(story.bigram_entropy, "best possible when one byte back is known (bigram entropy)")]
-    for level, meaning in levels:
-        axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{level:.2f}  {meaning}", (1, level), (-4, 3), ("axes fraction", "data"), "offset points", ha="right"
-        )
-    axes.set_ylabel("held-out loss, nats per byte")
-    axes.set_title(f"{story.planned_peers} peers train one model; one is killed, a new one joins")
+        axes.plot(times, values, color=colour, marker=marker, markersize=5, linewidth=1.4, alpha=0.85, label=peer.name)
+    # Where the curve is not: it begins high above the lower line, and ends far below the upper one.
+    levels = [(story.unigram_entropy, "knows only how frequent each byte is (unigram entropy)", 1, -4, 4, "right")]
+    levels += [(story.bigram_entropy, "best possible when one byte back is known (bigram entropy)", 0, 4, -12, "left")]
+    for level, meaning, x, right, up, side in levels:
+        axes.axhline(level, color=GREY, linewidth=0.9, linestyle="--")
+        text, place = f"{level:.2f}  {meaning}", (x, level)
+        coordinates = ("axes fraction", "data"), "offset points"
+        axes.annotate(text, place, (right, up), *coordinates, color=GREY, fontsize=9, ha=side)
+    axes.margins(y=0.08)
+    axes.set_ylabel("held-out loss, nats per byte", color=GREY)
+    title = f"{story.planned_peers} peers train one model; one is killed, a new one joins"
+    axes.set_title(title, loc="left", fontweight="bold")
     if story.peers:
-        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+        axes.legend(loc="upper right", frameon=False, ncols=min(3, len(story.peers)), labelcolor=GREY)
 
 
 def _draw_rounds(axes: Axes, story: Story) -> None:
     rounds, pauses = story.rounds().values(), story.pauses()
     axes.plot([time for time, _ in pauses], [s for _, s in pauses], ".-", color="#bbbbbb", label="from step to step")
     axes.plot([time for time, _ in rounds], [s for _, s in rounds], ".", color=COLOURS[0], label="averaging")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("seconds")
-    axes.set_xlabel("seconds of training")
-    axes.legend(loc="upper right")
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # with room for the legend
+    axes.set_ylabel("seconds", color=GREY)
+    axes.set_xlabel("seconds of training", color=GREY)
+    axes.legend(loc="upper right", frameon=False, ncols=2, labelcolor=GREY)
 
 
 def _draw_events(losses: Axes, rounds: Axes, story: Story) -> None:
@@ -216,8 +225,10 @@ def _draw_events(losses: Axes, rounds: Axes, story: Story) -> None:
     for line, (time, colour, label) in enumerate(events):
         for axes in (losses, rounds):
             axes.axvline(time, color=colour, linewidth=1, linestyle=":")
-        place = (time, 0.72 - 0.07 * line)
-        losses.annotate(label, place, (4, 0), ("data", "axes fraction"), "offset points", color=colour)
+        place = (time, 0.74 - 0.07 * line)
+        # A text that began near the right edge would leave the picture.
+        side, right = ("right", -4) if time > 0.6 * losses.get_xlim()[1] else ("left", 4)
+        losses.annotate(label, place, (right, 0), ("data", "axes fraction"), "offset points", color=colour, ha=side)
 
 
 @dataclass(frozen=True)

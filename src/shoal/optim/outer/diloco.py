@@ -252,7 +252,8 @@ class DiLoCo(JointOptimizer):
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
         rounds = self._rounds
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last)
+        target = target_batch_size or 0
+        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -320,7 +321,9 @@ class DiLoCo(JointOptimizer):
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
         if self.local_epoch != slot:
-            self._reporting.note_step()
+            # Each slot ends with the round of one fragment, whose samples are those of as many slots as there are.
+            done = self.last_round
+            self._reporting.note_step(0.0 if done is None else done.samples / len(self._fragments))
         return loss
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:

@@ -139,3 +139,5 @@ class OuterRound:
     bytes_sent: int = 0
     """Of the encoded values that this peer has sent to the others."""
     bytes_received: int = 0
+    samples: int = 0
+    """Of all members, since the last round of this fragment."""

@@ -305,6 +305,7 @@ class FragmentUpdates:
             norm,
             0 if result is None else result.bytes_sent,
             0 if result is None else result.bytes_received,
+            samples,
         )
 
     def _step(self, mean: torch.Tensor, round_id: bytes, samples: int, names: bytes) -> None:
