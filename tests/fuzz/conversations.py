@@ -37,7 +37,7 @@ LISTENER = Identity.generate()
 CERTIFICATE = x509.load_pem_x509_certificate(LISTENER.certificate_pem()[0]).public_bytes(Encoding.DER)
 ADDRESS = Multiaddr("/ip4/127.0.0.1/tcp/1")
 MESSAGES = messages([])
-JUDGE = functools.partial(judge_listener, None, LISTENER.peer_id)
+JUDGE = functools.partial(judge_listener, None)
 SOMEBODY = Identity.generate().peer_id
 LISTENS_SECONDS = 0.05
 """A node that reads nothing more for so long waits for something else, as one does that has given a reservation."""

@@ -20,6 +20,7 @@ from shoal.errors import DHTError
 from shoal.facade import Facade
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.pasted import split_addresses
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -33,7 +34,9 @@ class DHT(Facade):
     Use it in a ``with`` block, or call :meth:`shutdown` in the end.
 
     Args:
-        initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``; none = begin a new swarm.
+        initial_peers: addresses of peers of the swarm, as a list or as a text with some: the full ones, which end with
+            ``/p2p/<peer id>``, or ``HOST:PORT``, where any peer may answer. ``"local"``: the peers that are found in
+            the local network, now or later (``pip install 'shoal[local]'``). None = begin a new swarm.
         start: whether to start at once; otherwise call :meth:`run_in_background`.
         p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.
@@ -54,7 +57,7 @@ class DHT(Facade):
 
     def __init__(
         self,
-        initial_peers: Sequence[Multiaddr | str] | None = None,
+        initial_peers: Sequence[Multiaddr | str] | str | None = None,
         *,
         start: bool,
         p2p: P2P | None = None,
@@ -65,9 +68,8 @@ class DHT(Facade):
         await_ready: bool = True,
         **kwargs: Any,
     ) -> None:
-        if initial_peers is not None:
-            parse_peer_addresses(initial_peers)
-        self.initial_peers = list(initial_peers or ())
+        self.initial_peers = split_addresses(() if initial_peers is None else initial_peers)
+        parse_peer_addresses(self.initial_peers)
         self.kwargs = kwargs
         self.daemon = daemon
         self.shutdown_timeout = shutdown_timeout

@@ -26,6 +26,7 @@ from shoal.logs import setting
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.pasted import Target
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
@@ -123,7 +124,7 @@ class DHTNode:
         cls,
         p2p: P2P | None = None,
         node_id: DHTID | None = None,
-        initial_peers: Sequence[Multiaddr | str] | None = None,
+        initial_peers: Sequence[Multiaddr | str] | str | None = None,
         bucket_size: int = 20,
         num_replicas: int = 5,
         depth_modulo: int = 5,
@@ -153,7 +154,7 @@ class DHTNode:
         Args:
             p2p: the peer to work with; by default, the node creates one and shuts it down in the end.
             node_id: this node's id; by default it follows from the peer id, so that a peer id is enough to find it.
-            initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
+            initial_peers: addresses of peers of the swarm, as for :class:`DHT`.
             client_mode: use the DHT without being part of it: others never call this node.
             record_validator: decides which records may be stored and believed.
             authorizer: decides which nodes this node talks to; the same kind at every node of the swarm.
@@ -175,7 +176,7 @@ class DHTNode:
         # Loaded on demand, because it takes time.
         from shoal.dht.crypto import with_signatures
 
-        targets = parse_peer_addresses(initial_peers or ())
+        targets = parse_peer_addresses(() if initial_peers is None else initial_peers)
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
@@ -208,7 +209,7 @@ class DHTNode:
             raise
         return node
 
-    async def _join(self, targets: Sequence[tuple[Multiaddr, PeerID]]) -> None:
+    async def _join(self, targets: Sequence[Target]) -> None:
         config = self.config
         loop = asyncio.get_running_loop()
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout

@@ -12,9 +12,9 @@ import errno
 import functools
 import ipaddress
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
@@ -22,8 +22,9 @@ from shoal.errors import BootstrapError, BusyError, InterruptedDialError, Protoc
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
-from shoal.p2p.identity import PeerID, is_circuit, relay_of, split_peer_address
+from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pasted import Target, describe_target, read_targets
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates, host_charged
 from shoal.p2p.transport import VERSION, Header
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
 
 
-Target = tuple[Multiaddr, PeerID]
-Reach = Callable[[PeerID, Multiaddr], Awaitable[None]]
-"""Connects to a peer at an address, or raises."""
+Reach = Callable[[Multiaddr, "PeerID | None"], Awaitable[None]]
+"""Connects to a peer at an address, or to any peer there, or raises."""
 
 # The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
@@ -63,22 +63,15 @@ MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
 
 
-def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Target]:
+def parse_peer_addresses(initial_peers: Any) -> list[Target]:
     """Check addresses from the user. A circuit also stands for its relay, which is a peer like others.
 
     Raises:
-        TypeError: not a sequence of addresses.
-        ValueError: one of them is not a multiaddr that ends with a peer id.
+        TypeError: neither a sequence of addresses nor a text with some.
+        ValueError: one of them is not an address of a peer.
     """
-    if isinstance(initial_peers, (str, bytes, Multiaddr)) or not isinstance(initial_peers, Iterable):
-        raise TypeError(
-            f"initial_peers must be a list of addresses, got {initial_peers!r}: write [{str(initial_peers)!r}] for one"
-        )
-    for address in initial_peers:
-        if not isinstance(address, (str, Multiaddr)):
-            raise TypeError(f"initial_peers must contain str or Multiaddr, got {address!r}")
-    targets = [split_peer_address(Multiaddr(address)) for address in initial_peers]
-    relays = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
+    targets = read_targets(initial_peers)
+    relays: list[Target] = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
     return list(dict.fromkeys([*targets, *relays]))
 
 
@@ -111,7 +104,7 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     finally:
         await cancel_and_wait(*pending)
     raise BootstrapError(
-        {f"{target[0]}/p2p/{target[1]}": _verdict(task, target, broken, limit) for target, task in tasks.items()}
+        {describe_target(target): _verdict(task, target, broken, limit) for target, task in tasks.items()}
     )
 
 
@@ -119,11 +112,11 @@ async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, Interr
     address, peer = target
     for attempt in range(DIAL_ATTEMPTS - 1):
         try:
-            return await reach(peer, address)
+            return await reach(address, peer)
         except InterruptedDialError as e:
             broken[target] = e  # the verdict, if the time limit comes before a better one
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-    return await reach(peer, address)
+    return await reach(address, peer)
 
 
 def _verdict(

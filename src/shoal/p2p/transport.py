@@ -254,8 +254,11 @@ class Transport(ABC):
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
-    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         """Connect to a peer and check that it is the expected one.
+
+        Args:
+            expected_peer: ``None``: any peer; the stream says which one has proven to be there.
 
         Raises:
             IdentityMismatchError: another peer answered.
