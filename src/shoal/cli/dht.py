@@ -30,6 +30,7 @@ from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
+from shoal.p2p.pasted import read_addresses, short_form
 from shoal.p2p.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
@@ -315,8 +316,8 @@ def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | Non
 
 def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
     """Where the user wants it to listen; empty if nothing was given."""
-    given: list[str] = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
-    return given
+    given = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
+    return [str(address) for address in read_addresses(given, "--host-maddrs")]
 
 
 def _asks_for_any_port(hosts: Sequence[str]) -> bool:
@@ -376,7 +377,9 @@ def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> 
     option, argument = (" --token TOKEN", ', token="TOKEN"') if is_private else ("", "")
     best = max(addresses, key=_reach)
     return [
-        "This peer is running. It can be reached at:",
+        "This peer is running. Give this address to the others:",
+        f"  {short_form(best) or best}",
+        "All of its addresses, which also say which peer has to answer there:",
         *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
         "Others join with a TOKEN of this run, see shoal token invite:" if is_private else "Others join with:",
         f"  shoal dht --initial-peers {best}{option}",

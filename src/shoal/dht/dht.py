@@ -20,7 +20,8 @@ from shoal.errors import DHTError
 from shoal.facade import Facade
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.pasted import split_addresses
+from shoal.p2p.local_network import check_can_look_around
+from shoal.p2p.pasted import split_addresses, wants_local
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class DHT(Facade):
         TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
         BootstrapError: no initial peer could be reached; the text says why for each address.
         ValidationError: the initial peers do not agree about the time.
+        ModuleNotFoundError: ``"local"`` needs a package that is not installed.
     """
 
     instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"
@@ -70,6 +72,8 @@ class DHT(Facade):
     ) -> None:
         self.initial_peers = split_addresses(() if initial_peers is None else initial_peers)
         parse_peer_addresses(self.initial_peers)
+        if wants_local(self.initial_peers):
+            check_can_look_around()
         self.kwargs = kwargs
         self.daemon = daemon
         self.shutdown_timeout = shutdown_timeout

@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
 from shoal.errors import (
     BootstrapError,
+    DialError,
     IdentityMismatchError,
     NoAccessTokenError,
     NoReservationError,
@@ -32,6 +34,7 @@ from shoal.errors import (
     ValidationError,
 )
 from shoal.p2p import Multiaddr, PeerID
+from shoal.p2p.joining import advise_on_private
 from shoal.p2p.pasted import Target, describe_target
 
 logger = logging.getLogger(__name__)
@@ -95,16 +98,16 @@ async def ping_initial_peers(
         await protocol.settle()
     elif any(isinstance(error, NotCallableError) for error in outcomes.values()):
         if protocol.p2p.outlook.evidence.forced:
-            verdicts = _verdicts(targets, outcomes, timeout)
+            verdicts = _verdicts(protocol, targets, outcomes, timeout)
             _object(
                 "no peer that answers can call this node, which force_reachability says is public", verdicts, strict
             )
         await protocol.settle()
     elif any(isinstance(error, ValidationError) for error in outcomes.values()):
-        verdicts = _verdicts(targets, outcomes, timeout)
+        verdicts = _verdicts(protocol, targets, outcomes, timeout)
         _object("no peer that answers lets this node join", verdicts, strict)
     else:
-        error = BootstrapError(_verdicts(targets, outcomes, timeout))
+        error = BootstrapError(_verdicts(protocol, targets, outcomes, timeout))
         if must_succeed:
             raise error
         logger.warning("starting alone: %s", error)
@@ -175,11 +178,19 @@ def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
     logger.warning("%s", objection)
 
 
-def _verdicts(targets: Targets, outcomes: dict[Who, Exception | None], timeout: float) -> dict[str, str]:
+def _verdicts(
+    protocol: DHTProtocol, targets: Targets, outcomes: dict[Who, Exception | None], timeout: float
+) -> dict[str, str]:
     """The outcome for each address."""
-    reasons = {who: str(error) or "no answer in time" for who, error in outcomes.items()}
-    too_late = f"no answer within {timeout:g} s"
-    return {describe_target(target): reasons.get(_who(target), too_late) for target in targets}
+    verdicts = {}
+    for target in targets:
+        who, reason, advice = _who(target), f"no answer within {timeout:g} s", ""
+        if who in outcomes:
+            reason = str(outcomes[who]) or "no answer in time"
+        if isinstance(outcomes.get(who), DialError | None):
+            advice = advise_on_private(protocol.p2p, target[0])
+        verdicts[describe_target(target)] = reason + advice
+    return verdicts
 
 
 def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
@@ -233,6 +244,7 @@ class Reunion:
         initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
             is given, any peer that answers there is one.
         meet_neighbors: walks to the node's own id; returns whether it found another node.
+        neighbours: the peers in the local network at present.
     """
 
     def __init__(
@@ -240,6 +252,7 @@ class Reunion:
         protocol: DHTProtocol,
         initial_peers: Targets,
         meet_neighbors: Callable[[], Awaitable[bool]],
+        neighbours: Mapping[PeerID, Sequence[Multiaddr]] = MappingProxyType({}),
     ) -> None:
         self._protocol = protocol
         self._p2p, self._reception = protocol.p2p, protocol.reception
@@ -251,6 +264,7 @@ class Reunion:
             if peer is not None and peer != self._p2p.peer_id:
                 self._addresses.setdefault(peer, []).append(address)
         self._meet_neighbors = meet_neighbors
+        self._neighbours = neighbours
         self._probes: dict[Who, _Probe] = {}
         self._heard = asyncio.Event()
         self._reception.on_heard = self._heard.set
@@ -281,6 +295,7 @@ class Reunion:
         table, now = self._protocol.routing_table, self._now()
         watched: dict[Who, None] = dict.fromkeys(table.suspects.values())
         watched |= dict.fromkeys(peer for peer in self._addresses if peer not in table)
+        watched |= dict.fromkeys(peer for peer in self._neighbours if peer not in table)
         watched |= dict.fromkeys(place for place in self._places if not self._is_met(place))
         self._probes = {
             peer: self._probes.get(peer) or _Probe(now + FIRST_PAUSE_SECONDS * self._rng.random()) for peer in watched
@@ -311,7 +326,7 @@ class Reunion:
         for peer in peers:
             # The addresses that the peer has announced may be outdated: try the initial ones, too.
             if isinstance(peer, PeerID):
-                self._p2p.add_addresses(peer, self._addresses.get(peer, ()))
+                self._p2p.add_addresses(peer, [*self._addresses.get(peer, ()), *self._neighbours.get(peer, ())])
         await asyncio.gather(*map(self._ping_one, peers))
 
     async def _ping_one(self, peer: Who) -> None:
@@ -363,7 +378,12 @@ class Reunion:
 
     async def _candidates(self) -> list[Who]:
         """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
-        known: list[Who] = [*self._addresses, *(peer.peer_id for peer in await self._p2p.list_peers()), *self._places]
+        known: list[Who] = [
+            *self._addresses,
+            *self._neighbours,
+            *(peer.peer_id for peer in await self._p2p.list_peers()),
+            *self._places,
+        ]
         return [peer for peer in dict.fromkeys(known) if peer != self._p2p.peer_id]
 
     async def _draw(self, attempt: int) -> list[Who]:

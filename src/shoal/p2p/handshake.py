@@ -158,7 +158,7 @@ async def prove_to_listener(
     certificate = ssl_object.getpeercert(binary_form=True) or b""
     found = peer_id_of_certificate(certificate)
     if found is None and expected_peer is None:
-        raise DialError(f"{address}: something else answers there: its key is not an Ed25519 key, as those of peers are")
+        raise DialError(f"{address}: something else answers there: its key is no Ed25519 key, as that of a peer is")
     if found is None or expected_peer not in (None, found):
         who = "a peer without an Ed25519 key" if found is None else f"peer {found}"
         raise IdentityMismatchError(

@@ -18,13 +18,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ProtocolError, ShoalError
+from shoal.errors import (
+    BootstrapError,
+    BusyError,
+    IdentityMismatchError,
+    InterruptedDialError,
+    NotAMemberError,
+    ProtocolError,
+    ShoalError,
+)
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.pasted import Target, describe_target, read_targets
+from shoal.p2p.own_addresses import is_of_one_network
+from shoal.p2p.pasted import Target, describe_target, read_targets, short_form
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates, host_charged
 from shoal.p2p.transport import VERSION, Header
@@ -81,8 +90,13 @@ DIAL_ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.1
 
 
-async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> None:
+async def reach_first(
+    targets: Sequence[Target], reach: Reach, limit: float, advise: Callable[[Multiaddr], str] = lambda _: ""
+) -> None:
     """Try all addresses at once; return when the first one is connected.
+
+    Args:
+        advise: what else to say about an address that nobody could reach.
 
     Raises:
         BootstrapError: none was connected within ``limit`` seconds; it says why, for each address.
@@ -104,8 +118,37 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     finally:
         await cancel_and_wait(*pending)
     raise BootstrapError(
-        {describe_target(target): _verdict(task, target, broken, limit) for target, task in tasks.items()}
+        {
+            describe_target(target): _verdict(task, target, broken, limit) + _advice(task, target, advise)
+            for target, task in tasks.items()
+        }
     )
+
+
+def advise_on_private(p2p: P2P, address: Multiaddr) -> str:
+    """What to do about an address that cannot be reached, if it is private and of another network; empty otherwise.
+
+    Two machines can only find each other through one that both can call, so it says which address to give instead.
+    """
+    if not p2p.transport.is_elsewhere(address):
+        return ""
+    what = f". {ip_text_of(address)} is a private address of another network"
+    if p2p.client_mode:
+        return f"{what}: run `shoal dht` on a machine that both can call, and give its address to both"
+    own = (short_form(each) for each in p2p.outlook.announced() if _is_public(each))
+    public = [each if p2p.port_stays else f"{each.rpartition(':')[0]}:PORT" for each in own if each is not None]
+    instead = f"{what}: let that machine join this one instead"
+    if public:
+        return f"{instead}. Start this one without that address, and give {public[0]} to that machine"
+    return (
+        f"{instead}, if this one has a public address, which its own interfaces do not show; otherwise run `shoal dht` "
+        "on a machine that has one, and give its address to both"
+    )
+
+
+def _is_public(address: Multiaddr) -> bool:
+    ip = ip_text_of(address)
+    return not is_circuit(address) and (ip is None or not is_of_one_network(ip))
 
 
 async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, InterruptedDialError]) -> None:
@@ -124,6 +167,12 @@ def _verdict(
 ) -> str:
     error = broken.get(target) if task.cancelled() else task.exception()
     return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{target[0]}: ")
+
+
+def _advice(task: asyncio.Future[None], target: Target, advise: Callable[[Multiaddr], str]) -> str:
+    """Advice about an address where no peer was reached, not even a wrong one."""
+    error = None if task.cancelled() else task.exception()
+    return "" if isinstance(error, (IdentityMismatchError, NotAMemberError)) else advise(target[0])
 
 
 def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool
 from shoal.p2p.dialler import Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
-from shoal.p2p.joining import Checkup, reach_first
+from shoal.p2p.joining import Checkup, advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
@@ -70,6 +71,8 @@ class P2P(Caller):
         self.rng = rng
         self.metrics = metrics
         self.client_mode = False
+        self.port_stays = False
+        """It listens at a port that the user has chosen."""
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
@@ -176,7 +179,7 @@ class P2P(Caller):
         targets = parse_peer_addresses(given)
         if wants_local(given):
             raise ValueError("initial_peers has 'local', which a DHT or a DHTNode understands, and a P2P does not")
-        announced = [checked_announcement(address) for address in read_addresses(announce_maddrs or (), "announce_maddrs")]
+        announced = list(map(checked_announcement, read_addresses(announce_maddrs or (), "announce_maddrs")))
         metrics = Metrics()
         if transport is None:
             have_enough_files()
@@ -194,7 +197,9 @@ class P2P(Caller):
             await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
-                await p2p.outlook.listen(read_addresses(hosts, "host_maddrs"), announced)
+                places = read_addresses(hosts, "host_maddrs")
+                p2p.port_stays = bool(announced) or all(place.get("tcp") != "0" for place in places)
+                await p2p.outlook.listen(places, announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
@@ -252,7 +257,7 @@ class P2P(Caller):
                 self.add_addresses(peer, [address])
         try:
             if others:
-                await reach_first(others, self._reach, limit)
+                await reach_first(others, self._reach, limit, functools.partial(advise_on_private, self))
         except BootstrapError:
             if all(self.met.get(address) == self.peer_id for address, _ in others):
                 return  # like one whose own full address is the only one: it begins a swarm
@@ -279,7 +284,7 @@ class P2P(Caller):
         if peer != known:
             full = address.encapsulate(f"/p2p/{peer}")
             shown = short_form(address) or address
-            logger.info("peer %s answers at %s. Its identity was not checked; this address pins it: %s", peer, shown, full)
+            logger.info("peer %s answers at %s, its identity was not checked; to pin it: %s", peer, shown, full)
         return peer
 
     async def connect(self, peer: PeerID, address: Multiaddr) -> None:

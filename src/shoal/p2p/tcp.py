@@ -14,6 +14,7 @@ from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
+from shoal.p2p.addresses import ip_text_of
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
@@ -163,6 +164,11 @@ class TcpTransport(Transport):
     def is_inside(self, address: Multiaddr) -> bool:
         host = address.get("ip4") or address.get("ip6")
         return host is not None and self._machine.is_inside(host)
+
+    def is_elsewhere(self, address: Multiaddr) -> bool:
+        host = ip_text_of(address)
+        self._look()
+        return host is not None and self._machine.is_elsewhere(host)
 
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)

@@ -245,6 +245,10 @@ class Transport(ABC):
         what hosts elsewhere can reach."""
         return True
 
+    def is_elsewhere(self, address: Multiaddr) -> bool:
+        """Whether an address is a private one of a network that this machine is not part of."""
+        return False
+
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here, in the order to try them.
 
