@@ -96,7 +96,7 @@ def _guarded(name: str, command: Callable[[argparse.Namespace, threading.Event],
     except KeyboardInterrupt:
         _say("Leaving.")
         return 130 if getattr(arguments, "once", False) else 0  # a script waits for that archive, and there is none
-    except (ShoalError, ValueError, OSError) as error:
+    except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
         tell_error(name, error)
         return 1
 

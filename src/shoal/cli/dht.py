@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import ipaddress
 import os
 import signal
@@ -175,7 +176,10 @@ def add_parser(subparsers: Any) -> None:
     )
 
     parser.add_argument(
-        "addresses", nargs="*", metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+        "addresses",
+        nargs="*",
+        metavar="ADDRESS",
+        help="join the swarm of these peers; `local`: of those in the local network; none: start one",
     )
     add_option(
         parser,
@@ -237,6 +241,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="RATE",
         help="how much to carry at most, in bytes per second and for all together, such as 5M (default: no limit)",
     )
+    parser.add_argument("--qr", action="store_true", help="show the address as a QR code, too, for a phone")
     for name in (*WITHOUT_EFFECT, *ALWAYS_ON):
         add_option(parser, name, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -273,16 +278,20 @@ def run(arguments: argparse.Namespace) -> int:
     increase_file_limit()  # each peer that joins through this one takes a few sockets
     with ExitStack() as stack:
         try:
+            if arguments.qr:
+                qr_code("")  # say at once if it cannot be drawn
             kept = _what_is_kept(arguments, stack)
             dht = _start(arguments, kept)
         except KeyboardInterrupt:
             return 0
-        except (ShoalError, ValueError, OSError) as error:
+        except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
             tell_error("dht", error)
             return 1
         try:
+            addresses = dht.get_visible_maddrs()
             _say(
-                *how_to_join(dht.get_visible_maddrs(), is_private=dht.p2p.membership is not None),
+                *how_to_join(addresses, is_private=dht.p2p.membership is not None),
+                *(qr_code(line_to_paste(addresses)) if arguments.qr else []),
                 _what_stays(arguments, kept),
             )
             _report_until_interrupted(dht, arguments.refresh_period)
@@ -378,7 +387,7 @@ def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> 
     best = max(addresses, key=_reach)
     return [
         "This peer is running. Give this address to the others:",
-        f"  {short_form(best) or best}",
+        f"  {line_to_paste(addresses)}",
         "All of its addresses, which also say which peer has to answer there:",
         *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
         "Others join with a TOKEN of this run, see shoal token invite:" if is_private else "Others join with:",
@@ -386,6 +395,36 @@ def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> 
         "or in Python:",
         f'  dht = shoal.DHT(initial_peers=["{best}"], start=True{argument})',
     ]
+
+
+def line_to_paste(addresses: Sequence[Multiaddr]) -> str:
+    """The address that reaches furthest, as short as it can be."""
+    best = max(addresses, key=_reach)
+    return short_form(best) or str(best)
+
+
+def qr_code(text: str) -> list[str]:
+    """A text as a QR code, in lines for the terminal.
+
+    Raises:
+        ModuleNotFoundError: the package that draws it is not installed.
+    """
+    try:
+        import segno
+    except ModuleNotFoundError:
+        message = "--qr needs segno, which is not installed: pip install 'shoal[qr]'"
+        raise ModuleNotFoundError(message, name="segno") from None
+    drawn = io.StringIO()
+    code = segno.make(text or " ", micro=False)
+    try:
+        "▀▄█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        code.terminal(drawn)
+        return drawn.getvalue().splitlines()
+    code.terminal(drawn, compact=True)
+    # The blocks are light: cameras read it on any background if the rest is dark.
+    before, after = ("\033[97;40m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    return [f"{before}{line}{after}" for line in drawn.getvalue().splitlines()]
 
 
 def _reach(address: Multiaddr) -> int:
