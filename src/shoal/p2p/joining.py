@@ -362,15 +362,16 @@ class _Budget:
 def describe_software() -> Description:
     """The versions that run in this process."""
     python = ".".join(map(str, sys.version_info[:3]))
-    return Description(shoal=_version_of("shoal"), python=python, torch=_version_of("torch"), wire=VERSION)
+    torch = _version_of("torch", "not installed")
+    return Description(shoal=_version_of("shoal"), python=python, torch=torch, wire=VERSION)
 
 
 @functools.cache
-def _version_of(package: str) -> str:
+def _version_of(package: str, otherwise: str = "unknown") -> str:
     # Loaded on demand: it takes longer to load than the rest of this package.
     from importlib import metadata
 
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return otherwise

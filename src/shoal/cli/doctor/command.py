@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         targets = list(dict.fromkeys(parse_peer_addresses(arguments.addresses)))
         look_at_device = None if arguments.device is None else _prepare_device(arguments.device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
         print(f"shoal doctor: {error}", file=sys.stderr)
         return 2
     findings: list[tuple[str, Finding]] = []
@@ -115,6 +115,7 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
         ValueError: there is no such device.
     """
     # Imported only here: it loads torch, which takes a second and is not needed otherwise.
+    import shoal.needs_torch  # noqa: F401
     from shoal.cli.doctor import device as room
 
     return partial(room.look_at_device, room.find_device(name))
