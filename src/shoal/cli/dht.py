@@ -291,6 +291,7 @@ def run(arguments: argparse.Namespace) -> int:
             addresses = dht.get_visible_maddrs()
             _say(
                 *how_to_join(addresses, is_private=dht.p2p.membership is not None),
+                *_whom_it_met(dht),
                 *(qr_code(line_to_paste(addresses)) if arguments.qr else []),
                 _what_stays(arguments, kept),
             )
@@ -368,6 +369,15 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
     if kept is not None and port:
         kept.keep_port(port)
     return dht
+
+
+def _whom_it_met(dht: DHT) -> list[str]:
+    """Which peers have answered at addresses that do not say who is there."""
+    return [
+        f"Peer {peer} answered at {short_form(address)}. Its identity was not checked; to pin it: {address}/p2p/{peer}"
+        for address, peer in list(dht.p2p.met.items())
+        if peer != dht.peer_id
+    ]
 
 
 def _what_stays(arguments: argparse.Namespace, kept: Kept | None) -> str:
