@@ -55,10 +55,12 @@ class LocalNetwork:
     Args:
         p2p: the peer. In client mode it announces nothing, because nobody can call it.
         on_found: called with each peer that is found, and again when it has other addresses.
+        announces: whether others are to find this peer.
     """
 
-    def __init__(self, p2p: P2P, on_found: Callable[[PeerID], object]) -> None:
+    def __init__(self, p2p: P2P, on_found: Callable[[PeerID], object], *, announces: bool = True) -> None:
         self._p2p = p2p
+        self._announces = announces
         self._on_found = on_found
         self.present: dict[PeerID, list[Multiaddr]] = {}
         """The peers that are announced at present, and where."""
@@ -106,7 +108,7 @@ class LocalNetwork:
             # Answers to all: one to a port that several programs share would reach only one of them.
             browser = self._module.AsyncServiceBrowser
             browser(core, SERVICE, handlers=[self._note], question_type=DNSQuestionType.QM)
-            if own:
+            if own and self._announces:
                 # Names are peer ids, so that no two peers can want the same.
                 await self._zeroconf.async_register_service(self._described(own), cooperating_responders=True)
             self._announced = own

@@ -23,14 +23,14 @@ from shoal.cli.doctor.findings import (
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.doctor.reach import look_at_reach
+from shoal.cli.doctor.reach import look_around, look_at_reach
 from shoal.cli.doctor.relay import is_relay, look_at_relay
 from shoal.cli.doctor.token import look_at_token
 from shoal.cli.token import add_token_option
 from shoal.errors import P2PDaemonError
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.pasted import Target, describe_target
+from shoal.p2p.pasted import Target, describe_target, wants_local
 from shoal.reactor import Portal
 
 DESCRIPTION = """\
@@ -148,6 +148,10 @@ async def _examine(
     p2p, finding = await _start_peer(arguments, identity_path, token)
     try:
         report(THIS_MACHINE, finding)
+        if wants_local(arguments.addresses):
+            neighbours, finding = await look_around(p2p)
+            report(THIS_MACHINE, finding)
+            targets = [*targets, *neighbours]
         reached: list[PeerID] = []
         for address, expected_peer in targets:
             about, round_trip, peer = describe_target((address, expected_peer)), None, expected_peer
