@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import ipaddress
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
-from shoal.p2p.pasted import read_addresses, short_form
+from shoal.p2p.pasted import line_to_paste, reach_of, read_addresses, short_form
 from shoal.p2p.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
@@ -394,23 +393,17 @@ def _say(*lines: str) -> None:
 def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> list[str]:
     """Tells a user how other peers can join. In a private run each has a token of its own, which is not shown here."""
     option, argument = (" --token TOKEN", ', token="TOKEN"') if is_private else ("", "")
-    best = max(addresses, key=_reach)
+    best = max(addresses, key=reach_of)
     return [
         "This peer is running. Give this address to the others:",
         f"  {line_to_paste(addresses)}",
         "All of its addresses, which also say which peer has to answer there:",
-        *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
+        *(f"  {address}" for address in sorted(addresses, key=reach_of, reverse=True)),
         "Others join with a TOKEN of this run, see shoal token invite:" if is_private else "Others join with:",
         f"  shoal dht --initial-peers {best}{option}",
         "or in Python:",
         f'  dht = shoal.DHT(initial_peers=["{best}"], start=True{argument})',
     ]
-
-
-def line_to_paste(addresses: Sequence[Multiaddr]) -> str:
-    """The address that reaches furthest, as short as it can be."""
-    best = max(addresses, key=_reach)
-    return short_form(best) or str(best)
 
 
 def qr_code(text: str) -> list[str]:
@@ -435,17 +428,6 @@ def qr_code(text: str) -> list[str]:
     # The blocks are light: cameras read it on any background if the rest is dark.
     before, after = ("\033[97;40m", "\033[0m") if sys.stdout.isatty() else ("", "")
     return [f"{before}{line}{after}" for line in drawn.getvalue().splitlines()]
-
-
-def _reach(address: Multiaddr) -> int:
-    """Rank of an address by its reach: this machine, this network, anywhere."""
-    for protocol in ("ip4", "ip6"):
-        if protocol in address:
-            ip = ipaddress.ip_address(address[protocol] or "")
-            # A global IPv6 address reaches as far, but not everybody has IPv6.
-            far = 3 if protocol == "ip4" else 2
-            return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
-    return 4  # a host name
 
 
 def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:

@@ -21,7 +21,7 @@ from shoal.facade import Facade
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
-from shoal.p2p.pasted import split_addresses, wants_local
+from shoal.p2p.pasted import line_to_paste, split_addresses, wants_local
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -253,6 +253,20 @@ class DHT(Facade):
         if latest and not self.portal.closed:
             facts.visible_maddrs = self.portal.call(self.node.get_visible_maddrs(latest=True))
         return list(facts.visible_maddrs)
+
+    @property
+    def address(self) -> str:
+        """One short address to give to others, such as ``203.0.113.7:31337``: the one that reaches furthest.
+
+        It stands for any peer that answers there; :meth:`get_visible_maddrs` has addresses that also say which one.
+
+        Raises:
+            DHTError: nobody can call this peer.
+        """
+        addresses = self.get_visible_maddrs(latest=True)
+        if not addresses:
+            raise DHTError("this peer has no address: in client mode it only calls others")
+        return line_to_paste(addresses)
 
     # --- getting and storing ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shoal.p2p.identity import PeerID, is_circuit, split_peer_address
@@ -154,3 +154,20 @@ def describe_target(target: Target) -> str:
     """A target as users write it."""
     address, peer = target
     return f"{address}/p2p/{peer}" if peer is not None else short_form(address) or str(address)
+
+
+def reach_of(address: Multiaddr) -> int:
+    """Rank of an address by its reach: this machine, this network, anywhere."""
+    for protocol in ("ip4", "ip6"):
+        if protocol in address:
+            ip = ipaddress.ip_address(address[protocol] or "")
+            # A global IPv6 address reaches as far, but not everybody has IPv6.
+            far = 3 if protocol == "ip4" else 2
+            return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
+    return 4  # a host name
+
+
+def line_to_paste(addresses: Sequence[Multiaddr]) -> str:
+    """The address that reaches furthest, as short as it can be."""
+    best = max(addresses, key=reach_of)
+    return short_form(best) or str(best)
