@@ -184,7 +184,11 @@ KEY = str(Identity.generate().peer_id)
         (["revoke", KEY, "--via", "/ip4/1.2.3.4/tcp/5", "--token", SECRET.text], "must end with /p2p/"),
         (["revoke", KEY, "--via", ADDRESS, "--token", SECRET.text], "connection refused"),
         (["revoke", KEY, "--via", "127.0.0.1:1", "--token", SECRET.text], "127.0.0.1:1: connection refused"),
-        (["revoke", KEY, "--via", "local", "--token", SECRET.text], "--via takes the address of one peer of the run"),
+        (
+            ["revoke", KEY, "--via", "local", "--token", SECRET.text],
+            "--via takes addresses of certain peers",
+        ),
+        (["revoke", KEY, "--via", f"{ADDRESS},a:1", "--token", SECRET.text], "--via takes the address of one peer of"),
     ],
 )
 def test_errors_name_their_fix(command: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

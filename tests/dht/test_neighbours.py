@@ -153,12 +153,16 @@ def _present(node: DHTNode) -> dict[Any, Any]:
     return node._neighbours.network.present
 
 
-async def test_members_of_a_private_run_do_not_join_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_members_of_a_private_run_do_not_join_strangers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Token.new_run("mine")
     async with nodes() as start:
         stranger = await start_alone(start, monkeypatch, token="")
         member = await start_alone(start, monkeypatch, token=run.text)
         await until(lambda: stranger.peer_id in _present(member))
+        wanted = f"announced in the local network: peer {stranger.peer_id} is no member of the run"
+        await until(lambda: wanted in caplog.text)
         other = await start("local", token=run.text)
         assert knows(other, member)
         assert not knows(other, stranger)

@@ -51,6 +51,13 @@ async def test_the_peer_that_answers_is_one_like_any_other(caplog: pytest.LogCap
         assert line.endswith(f"to pin it: {address}/p2p/{first.peer_id}")
 
 
+async def test_where_to_listen_may_be_short_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOST_MADDRS", "'127.0.0.1:0', 127.0.0.2:0")
+    async with Peers("tcp") as peers:
+        p2p = await peers.start()
+        assert [listener.address[0] for listener in p2p.transport.listeners] == ["127.0.0.1", "127.0.0.2"]
+
+
 async def test_host_names_and_several_addresses() -> None:
     async with Peers("tcp") as peers:
         first = await peers.start()

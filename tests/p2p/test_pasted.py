@@ -51,7 +51,9 @@ def test_several_addresses_in_one_text(given: object) -> None:
 def test_local_stands_beside_addresses() -> None:
     assert wants_local("local")
     assert wants_local(["'local'", FULL])
-    assert read_targets(["local", FULL]) == [(PLACE, PEER)]
+    assert read_targets(["local", FULL], may_be_local=True) == [(PLACE, PEER)]
+    with pytest.raises(ValueError, match="trusted_relays takes addresses of certain peers, and 'local'"):
+        read_targets(["local", FULL], "trusted_relays")
     assert not wants_local([FULL, "local:31337"])
     assert read_targets("local:31337") == [(Multiaddr("/dns/local/tcp/31337"), None)], "a host may have this name"
 

@@ -17,7 +17,7 @@ from shoal.p2p import P2P, Identity, PeerID
 from shoal.p2p.badges import ROLES_BY_NAME, RevocationList, name_of
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.membership import REVOKED_SUFFIX, date
-from shoal.p2p.pasted import read_targets, split_addresses
+from shoal.p2p.pasted import read_targets
 from shoal.p2p.revocation import Members, Revocations
 from shoal.p2p.tokens import BADGE, DAY, KINDS, RUN, Token, given_token, path_of, read_token, roles_named, write_token
 from shoal.reactor import Portal
@@ -185,7 +185,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
     if token.kind != RUN or token.signer is None:
         raise P2PDaemonError(f"only the secret key of the run can revoke, and this is {KINDS[token.kind]}")
     keys = [_key_of(text) for text in arguments.keys]
-    if len(split_addresses(arguments.via)) != 1 or not read_targets(arguments.via):
+    if len(read_targets(arguments.via, "--via")) != 1:
         raise ValueError(f"--via takes the address of one peer of the run, got {quoted(arguments.via)}")
     portal = Portal("token")
     try:

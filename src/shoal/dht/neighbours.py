@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.seat import NO_ANSWER
 from shoal.errors import ValidationError
+from shoal.logs import Seldom
 from shoal.p2p import PeerID
 from shoal.p2p.local_network import LocalNetwork
 
@@ -31,6 +32,7 @@ class Neighbours:
         self.network = LocalNetwork(protocol.p2p, self._note)
         """Tells which peers are there."""
         self._joined = asyncio.Event()
+        self._warn_seldom = Seldom(logger.warning)
 
     async def start(self) -> None:
         """Announce this node, and join others as soon as they are found."""
@@ -62,7 +64,9 @@ class Neighbours:
             except ValidationError as e:
                 logger.debug("neighbour %s answers, but %s", peer, e)
             except NO_ANSWER as e:
-                logger.debug("neighbour %s does not answer: %s", peer, e)
+                # With others around, it is enough that the node keeps trying.
+                if not len(protocol.routing_table):
+                    self._warn_seldom("cannot join a peer that is announced in the local network: %s", e, about=peer)
                 return
             logger.info("joined peer %s in the local network", peer)
             await protocol.settle()

@@ -79,7 +79,7 @@ def parse_peer_addresses(initial_peers: Any) -> list[Target]:
         TypeError: neither a sequence of addresses nor a text with some.
         ValueError: one of them is not an address of a peer.
     """
-    targets = read_targets(initial_peers)
+    targets = read_targets(initial_peers, may_be_local=True)
     relays: list[Target] = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
     return list(dict.fromkeys([*targets, *relays]))
 

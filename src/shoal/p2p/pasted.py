@@ -112,15 +112,21 @@ def read_addresses(given: Any, name: str) -> list[Multiaddr]:
     return [read_address(each) for each in split_addresses(given, name)]
 
 
-def read_targets(given: Any, name: str = "initial_peers") -> list[Target]:
-    """The places and peers that addresses stand for; not :data:`LOCAL`, which stands for no certain peer.
+def read_targets(given: Any, name: str = "initial_peers", *, may_be_local: bool = False) -> list[Target]:
+    """The places and peers that addresses stand for.
 
     A full address without a peer id is refused: most likely its end got lost, and with it what it promises.
+
+    Args:
+        may_be_local: skip :data:`LOCAL`, which stands for no certain peer; otherwise it is an error.
 
     Raises:
         TypeError, ValueError: as for :func:`split_addresses` and :func:`read_address`.
     """
-    return [_read_target(each) for each in split_addresses(given, name) if each != LOCAL]
+    found = split_addresses(given, name)
+    if LOCAL in found and not may_be_local:
+        raise ValueError(f"{name} takes addresses of certain peers, and {LOCAL!r} stands for none")
+    return [_read_target(each) for each in found if each != LOCAL]
 
 
 def _read_target(given: str | Multiaddr) -> Target:
