@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from shoal.dht import DHTNode
+from shoal.dht.joining import Reunion
 from shoal.errors import BootstrapError
-from shoal.p2p import Identity
+from shoal.p2p import Identity, Multiaddr
 from shoal.testing import Host, Link, Network
 from tests.dht.virtual_time import in_virtual_time
 
@@ -107,6 +108,29 @@ async def test_another_peer_at_the_same_address_is_as_good() -> None:
     await asyncio.sleep(RETURN_SECONDS)
     assert knows(node, second)
     assert knows(second, node)
+
+
+@in_virtual_time
+async def test_a_neighbour_that_does_not_answer_at_first_is_tried_again() -> None:
+    network = a_network()
+    here, there = network.add_host(), network.add_host()
+    node, identity = await start(here), Identity.generate(network.rng)
+    announced = {identity.peer_id: [Multiaddr(f"/ip4/{there.ip}/tcp/{PORT}")]}
+    reunion = Reunion(node.protocol, [], node._meet_neighbors, announced)
+    here.spawn(reunion.run())
+    await asyncio.sleep(60)
+    other = await start(there, identity=identity)
+    assert not knows(node, other)
+    await asyncio.sleep(RETURN_SECONDS)
+    assert knows(node, other)
+    assert knows(other, node)
+
+
+@in_virtual_time
+async def test_in_a_simulation_nobody_looks_around_in_the_real_network() -> None:
+    pytest.importorskip("zeroconf")
+    with pytest.raises(ValueError, match="this peer is not on one: give it addresses"):
+        await start(a_network().add_host(), "local")
 
 
 @in_virtual_time

@@ -35,9 +35,9 @@ class DHT(Facade):
     Use it in a ``with`` block, or call :meth:`shutdown` in the end.
 
     Args:
-        initial_peers: addresses of peers of the swarm, as a list or as a text with some: the full ones, which end with
-            ``/p2p/<peer id>``, or ``HOST:PORT``, where any peer may answer. ``"local"``: the peers that are found in
-            the local network, now or later (``pip install 'shoal[local]'``). None = begin a new swarm.
+        initial_peers: addresses of peers of the swarm, as a list or in one string. A full address ends with
+            ``/p2p/<peer id>``; at ``HOST:PORT`` any peer may answer. ``"local"`` stands for all peers in the local
+            network, now or later (``pip install 'shoal[local]'``). None = begin a new swarm.
         start: whether to start at once; otherwise call :meth:`run_in_background`.
         p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.

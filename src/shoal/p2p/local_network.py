@@ -73,7 +73,13 @@ class LocalNetwork:
         self._warn_seldom = Seldom(logger.warning)
 
     async def start(self) -> None:
-        """Begin to announce and to look, until :meth:`close`. A machine without a network may get one later."""
+        """Begin to announce and to look, until :meth:`close`. A machine without a network may get one later.
+
+        Raises:
+            ValueError: the peer is not on a real network, as in a simulation.
+        """
+        if not self._p2p.transport.is_behind_routers:
+            raise ValueError(f"{LOCAL!r} looks around in real networks, and this peer is not on one: give it addresses")
         self._module = await run_in_worker(importlib.import_module, "zeroconf.asyncio")
         await self._open()
         self._life = asyncio.get_running_loop().create_task(self._follow_moves())
