@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from shoal.errors import BootstrapError, DialError, IdentityTakenError
+from shoal.errors import BootstrapError, DialError, IdentityTakenError, P2PDaemonError
 from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.handshake import ALPN
@@ -143,6 +143,23 @@ async def test_something_else_at_a_short_address(tmp_path: Path) -> None:
     async with other_tls_server(tmp_path) as address:
         with pytest.raises(BootstrapError, match="something else answers there: its key is no Ed25519 key"):
             await P2P.create(initial_peers=address)
+
+
+async def test_a_meeting_that_is_given_up_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, and nobody ever answers
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}")
+        p2p = await P2P.create()
+        given_up, cut_short = (asyncio.create_task(p2p.meet(address)) for _ in range(2))
+        await until(lambda: len(p2p.dialler.tasks) == 2)
+        given_up.cancel()
+        await until(lambda: len(p2p.dialler.tasks) == 1)
+        await p2p.shutdown()
+        with pytest.raises(P2PDaemonError, match="this peer is shut down"):
+            await cut_short
+        assert given_up.cancelled()
+        assert not p2p.dialler.tasks
+        with pytest.raises(P2PDaemonError, match="this peer is shut down"):
+            await p2p.meet(address)
 
 
 async def test_a_trusted_relay_may_be_given_by_a_short_address() -> None:

@@ -105,13 +105,14 @@ class Dialler:
         """
         dial = self._start(None, address, set())
         try:
-            return await dial
-        except BaseException as e:
+            await asyncio.wait([dial])
+        except asyncio.CancelledError:
             dial.add_done_callback(_abort_late)
             dial.cancel()
-            if self._closed and isinstance(e, asyncio.CancelledError):
-                raise P2PDaemonError("this peer is shut down") from None
             raise
+        if dial.cancelled():
+            raise P2PDaemonError("this peer is shut down")
+        return dial.result()
 
     async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
         dials: dict[asyncio.Task[Stream], Multiaddr] = {}
