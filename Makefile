@@ -27,7 +27,7 @@ ONCE_MORE := $(QUICK) --variants=2
 # Without the shape of the source. Of the rooms that know nothing of torch: what calls other packages.
 OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) \
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
-	$(addprefix tests/dht/test_,crypto.py dht.py protocol.py records.py schema.py storage.py validation.py) \
+	$(addprefix tests/dht/test_,crypto.py dht.py neighbours.py protocol.py records.py schema.py storage.py validation.py) \
 	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
 # Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes; and rounds
 # with rules of aggregation, which tests/averaging/test_aggregation.py tries alone.

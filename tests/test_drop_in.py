@@ -97,10 +97,10 @@ def test_start_later_and_settings() -> None:
 
 def test_a_peer_that_cannot_be_reached_is_told() -> None:
     stranger = "12D3KooWPTeYwtPq2qTVSYvDs9NyKGB4bgqEwzLLKwDtNPsYM2Jn"
-    with pytest.raises(hivemind.p2p.P2PDaemonError, match=r"(?i)failed to connect to bootstrap peers"):
-        hivemind.DHT(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"], start=True)
-    with pytest.raises(TypeError):
-        hivemind.DHT(initial_peers=f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}", start=True)
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"
+    for given in ([address], address):
+        with pytest.raises(hivemind.p2p.P2PDaemonError, match=r"(?i)failed to connect to bootstrap peers"):
+            hivemind.DHT(initial_peers=given, start=True)
 
 
 def test_records_with_an_owner(dhts: list[hivemind.DHT]) -> None:

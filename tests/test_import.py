@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a
 
 OPTIONAL_PACKAGES = (
     *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),
+    *("zeroconf", "segno"),
     *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client", "transformers", "accelerate", "peft"),
 )
 PAGE = {"shoal.monitor.page", "shoal.monitor.visitors"}
@@ -130,6 +131,30 @@ def test_the_table_loads_neither_torch_nor_what_few_programs_need() -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
     assert done.stdout == "[]\n[]\n[]\n", "a process that only holds a part of the table would need much more memory"
+
+
+def test_without_torch_the_table_works_and_each_room_with_tensors_says_what_is_missing() -> None:
+    script = """
+        import sys
+        sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # importing one raises ModuleNotFoundError
+        import importlib, shoal
+        with shoal.DHT(start=True, host_maddrs="127.0.0.1:0") as dht:
+            assert dht.store("key", 1, shoal.get_dht_time() + 60) and dht.get("key").value == 1
+        for what in ("Optimizer", "DiLoCo", "DecentralizedAverager", "NoCompression", "load_archive"):
+            try:
+                getattr(shoal, what)
+            except ModuleNotFoundError as e:
+                print(e.name, str(e).partition(":")[0])
+        for room in ("archive", "averaging", "compression", "data", "optim", "optim.grad_scaler", "monitor.observer"):
+            try:
+                importlib.import_module(f"shoal.{room}")
+            except ModuleNotFoundError as e:
+                print(e.name, str(e).partition(":")[0])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
+    wanted = "torch this part of shoal needs torch, which is not installed"
+    assert done.stdout.splitlines() == [wanted] * 12
 
 
 def test_the_optimizer_loads_what_checks_records_only_when_there_are_any() -> None:

@@ -208,6 +208,15 @@ def kind_of_dial_errors(errors: Sequence[BaseException]) -> type[ShoalError]:
     return DialError
 
 
+def torch_is_missing(name: str = "torch") -> ModuleNotFoundError:
+    """The error of everything that works with tensors, where torch or numpy is not installed."""
+    return ModuleNotFoundError(
+        f"this part of shoal needs {name}, which is not installed: run pip install shoal. Without torch and numpy, "
+        "there are the DHT and the commands dht, doctor and token",
+        name=name,
+    )
+
+
 def set_the_clock() -> str:
     """How to synchronise the machine's clock."""
     if sys.platform == "win32":

@@ -54,6 +54,10 @@ def test_what_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tm
     assert f"there is no folder {tmp_path / 'typo'}" in capsys.readouterr().err
     assert main(["archive", "--run", "r", ADDRESS, ADDRESS]) == 1
     assert f"the last word must be the folder of the archives, got {ADDRESS}" in capsys.readouterr().err
+    assert main(["archive", "--run", "r", ADDRESS, "203.0.113.7:31337"]) == 1
+    assert "the last word must be the folder of the archives, got 203.0.113.7:31337" in capsys.readouterr().err
+    assert main(["archive", "--run", "r", "127.0.0.1:1", str(tmp_path)]) == 1
+    assert "\n  127.0.0.1:1: connection refused" in capsys.readouterr().err
     assert main(["archive", "--run", "r", ADDRESS, str(tmp_path)]) == 1
     assert "failed to connect to bootstrap peers" in capsys.readouterr().err
     assert main(["archive", "--run", "r", "--token", "nonsense", ADDRESS, str(tmp_path)]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import ipaddress
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 
 import shoal
 from shoal.cli.__main__ import build_parser, hivemind_dht, main
-from shoal.cli.dht import FIRST_PORT, how_to_join
+from shoal.cli.dht import FIRST_PORT, how_to_join, qr_code
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.joining import parse_peer_addresses
 
@@ -28,13 +29,16 @@ PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 OWN_HOST = str(ipaddress.ip_address("127.1.0.0") + os.getpid() % 2**16)
 """An address of this machine where no other test listens: a kept port stays free there while nobody has it."""
 JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+)$")
+SHORT = re.compile(r"^  (127\.0\.0\.1:\d+)$")
+TWO_NODES = re.compile(r"2 DHT nodes \(including this one\) are in the local routing table")
 
 
 class Bootstrap:
     """A running ``shoal dht``."""
 
-    def __init__(self, *options: str, shell: str = "", state: Path | None = None) -> None:
-        command = [sys.executable, "-m", "shoal.cli", "dht", *options]
+    def __init__(self, *options: str, shell: str = "", state: Path | None = None, without: Sequence[str] = ()) -> None:
+        script = f"import sys; sys.modules.update(dict.fromkeys({without!r})); import shoal.cli.__main__ as it; "
+        command = [sys.executable, "-c", f"{script}sys.exit(it.main())", "dht", *options]
         own = {"XDG_STATE_HOME": str(state), "SHOAL_HOST_MADDRS": f"/ip4/{OWN_HOST}/tcp/0"} if state else {}
         self.process = subprocess.Popen(
             ["sh", "-c", f'{shell} && exec "$@"', "sh", *command] if shell else command,
@@ -64,9 +68,9 @@ class Bootstrap:
 
 
 @contextlib.contextmanager
-def bootstrap(*options: str, shell: str = "") -> Iterator[Bootstrap]:
-    """Run it, after a command of the shell if one is given."""
-    running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options, shell=shell)
+def bootstrap(*options: str, shell: str = "", without: Sequence[str] = ()) -> Iterator[Bootstrap]:
+    """Run it, after a command of the shell if one is given, and as if some packages were not installed."""
+    running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options, shell=shell, without=without)
     try:
         yield running
     finally:
@@ -93,9 +97,7 @@ def test_another_peer_joins_through_the_printed_address_and_both_leave_cleanly(
         address = first.line_that_matches(JOIN)[1]
         with bootstrap("--refresh_period", "0.3", *option, address) as second:
             for running in (first, second):
-                running.line_that_matches(
-                    re.compile(r"2 DHT nodes \(including this one\) are in the local routing table")
-                )
+                running.line_that_matches(TWO_NODES)
                 running.line_that_matches(re.compile(r"Local storage contains \d+ keys"))
             assert "Leaving." in second.ends(number)
         assert "Leaving." in first.ends(number)
@@ -261,6 +263,97 @@ def test_the_address_that_reaches_furthest_comes_first() -> None:
     lines = how_to_join(addresses)
     assert [line.split("/")[2] for line in lines if line.startswith("  /")] == ["8.8.8.8", "192.168.1.5", "127.0.0.1"]
     assert f"  shoal dht --initial-peers {addresses[2]}" in lines
+
+
+@pytest.mark.parametrize(
+    ("hosts", "line"),
+    [
+        (["/ip4/127.0.0.1", "/ip4/192.168.1.5", "/ip4/8.8.8.8"], "8.8.8.8:1"),
+        (["/ip4/127.0.0.1", "/ip4/192.168.1.5"], "192.168.1.5:1"),
+        (["/ip4/127.0.0.1"], "127.0.0.1:1"),
+        (["/ip6/::1", "/ip6/2001:4860::8"], "[2001:4860::8]:1"),
+        (["/ip4/192.168.1.5", "/dns/example.org"], "example.org:1"),
+    ],
+)
+def test_the_line_to_paste_is_the_first_address_and_short(hosts: list[str], line: str) -> None:
+    lines = how_to_join([Multiaddr(f"{host}/tcp/1/p2p/{PEER}") for host in hosts])
+    assert lines[:2] == ["This peer is running. Give this address to the others:", f"  {line}"]
+
+
+def test_a_peer_that_is_called_through_a_relay_alone_has_no_short_line() -> None:
+    address = Multiaddr(f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER[:-1]}q")
+    assert how_to_join([address])[1] == f"  {address}"
+
+
+def test_without_torch_others_join_by_the_short_line() -> None:
+    """As on a rented machine, where neither torch nor numpy is installed."""
+    absent = ("torch", "numpy")
+    with bootstrap("--refresh-period", "0.3", without=absent) as first:
+        address = first.line_that_matches(SHORT)[1]
+        peer = first.line_that_matches(JOIN)[1].rpartition("/")[2]
+        with bootstrap("--refresh-period", "0.3", f"'{address}',", without=absent) as second:
+            met = second.line_that_matches(re.compile(rf"^Peer (\w+) answered at {re.escape(address)}\. "))
+            assert met[1] == peer
+            for running in (first, second):
+                running.line_that_matches(TWO_NODES)
+            second.ends(signal.SIGTERM)
+        first.ends(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["monitor", "127.0.0.1:1", "--run", "x"],
+        ["archive", "127.0.0.1:1", "folder", "--run", "x"],
+        ["revive", "folder"],
+        ["demo", "--peers", "2"],
+        ["doctor", "--device", "cpu"],
+    ],
+    ids=" ".join,
+)
+def test_without_torch_other_commands_say_what_is_missing(words: Sequence[str], tmp_path: Path) -> None:
+    script = "import sys; sys.modules['torch'] = None; import shoal.cli.__main__ as it; sys.exit(it.main())"
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"shoal {words[0]}: this part of shoal needs torch, which is not installed: run pip install")
+
+
+def test_a_qr_code_of_the_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    segno = pytest.importorskip("segno")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    dark = {"█": (0, 0), "▀": (0, 1), "▄": (1, 0), " ": (1, 1)}
+    rows = [[dark[sign][half] for sign in line] for line in qr_code("203.0.113.7:31337") for half in (0, 1)]
+    wanted = [list(row) for row in segno.make("203.0.113.7:31337", micro=False).matrix_iter(border=4)]
+    assert rows[: len(wanted)] == wanted
+
+
+def test_the_qr_code_is_shown_on_request() -> None:
+    pytest.importorskip("segno")
+    with bootstrap("--ephemeral", "--qr") as running:
+        running.line_that_matches(SHORT)
+        running.line_that_matches(re.compile("^(█|\x1b\\[7m )"))
+        running.line_that_matches(re.compile("^The next start will have another address"))
+        running.ends(signal.SIGTERM)
+
+
+def test_a_qr_code_where_the_terminal_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("segno")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert "".join(qr_code("203.0.113.7:31337")).isascii()
+
+
+def test_without_the_package_that_draws_it_nothing_is_started() -> None:
+    with bootstrap("--qr", without=["segno"]) as running:
+        out, errors = running.process.communicate(timeout=120)
+    assert out == ""
+    assert "--qr needs segno, which is not installed: pip install 'shoal[qr]'" in errors
+    with bootstrap("--initial-peers", "local", without=["zeroconf"]) as running:
+        out, errors = running.process.communicate(timeout=120)
+    assert out == ""
+    assert "initial_peers='local' needs zeroconf, which is not installed: pip install 'shoal[local]'" in errors
 
 
 def test_it_reports_what_it_carries() -> None:

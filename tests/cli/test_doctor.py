@@ -34,9 +34,11 @@ from shoal.cli.doctor.findings import (
 )
 from shoal.cli.doctor.peer import look_at_peer
 from shoal.clock import SwarmClock
-from shoal.dht import DHTNode
+from shoal.dht import DHT, DHTNode
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.joining import Checkup
+from shoal.p2p.own_addresses import OwnAddress, OwnAddresses
+from shoal.p2p.tcp import TcpTransport
 from tests.dht.members import Authority, Member
 from tests.p2p.peers import Peers
 
@@ -147,7 +149,9 @@ def test_listening(hosts: list[str], verdict: Verdict, words: str) -> None:
 # --- other peers ------------------------------------------------------------------------------------------------------
 
 
-async def examine(p2p: P2P, address: str, peer: PeerID = STRANGER, keeps_identity: bool = False) -> dict[str, Finding]:
+async def examine(
+    p2p: P2P, address: str, peer: PeerID | None = STRANGER, keeps_identity: bool = False
+) -> dict[str, Finding]:
     found = look_at_peer(p2p, Multiaddr(address), peer, keeps_identity=keeps_identity)
     return {finding.check: finding async for finding in found}
 
@@ -277,6 +281,45 @@ async def test_a_peer_that_can_be_reached_and_tells_others_loopback_alone() -> N
         assert f"it tells others {address}," in found.text
         assert "host_maddrs=" in found.fix
         await there.shutdown()
+
+
+async def test_an_address_that_does_not_say_who_is_there() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        node = await DHTNode.create(p2p=there)
+        [address] = there.get_addresses(there.peer_id)
+        found = await examine(caller, str(address), None)
+        assert found["handshake"].verdict is Verdict.OK
+        assert found["handshake"].text.endswith(
+            f"Not checked which peer it is, because this address does not say; it is\n{there.peer_id}"
+        )
+        assert found["bandwidth"].verdict is Verdict.OK, "all the checks are made with the peer that answers"
+        [own] = caller.get_addresses(caller.peer_id)
+        failure = only_failure(await examine(caller, str(own), None))
+        assert failure.check == "identity"
+        assert failure.text.startswith("already online: the peer there has the identity of")
+        async with server(web_server) as other:
+            assert only_failure(await examine(caller, other, None)).check == "handshake"
+        await node.shutdown()
+
+
+async def test_a_private_address_of_another_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(peer_module, "connect", refuse)
+    own = OwnAddresses(lambda: [OwnAddress("203.0.113.7", 1, 24)])
+    transport = TcpTransport(Identity.generate(), machine=own)
+    p2p = await P2P.create(transport=transport, host_maddrs="0.0.0.0:0", nat_port_map=False)
+    failure = only_failure(await examine(p2p, "/ip4/192.168.77.11/tcp/40123", None))
+    assert (failure.check, failure.fix) == (
+        "connection",
+        "192.168.77.11 is a private address of another network: let that machine join this one instead. Start this one "
+        "without that address, and give 203.0.113.7:PORT to that machine",
+    )
+    near = only_failure(await examine(p2p, "/ip4/203.0.113.9/tcp/40123", None))
+    assert "private" not in near.fix
+    await p2p.shutdown()
 
 
 async def test_another_peer_answers() -> None:
@@ -466,9 +509,37 @@ def test_a_device_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str
     assert f"there is no device '{name}' here: available are cpu" in capsys.readouterr().err
 
 
+def test_the_command_with_a_short_address() -> None:
+    with running_peer() as address:
+        place = Multiaddr(address)
+        short = f"127.0.0.1:{place['tcp']}"
+        done = doctor("--", f"'{short}',")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"\nThe peer at {short}\n  ok    connection " in done.stdout
+        assert place["p2p"] in done.stdout
+        assert "  circuit " in done.stdout
+
+
+def test_the_command_looks_around(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zeroconf")
+    monkeypatch.setattr("shoal.p2p.local_network.SERVICE", f"_d{os.getpid()}._tcp.local.")
+    hosts = ["--host-maddrs", "127.0.0.1:0"]
+    assert main(["doctor", "local", *hosts]) == 0
+    assert "  warn  local network  no peer is announced\n" in capsys.readouterr().out
+    monkeypatch.setattr("shoal.dht.neighbours.FIRST_SECONDS", 0.0)
+    with DHT("local", start=True) as there:
+        assert main(["doctor", "local", *hosts]) == 0
+        out = capsys.readouterr().out
+        assert "  ok    local network  1 peer found\n" in out
+        assert f"\nPeer {there.peer_id}\n  at /ip4/127.0.0.1/tcp/" in out
+    monkeypatch.setitem(sys.modules, "zeroconf", None)
+    assert main(["doctor", "local", *hosts]) == 1
+    assert "-> pip install 'shoal[local]'" in capsys.readouterr().out
+
+
 def test_malformed_addresses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "127.0.0.1:31337"]) == 2
-    assert "127.0.0.1:31337" in capsys.readouterr().err
+    assert main(["doctor", "127.0.0.1"]) == 2
+    assert "'127.0.0.1' is no address of a peer: its port is missing" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_it_at_once() -> None:

@@ -183,6 +183,12 @@ KEY = str(Identity.generate().peer_id)
         (["revoke", "somebody", "--via", ADDRESS, "--token", SECRET.text], "is not a peer id"),
         (["revoke", KEY, "--via", "/ip4/1.2.3.4/tcp/5", "--token", SECRET.text], "must end with /p2p/"),
         (["revoke", KEY, "--via", ADDRESS, "--token", SECRET.text], "connection refused"),
+        (["revoke", KEY, "--via", "127.0.0.1:1", "--token", SECRET.text], "127.0.0.1:1: connection refused"),
+        (
+            ["revoke", KEY, "--via", "local", "--token", SECRET.text],
+            "--via takes addresses of certain peers",
+        ),
+        (["revoke", KEY, "--via", f"{ADDRESS},a:1", "--token", SECRET.text], "--via takes the address of one peer of"),
     ],
 )
 def test_errors_name_their_fix(command: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,8 +201,9 @@ def test_errors_name_their_fix(command: Sequence[str], text: str, capsys: pytest
 def test_nothing_to_revoke(capsys: pytest.CaptureFixture[str]) -> None:
     with shoal.DHT(start=True, host_maddrs=LOOPBACK, token=SECRET.text) as seed:
         [address] = map(str, seed.get_visible_maddrs())
-        _, errors = output_of(capsys, "revoke", "--via", address, "--token", SECRET.text, status=1)
-        assert "nothing is revoked in this run" in errors
+        for via in (address, f"127.0.0.1:{address.split('/')[4]}"):
+            _, errors = output_of(capsys, "revoke", "--via", via, "--token", SECRET.text, status=1)
+            assert "nothing is revoked in this run" in errors
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

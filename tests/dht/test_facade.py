@@ -8,7 +8,7 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHT, DHTNode
-from shoal.errors import P2PDaemonError, ReactorError
+from shoal.errors import DHTError, P2PDaemonError, ReactorError
 
 
 def test_no_listen_is_another_name_of_client_mode() -> None:
@@ -38,6 +38,19 @@ def test_what_it_looks_like() -> None:
             assert second.run_coroutine(_look) == repr(second), "also inside the loop"
         assert repr(second).endswith(", shut down>")
         assert str(second.peer_id) in repr(second)
+
+
+def test_its_address_is_short_and_the_whole_of_what_another_peer_needs() -> None:
+    with DHT(start=True) as first:
+        [address] = first.get_visible_maddrs()
+        assert first.address == f"127.0.0.1:{address['tcp']}"
+        with DHT(first.address, start=True) as second:
+            assert second.p2p.met == {address.decapsulate(f"/p2p/{first.peer_id}"): first.peer_id}
+        with (
+            DHT([first.address], start=True, client_mode=True) as client,
+            pytest.raises(DHTError, match="in client mode it only calls others"),
+        ):
+            print(client.address)
 
 
 async def _look(dht: DHT, node: DHTNode) -> str:

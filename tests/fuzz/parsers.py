@@ -56,6 +56,7 @@ BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"
 GRANTED = [*(read_badge(RUN.run_key, badge) for badge in BADGES), INVITATION.content]
 TOKENS = [RUN.text, INVITATION.text, BADGE_TOKEN.text]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
+PASTED = ["203.0.113.7:31337", "'[2001:db8::7]:31337',", "example.org:1 local", f"['{FULL_ADDRESSES[0]}', 'a:5']"]
 
 for room in (
     "dht.records",
@@ -269,6 +270,7 @@ def targets() -> list[Target]:
         parser("multiaddr, binary", lambda m: m.bytes(m.one_of(BINARY_ADDRESSES), BINARY_ADDRESSES), _multiaddr),
         parser("peer id", lambda m: m.text(PEER), _peer_id),
         parser("address of a peer", lambda m: [m.text(m.one_of(FULL_ADDRESSES))], parse_peer_addresses),
+        parser("addresses, pasted", lambda m: m.text(m.one_of(PASTED)), parse_peer_addresses),
         parser("identity file", lambda m: m.bytes(identity_file), Identity.from_bytes),
         parser("certificate", lambda m: m.bytes(m.one_of(certificates), certificates), peer_id_of_certificate),
         parser(

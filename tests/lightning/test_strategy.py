@@ -383,7 +383,7 @@ def test_peers_from_the_environment(
 def test_peers_as_text(make: Make) -> None:
     first = make()
     address = str(first.dht.get_visible_maddrs()[0])
-    second = make(initial_peers=f" {address}, {address}")
+    second = make(initial_peers=f" {address}, '{address}'\n")
     assert second._initial_peers == [address, address]
     assert second.dht.initial_peers == [address, address]
 

@@ -318,7 +318,7 @@ async def test_the_last_thing_that_went_wrong_is_told_when_time_is_over() -> Non
     loop = asyncio.get_running_loop()
     tried = asyncio.Event()
 
-    async def reach(peer: PeerID, address: Multiaddr) -> None:
+    async def reach(address: Multiaddr, peer: PeerID | None) -> None:
         if tried.is_set():
             await loop.create_future()
         tried.set()

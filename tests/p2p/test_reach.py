@@ -91,8 +91,10 @@ async def test_trusted_relays_are_parsed_and_relays_can_be_turned_off() -> None:
         p2p = await peers.start(use_relay=False, use_auto_relay=False, trusted_relays=[str(address)])
         assert [peer for _, peer in p2p.reservations.trusted] == [relay.peer_id]
         assert p2p.dialler.dial_circuit is None
+        same = await peers.start(use_auto_relay=False, trusted_relays=f"{address},")
+        assert same.reservations.trusted == p2p.reservations.trusted
         with pytest.raises(TypeError, match="trusted_relays must be a list"):
-            await peers.start(trusted_relays=str(address))
+            await peers.start(trusted_relays=5)
 
 
 async def test_a_liar_does_not_talk_a_peer_out_of_an_address_that_works() -> None:

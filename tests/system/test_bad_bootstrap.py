@@ -201,8 +201,7 @@ def test_one_good_address_is_enough(dead_port: str, full_backlog: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "127.0.0.1:31337",
-        "not an address",
+        "not-an-address",
         "",
         "/ip4/300.0.0.1/tcp/31337/p2p/" + STRANGER,
         "/ip4/127.0.0.1/tcp/99999/p2p/" + STRANGER,
@@ -220,7 +219,7 @@ def test_not_a_multiaddr_of_a_peer(address: str) -> None:
     assert repr(address) in str(error.value) or (address and address in str(error.value)), error.value
 
 
-@pytest.mark.parametrize("peers", ["/ip4/127.0.0.1/tcp/31337/p2p/" + STRANGER, [31337], 31337, [None]], ids=range(4))
+@pytest.mark.parametrize("peers", [[31337], 31337, [None]], ids=range(3))
 def test_not_a_list_of_addresses(peers: object) -> None:
     with pytest.raises(TypeError, match="initial_peers"):
         DHT(initial_peers=peers, start=True).shutdown()  # type: ignore[arg-type]

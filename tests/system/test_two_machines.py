@@ -77,6 +77,34 @@ def test_printed_address_still_works_after_the_seed_was_started_again(hosts: lis
     assert there.start("keep_in_touch.py", printed[0]).wait_for("addresses", START_LIMIT_SECONDS)
 
 
+def test_the_short_line_that_is_printed_first_works_on_the_other_machine(hosts: list[Host]) -> None:
+    here, there = hosts
+    seed, _ = start_seed(here)
+    short = f"{here.address}:31337"
+    assert seed.wait_for_line(r"^  (\S+:\d+)$", LIMIT)[1] == short
+    assert there.start("keep_in_touch.py", f"'{short}',\n").wait_for("addresses", START_LIMIT_SECONDS)
+
+
+def test_machines_of_one_network_find_each_other_without_an_address(hosts: list[Host]) -> None:
+    """In any order; one that was alone joins when another one appears, and one that has moved is found again."""
+    pytest.importorskip("zeroconf")
+    here, there = hosts
+    first = here.start("keep_in_touch.py", "local")
+    first.wait_for("addresses", START_LIMIT_SECONDS)
+    seed = there.start("-m", "shoal.cli", "dht", "local", "--refresh-period", "1")
+    seed.wait_for_line(r"^2 DHT nodes \(including this one\)", LIMIT)
+    assert ask(first, "store", "key", "value")
+    beside = here.start("keep_in_touch.py", "local")
+    beside.wait_for("addresses", START_LIMIT_SECONDS)
+    assert ask(beside, "get", "key") == "value"
+    seed.process.send_signal(signal.SIGKILL)
+    seed.wait(LIMIT)
+    there.set_address(77)
+    again = there.start("keep_in_touch.py", "local")
+    assert again.wait_for("addresses", START_LIMIT_SECONDS)["addresses"][0].startswith("/ip4/10.88.0.77/")
+    assert ask(again, "get", "key") == "value"
+
+
 DEAF = {"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"}
 
 

@@ -12,6 +12,7 @@
 - :mod:`~.messages` defines the messages that all of these exchange.
 """
 
+import shoal.needs_torch  # noqa: F401
 from shoal.averaging.aggregation import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import AveragingStage, RoundResult, StepControl

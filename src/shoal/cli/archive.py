@@ -13,6 +13,7 @@ from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
 from shoal.errors import ShoalError
+from shoal.p2p.pasted import read_targets
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -95,7 +96,7 @@ def _guarded(name: str, command: Callable[[argparse.Namespace, threading.Event],
     except KeyboardInterrupt:
         _say("Leaving.")
         return 130 if getattr(arguments, "once", False) else 0  # a script waits for that archive, and there is none
-    except (ShoalError, ValueError, OSError) as error:
+    except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
         tell_error(name, error)
         return 1
 
@@ -116,12 +117,19 @@ def _join(arguments: argparse.Namespace, **options: Any) -> DHT:
     )
 
 
+def _is_address(word: str) -> bool:
+    try:
+        return bool(read_targets(word))
+    except ValueError:
+        return "/p2p/" in word and "://" not in word
+
+
 def _archive(arguments: argparse.Namespace, stop: threading.Event) -> int:
     # Imported only here: they load torch, which takes a second and is not needed for other commands.
     from shoal.archive.keeping import Archiver
     from shoal.archive.store import Store
 
-    if "/p2p/" in arguments.folder and "://" not in arguments.folder:
+    if _is_address(arguments.folder):
         raise ValueError(f"the last word must be the folder of the archives, got {arguments.folder}")
     store = Store(arguments.folder)
     options = {"every": arguments.every, "keep": arguments.keep, "rate": arguments.rate}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
+import io
 import os
 import signal
 import socket
@@ -30,6 +30,7 @@ from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
+from shoal.p2p.pasted import line_to_paste, reach_of, read_addresses, short_form
 from shoal.p2p.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
@@ -174,7 +175,10 @@ def add_parser(subparsers: Any) -> None:
     )
 
     parser.add_argument(
-        "addresses", nargs="*", metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+        "addresses",
+        nargs="*",
+        metavar="ADDRESS",
+        help="join the swarm of these peers; `local`: of those in the local network; none: start one",
     )
     add_option(
         parser,
@@ -236,6 +240,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="RATE",
         help="how much to carry at most, in bytes per second and for all together, such as 5M (default: no limit)",
     )
+    parser.add_argument("--qr", action="store_true", help="show the address as a QR code, too, for a phone")
     for name in (*WITHOUT_EFFECT, *ALWAYS_ON):
         add_option(parser, name, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -272,16 +277,21 @@ def run(arguments: argparse.Namespace) -> int:
     increase_file_limit()  # each peer that joins through this one takes a few sockets
     with ExitStack() as stack:
         try:
+            if arguments.qr:
+                qr_code("")  # say at once if it cannot be drawn
             kept = _what_is_kept(arguments, stack)
             dht = _start(arguments, kept)
         except KeyboardInterrupt:
             return 0
-        except (ShoalError, ValueError, OSError) as error:
+        except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
             tell_error("dht", error)
             return 1
         try:
+            addresses = dht.get_visible_maddrs()
             _say(
-                *how_to_join(dht.get_visible_maddrs(), is_private=dht.p2p.membership is not None),
+                *how_to_join(addresses, is_private=dht.p2p.membership is not None),
+                *_whom_it_met(dht),
+                *(qr_code(line_to_paste(addresses)) if arguments.qr else []),
                 _what_stays(arguments, kept),
             )
             _report_until_interrupted(dht, arguments.refresh_period)
@@ -315,8 +325,8 @@ def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | Non
 
 def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
     """Where the user wants it to listen; empty if nothing was given."""
-    given: list[str] = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
-    return given
+    given = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
+    return [str(address) for address in read_addresses(given, "--host-maddrs")]
 
 
 def _asks_for_any_port(hosts: Sequence[str]) -> bool:
@@ -360,6 +370,15 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
     return dht
 
 
+def _whom_it_met(dht: DHT) -> list[str]:
+    """Which peers have answered at addresses that do not say who is there."""
+    return [
+        f"Peer {peer} answered at {short_form(address)}. Its identity was not checked; to pin it: {address}/p2p/{peer}"
+        for address, peer in list(dht.p2p.met.items())
+        if peer != dht.peer_id
+    ]
+
+
 def _what_stays(arguments: argparse.Namespace, kept: Kept | None) -> str:
     if kept is not None:
         return f"Key and port stay the same at the next start: they are kept in {kept.folder}"
@@ -374,10 +393,12 @@ def _say(*lines: str) -> None:
 def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> list[str]:
     """Tells a user how other peers can join. In a private run each has a token of its own, which is not shown here."""
     option, argument = (" --token TOKEN", ', token="TOKEN"') if is_private else ("", "")
-    best = max(addresses, key=_reach)
+    best = max(addresses, key=reach_of)
     return [
-        "This peer is running. It can be reached at:",
-        *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
+        "This peer is running. Give this address to the others:",
+        f"  {line_to_paste(addresses)}",
+        "All of its addresses, which also say which peer has to answer there:",
+        *(f"  {address}" for address in sorted(addresses, key=reach_of, reverse=True)),
         "Others join with a TOKEN of this run, see shoal token invite:" if is_private else "Others join with:",
         f"  shoal dht --initial-peers {best}{option}",
         "or in Python:",
@@ -385,15 +406,28 @@ def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> 
     ]
 
 
-def _reach(address: Multiaddr) -> int:
-    """Rank of an address by its reach: this machine, this network, anywhere."""
-    for protocol in ("ip4", "ip6"):
-        if protocol in address:
-            ip = ipaddress.ip_address(address[protocol] or "")
-            # A global IPv6 address reaches as far, but not everybody has IPv6.
-            far = 3 if protocol == "ip4" else 2
-            return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
-    return 4  # a host name
+def qr_code(text: str) -> list[str]:
+    """A text as a QR code, in lines for the terminal.
+
+    Raises:
+        ModuleNotFoundError: the package that draws it is not installed.
+    """
+    try:
+        import segno
+    except ModuleNotFoundError:
+        message = "--qr needs segno, which is not installed: pip install 'shoal[qr]'"
+        raise ModuleNotFoundError(message, name="segno") from None
+    drawn = io.StringIO()
+    code = segno.make(text or " ", micro=False)
+    try:
+        "▀▄█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        code.terminal(drawn)
+        return drawn.getvalue().splitlines()
+    code.terminal(drawn, compact=True)
+    # The blocks are light: cameras read it on any background if the rest is dark.
+    before, after = ("\033[97;40m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    return [f"{before}{line}{after}" for line in drawn.getvalue().splitlines()]
 
 
 def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:

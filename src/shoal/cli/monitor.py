@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, torch_is_missing
 
 if TYPE_CHECKING:
     from shoal.monitor.exporters import Exporter
@@ -113,6 +114,8 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     addresses = [*arguments.addresses, *arguments.initial_peers]
     if not addresses:
         raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
+    if importlib.util.find_spec("torch") is None:  # before it joins in vain
+        raise torch_is_missing()
     dht = stack.enter_context(
         DHT(
             addresses,

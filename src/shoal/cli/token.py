@@ -17,6 +17,7 @@ from shoal.p2p import P2P, Identity, PeerID
 from shoal.p2p.badges import ROLES_BY_NAME, RevocationList, name_of
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.membership import REVOKED_SUFFIX, date
+from shoal.p2p.pasted import read_targets
 from shoal.p2p.revocation import Members, Revocations
 from shoal.p2p.tokens import BADGE, DAY, KINDS, RUN, Token, given_token, path_of, read_token, roles_named, write_token
 from shoal.reactor import Portal
@@ -184,7 +185,8 @@ def _revoke(arguments: argparse.Namespace) -> int:
     if token.kind != RUN or token.signer is None:
         raise P2PDaemonError(f"only the secret key of the run can revoke, and this is {KINDS[token.kind]}")
     keys = [_key_of(text) for text in arguments.keys]
-    parse_peer_addresses([arguments.via])
+    if len(read_targets(arguments.via, "--via")) != 1:
+        raise ValueError(f"--via takes the address of one peer of the run, got {quoted(arguments.via)}")
     portal = Portal("token")
     try:
         news = portal.call(_spread(given, token.signer, keys, arguments.via))
@@ -211,9 +213,10 @@ def _key_of(text: str) -> bytes:
 
 async def _spread(given: str | os.PathLike[str], run: Identity, keys: Sequence[bytes], via: str) -> RevocationList:
     """Extend the newest list that is known here or at a peer of the run, and give it to that peer."""
-    [(_, peer)] = parse_peer_addresses([via])
-    p2p = await P2P.create([via], token=given, no_listen=True)
+    [(place, named), *_] = parse_peer_addresses(via)
+    p2p = await P2P.create(via, token=given, no_listen=True)
     try:
+        peer = named or p2p.met[place]
         assert p2p.members is not None
         assert p2p.membership is not None
         handle = Members.handle_name("rpc_revocations", None)

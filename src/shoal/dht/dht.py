@@ -20,6 +20,8 @@ from shoal.errors import DHTError
 from shoal.facade import Facade
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.local_network import check_can_look_around
+from shoal.p2p.pasted import line_to_paste, split_addresses, wants_local
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -33,7 +35,9 @@ class DHT(Facade):
     Use it in a ``with`` block, or call :meth:`shutdown` in the end.
 
     Args:
-        initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``; none = begin a new swarm.
+        initial_peers: addresses of peers of the swarm, as a list or in one string. A full address ends with
+            ``/p2p/<peer id>``; at ``HOST:PORT`` any peer may answer. ``"local"`` stands for all peers in the local
+            network, now or later (``pip install 'shoal[local]'``). None = begin a new swarm.
         start: whether to start at once; otherwise call :meth:`run_in_background`.
         p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.
@@ -48,13 +52,14 @@ class DHT(Facade):
         TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
         BootstrapError: no initial peer could be reached; the text says why for each address.
         ValidationError: the initial peers do not agree about the time.
+        ModuleNotFoundError: ``"local"`` needs a package that is not installed.
     """
 
     instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"
 
     def __init__(
         self,
-        initial_peers: Sequence[Multiaddr | str] | None = None,
+        initial_peers: Sequence[Multiaddr | str] | str | None = None,
         *,
         start: bool,
         p2p: P2P | None = None,
@@ -65,9 +70,10 @@ class DHT(Facade):
         await_ready: bool = True,
         **kwargs: Any,
     ) -> None:
-        if initial_peers is not None:
-            parse_peer_addresses(initial_peers)
-        self.initial_peers = list(initial_peers or ())
+        self.initial_peers = split_addresses(() if initial_peers is None else initial_peers)
+        parse_peer_addresses(self.initial_peers)
+        if wants_local(self.initial_peers):
+            check_can_look_around()
         self.kwargs = kwargs
         self.daemon = daemon
         self.shutdown_timeout = shutdown_timeout
@@ -247,6 +253,20 @@ class DHT(Facade):
         if latest and not self.portal.closed:
             facts.visible_maddrs = self.portal.call(self.node.get_visible_maddrs(latest=True))
         return list(facts.visible_maddrs)
+
+    @property
+    def address(self) -> str:
+        """One short address to give to others, such as ``203.0.113.7:31337``: the one that reaches furthest.
+
+        It stands for any peer that answers there; :meth:`get_visible_maddrs` has addresses that also say which one.
+
+        Raises:
+            DHTError: nobody can call this peer.
+        """
+        addresses = self.get_visible_maddrs(latest=True)
+        if not addresses:
+            raise DHTError("this peer has no address: in client mode it only calls others")
+        return line_to_paste(addresses)
 
     # --- getting and storing ------------------------------------------------------------------------------------------
 

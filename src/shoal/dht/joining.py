@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
 from shoal.errors import (
     BootstrapError,
+    DialError,
     IdentityMismatchError,
     NoAccessTokenError,
     NoReservationError,
@@ -32,13 +34,15 @@ from shoal.errors import (
     ValidationError,
 )
 from shoal.p2p import Multiaddr, PeerID
+from shoal.p2p.joining import advise_on_private
+from shoal.p2p.pasted import Target, describe_target
 
 logger = logging.getLogger(__name__)
 
-Targets = Sequence[tuple[Multiaddr, PeerID]]
-
-
-Outcomes = asyncio.Queue[tuple[PeerID, "Exception | None"]]
+Targets = Sequence[Target]
+Who = PeerID | Multiaddr
+"""A peer; or an address, for whatever peer answers there."""
+Outcomes = asyncio.Queue[tuple[Who, "Exception | None"]]
 
 # Attempts to ping an initial peer; only a broken connection, which may be chance, leads to another one.
 PING_ATTEMPTS = 3
@@ -65,13 +69,15 @@ async def ping_initial_peers(
     """
     clock = protocol.p2p.clock
     for address, peer in targets:
-        protocol.p2p.add_addresses(peer, [address])
-        clock.join_through(peer)
-    peers = list(dict.fromkeys(peer for _, peer in targets if peer != protocol.p2p.peer_id))
+        if peer is not None:
+            protocol.p2p.add_addresses(peer, [address])
+            clock.join_through(peer)
+    peers = list(dict.fromkeys(map(_who, targets)))
+    peers = [each for each in peers if _peer_of(protocol, each) != protocol.p2p.peer_id and not _is_own(protocol, each)]
     queue: Outcomes = asyncio.Queue()
-    for peer in peers:
-        protocol.spawn(_ping(protocol, peer, must_succeed, queue))
-    outcomes: dict[PeerID, Exception | None] = {}
+    for each in peers:
+        protocol.spawn(_ping(protocol, each, must_succeed, queue))
+    outcomes: dict[Who, Exception | None] = {}
     began = asyncio.get_running_loop().time()
 
     async def collect(limit: float, is_enough: Callable[[Exception | None], bool]) -> None:
@@ -84,7 +90,7 @@ async def ping_initial_peers(
         await collect(SECOND_OPINION_SECONDS, lambda error: error is None)
     if clock.offset:
         await collect(SECOND_OPINION_SECONDS, lambda error: False)
-    if clock.is_disputed and any(peer in clock.sources for peer in outcomes):
+    if clock.is_disputed and any(_peer_of(protocol, each) in clock.sources for each in outcomes):
         _object(
             "the peers through which this node joins do not agree about the time", _clock_verdicts(protocol), strict
         )
@@ -92,16 +98,16 @@ async def ping_initial_peers(
         await protocol.settle()
     elif any(isinstance(error, NotCallableError) for error in outcomes.values()):
         if protocol.p2p.outlook.evidence.forced:
-            verdicts = _verdicts(targets, outcomes, timeout)
+            verdicts = _verdicts(protocol, targets, outcomes, timeout)
             _object(
                 "no peer that answers can call this node, which force_reachability says is public", verdicts, strict
             )
         await protocol.settle()
     elif any(isinstance(error, ValidationError) for error in outcomes.values()):
-        verdicts = _verdicts(targets, outcomes, timeout)
+        verdicts = _verdicts(protocol, targets, outcomes, timeout)
         _object("no peer that answers lets this node join", verdicts, strict)
     else:
-        error = BootstrapError(_verdicts(targets, outcomes, timeout))
+        error = BootstrapError(_verdicts(protocol, targets, outcomes, timeout))
         if must_succeed:
             raise error
         logger.warning("starting alone: %s", error)
@@ -109,7 +115,7 @@ async def ping_initial_peers(
 
 async def _collect(
     queue: Outcomes,
-    outcomes: dict[PeerID, Exception | None],
+    outcomes: dict[Who, Exception | None],
     count: int,
     timeout: float,
     is_enough: Callable[[Exception | None], bool],
@@ -118,18 +124,37 @@ async def _collect(
     try:
         async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
-                peer, error = await queue.get()
-                outcomes[peer] = error
+                who, error = await queue.get()
+                outcomes[who] = error
                 if is_enough(error):
                     return
     except TimeoutError:
         return
 
 
-async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: Outcomes) -> None:
+def _who(target: Target) -> Who:
+    address, peer = target
+    return address if peer is None else peer
+
+
+def _peer_of(protocol: DHTProtocol, who: Who) -> PeerID | None:
+    """The peer, as far as it is known which one it is."""
+    return who if isinstance(who, PeerID) else protocol.p2p.met.get(who)
+
+
+def _is_own(protocol: DHTProtocol, who: Who) -> bool:
+    return isinstance(who, Multiaddr) and who in protocol.p2p.transport.addresses()
+
+
+async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outcomes) -> None:
     error: Exception | None = None
     for attempt in range(PING_ATTEMPTS):
         try:
+            peer = _peer_of(protocol, who)
+            if isinstance(who, Multiaddr):
+                peer = peer or await protocol.p2p.meet(who)
+                protocol.p2p.clock.join_through(peer)
+            assert peer is not None
             await protocol.ping(peer, validate=validate)
         except (ValidationError, NotAMemberError, TimeoutError) as e:
             error = e
@@ -143,7 +168,7 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
     # Warn here: if another peer has accepted this node, no error will report it.
     if isinstance(error, IdentityMismatchError):
         logger.warning("an initial peer is another one than expected: %s", error)
-    outcomes.put_nowait((peer, error))
+    outcomes.put_nowait((who, error))
 
 
 def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
@@ -153,10 +178,19 @@ def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
     logger.warning("%s", objection)
 
 
-def _verdicts(targets: Targets, outcomes: dict[PeerID, Exception | None], timeout: float) -> dict[str, str]:
+def _verdicts(
+    protocol: DHTProtocol, targets: Targets, outcomes: dict[Who, Exception | None], timeout: float
+) -> dict[str, str]:
     """The outcome for each address."""
-    reasons = {peer: str(error) or "no answer in time" for peer, error in outcomes.items()}
-    return {f"{address}/p2p/{peer}": reasons.get(peer, f"no answer within {timeout:g} s") for address, peer in targets}
+    verdicts = {}
+    for target in targets:
+        who, reason, advice = _who(target), f"no answer within {timeout:g} s", ""
+        if who in outcomes:
+            reason = str(outcomes[who]) or "no answer in time"
+        if isinstance(outcomes.get(who), DialError | None):
+            advice = advise_on_private(protocol.p2p, target[0])
+        verdicts[describe_target(target)] = reason + advice
+    return verdicts
 
 
 def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
@@ -207,26 +241,31 @@ class Reunion:
 
     Args:
         protocol: the node's side of the protocol.
-        initial_peers: the peers through which the node has joined; they are never forgotten.
+        initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
+            is given, any peer that answers there is one.
         meet_neighbors: walks to the node's own id; returns whether it found another node.
+        neighbours: the peers in the local network at present.
     """
 
     def __init__(
         self,
         protocol: DHTProtocol,
-        initial_peers: Sequence[tuple[Multiaddr, PeerID]],
+        initial_peers: Targets,
         meet_neighbors: Callable[[], Awaitable[bool]],
+        neighbours: Mapping[PeerID, Sequence[Multiaddr]] = MappingProxyType({}),
     ) -> None:
         self._protocol = protocol
         self._p2p, self._reception = protocol.p2p, protocol.reception
         # A generator of its own, so that its draws do not affect other users of randomness.
         self._rng = random.Random(int(protocol.node_id))
         self._addresses: dict[PeerID, list[Multiaddr]] = {}
+        self._places = [address for address, peer in initial_peers if peer is None and not _is_own(protocol, address)]
         for address, peer in initial_peers:
-            if peer != self._p2p.peer_id:
+            if peer is not None and peer != self._p2p.peer_id:
                 self._addresses.setdefault(peer, []).append(address)
         self._meet_neighbors = meet_neighbors
-        self._probes: dict[PeerID, _Probe] = {}
+        self._neighbours = neighbours
+        self._probes: dict[Who, _Probe] = {}
         self._heard = asyncio.Event()
         self._reception.on_heard = self._heard.set
         self._now = asyncio.get_running_loop().time
@@ -252,11 +291,12 @@ class Reunion:
             self._protocol.came_back.clear()
             await self._meet_neighbors()
 
-    def _choose_probes(self) -> list[PeerID]:
+    def _choose_probes(self) -> list[Who]:
         table, now = self._protocol.routing_table, self._now()
-        suspects = dict.fromkeys(table.suspects.values())
-        absent = dict.fromkeys(peer for peer in self._addresses if peer not in table)
-        watched = suspects | absent
+        watched: dict[Who, None] = dict.fromkeys(table.suspects.values())
+        watched |= dict.fromkeys(peer for peer in self._addresses if peer not in table)
+        watched |= dict.fromkeys(peer for peer in self._neighbours if peer not in table)
+        watched |= dict.fromkeys(place for place in self._places if not self._is_met(place))
         self._probes = {
             peer: self._probes.get(peer) or _Probe(now + FIRST_PAUSE_SECONDS * self._rng.random()) for peer in watched
         }
@@ -276,20 +316,27 @@ class Reunion:
             chosen += [peer for _, peer in table.get_nearest_neighbors(self._protocol.node_id, 1)]
         return chosen
 
-    async def _ping(self, peers: Collection[PeerID]) -> None:
+    def _is_met(self, place: Multiaddr) -> bool:
+        """Whether the peer that was found at a place is in the table, or is this one."""
+        peer = self._p2p.met.get(place)
+        return peer is not None and (peer == self._p2p.peer_id or peer in self._protocol.routing_table)
+
+    async def _ping(self, peers: Collection[Who]) -> None:
         """Ping peers; the protocol notes the outcomes."""
         for peer in peers:
             # The addresses that the peer has announced may be outdated: try the initial ones, too.
-            self._p2p.add_addresses(peer, self._addresses.get(peer, ()))
+            if isinstance(peer, PeerID):
+                self._p2p.add_addresses(peer, [*self._addresses.get(peer, ()), *self._neighbours.get(peer, ())])
         await asyncio.gather(*map(self._ping_one, peers))
 
-    async def _ping_one(self, peer: PeerID) -> None:
+    async def _ping_one(self, peer: Who) -> None:
         try:
-            await self._protocol.ping(peer, validate=False)
+            # Another peer may be at an address by now.
+            await self._protocol.ping(peer if isinstance(peer, PeerID) else await self._p2p.meet(peer), validate=False)
         except NO_ANSWER as e:
             # Whose relay has no reservation of it may have moved to others.
             is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
-            if is_refused and peer in self._probes and peer not in self._addresses:
+            if is_refused and isinstance(peer, PeerID) and peer in self._probes and peer not in self._addresses:
                 self._probes[peer].has_ended = True
             return
         if peer in self._probes:
@@ -329,14 +376,20 @@ class Reunion:
         except TimeoutError:
             return
 
-    async def _candidates(self) -> list[PeerID]:
+    async def _candidates(self) -> list[Who]:
         """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
-        known = [*self._addresses, *(peer.peer_id for peer in await self._p2p.list_peers())]
+        known: list[Who] = [
+            *self._addresses,
+            *self._neighbours,
+            *(peer.peer_id for peer in await self._p2p.list_peers()),
+            *self._places,
+        ]
         return [peer for peer in dict.fromkeys(known) if peer != self._p2p.peer_id]
 
-    async def _draw(self, attempt: int) -> list[PeerID]:
+    async def _draw(self, attempt: int) -> list[Who]:
         candidates = await self._candidates()
         drawn = self._rng.sample(candidates, min(SEEDS_PER_ATTEMPT, len(candidates)))
-        if self._addresses and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
-            drawn[0] = self._rng.choice(list(self._addresses))
+        initial: list[Who] = [*self._addresses, *self._places]
+        if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
+            drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))

@@ -15,6 +15,7 @@ from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Reunion, ping_initial_peers
 from shoal.dht.lookup import Lookup, PeerFinder
+from shoal.dht.neighbours import Neighbours
 from shoal.dht.protocol import KEEPERS, DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey
@@ -26,6 +27,8 @@ from shoal.logs import setting
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.local_network import check_can_look_around
+from shoal.p2p.pasted import Target, wants_local
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
@@ -112,6 +115,7 @@ class DHTNode:
         self.blacklist = protocol.blacklist
         self.is_alive = True
         self._owns_p2p = owns_p2p
+        self._neighbours: Neighbours | None = None
         deposits = Deposits(protocol.p2p.metrics)
         self._reader = Reader(protocol, config, deposits)
         self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
@@ -123,7 +127,7 @@ class DHTNode:
         cls,
         p2p: P2P | None = None,
         node_id: DHTID | None = None,
-        initial_peers: Sequence[Multiaddr | str] | None = None,
+        initial_peers: Sequence[Multiaddr | str] | str | None = None,
         bucket_size: int = 20,
         num_replicas: int = 5,
         depth_modulo: int = 5,
@@ -153,7 +157,7 @@ class DHTNode:
         Args:
             p2p: the peer to work with; by default, the node creates one and shuts it down in the end.
             node_id: this node's id; by default it follows from the peer id, so that a peer id is enough to find it.
-            initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
+            initial_peers: addresses of peers of the swarm, as for :class:`DHT`.
             client_mode: use the DHT without being part of it: others never call this node.
             record_validator: decides which records may be stored and believed.
             authorizer: decides which nodes this node talks to; the same kind at every node of the swarm.
@@ -166,6 +170,7 @@ class DHTNode:
             ValidationError: the initial peers do not agree about the time; or they cannot reach this node, which
                 ``force_reachability="public"`` has promised.
             ValueError, TypeError: an argument makes no sense.
+            ModuleNotFoundError: neighbours are wanted, and the package that finds them is not installed.
         """
         config = options_from(NodeConfig, locals())
         if not isinstance(authorizer, AuthorizerBase | None):
@@ -175,12 +180,16 @@ class DHTNode:
         # Loaded on demand, because it takes time.
         from shoal.dht.crypto import with_signatures
 
-        targets = parse_peer_addresses(initial_peers or ())
+        given = () if initial_peers is None else initial_peers
+        targets, looks_around = parse_peer_addresses(given), wants_local(given)
+        if looks_around:
+            check_can_look_around()
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
             client_mode = kwargs.pop("no_listen", False) or client_mode
-            reachable_at_start = initial_peers if ensure_bootstrap_success else None
+            # Where neighbours will do, the others need not be there.
+            reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
             p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
             if not p2p.client_mode:
                 _say_where_it_listens(
@@ -202,13 +211,13 @@ class DHTNode:
                 await p2p.shutdown()
             raise
         try:
-            await node._join(targets)
+            await node._join(targets, looks_around=looks_around)
         except BaseException:
             await node.shutdown()
             raise
         return node
 
-    async def _join(self, targets: Sequence[tuple[Multiaddr, PeerID]]) -> None:
+    async def _join(self, targets: Sequence[Target], *, looks_around: bool) -> None:
         config = self.config
         loop = asyncio.get_running_loop()
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
@@ -216,19 +225,25 @@ class DHTNode:
         await self.protocol.start()
         self.p2p.find_addresses = self.finder.find
         self.p2p.reservations.candidates = self._peers_of_the_table
+        if looks_around:
+            self._neighbours = Neighbours(self.protocol, self._meet_neighbors)
+            await self._neighbours.start()
         if targets:
             await ping_initial_peers(
                 self.protocol,
                 targets,
                 timeout=budget,
-                must_succeed=config.ensure_bootstrap_success,
+                must_succeed=config.ensure_bootstrap_success and not looks_around,
                 strict=config.strict,
             )
             meeting_neighbors = self.protocol.spawn(self._meet_neighbors())
             await asyncio.wait([meeting_neighbors], timeout=max(0.0, deadline - loop.time()))
+        if self._neighbours is not None and not len(self.protocol.routing_table):
+            await self._neighbours.wait_for_first()
         if config.refresh_timeout is not None:
             self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
-        self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors).run())
+        present = {} if self._neighbours is None else self._neighbours.network.present
+        self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors, present).run())
 
     def _peers_of_the_table(self) -> list[PeerID]:
         """Those of its nodes that others can dial are relays, nearly all of them."""
@@ -269,6 +284,8 @@ class DHTNode:
             return
         self.is_alive = False
         self._reader.refresh_queue.clear()
+        if self._neighbours is not None:
+            await self._neighbours.close()
         # Another node on this peer may have set its own finder meanwhile.
         if self.p2p.find_addresses == self.finder.find:
             self.p2p.find_addresses = None

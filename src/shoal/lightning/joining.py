@@ -8,16 +8,18 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
+from shoal.p2p.pasted import split_addresses
+
 INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
 # Read if the other one is not set.
 OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
 
 
 def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
-    """Addresses of peers to join: those in the environment, or else the argument. A string is split at commas."""
+    """Addresses of peers to join: those in the environment, or else the argument."""
     given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
-    parts = given.split(",") if isinstance(given, str) else [str(address) for address in given]
-    return [address.strip() for address in parts if address.strip()]
+    parts = [given] if isinstance(given, str) else [str(address) for address in given]
+    return [str(address) for address in split_addresses(part for part in parts if part.strip(", \t\r\n"))]
 
 
 def joining_instructions(addresses: Iterable[str]) -> str:

@@ -16,6 +16,7 @@
   several processes (:mod:`~.multi_process`), on any device (:mod:`~.devices`).
 """
 
+import shoal.needs_torch  # noqa: F401
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.optimizer import Optimizer

@@ -265,7 +265,7 @@ class ProgressBoard:
 
     def unreachable_peers(self, now: float) -> list[bytes]:
         """Peers with valid records that this peer could not call, and has not heard of since."""
-        with self._lock:
+        with self.lock:
             companions = self._companions.items()
             return [peer for peer, c in companions if c.unreachable_since is not None and c.is_valid(now)]
 

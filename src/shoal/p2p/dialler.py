@@ -96,6 +96,24 @@ class Dialler:
         """Dial one address of a peer; raises what :meth:`dial` raises."""
         return await self._dial_first(peer, [address])
 
+    async def meet(self, address: Multiaddr) -> Stream:
+        """Dial an address whose peer is not known; the stream says which one has proven to be there.
+
+        Raises:
+            DialError: no peer answers there.
+            P2PDaemonError: this peer is shut down.
+        """
+        dial = self._start(None, address, set())
+        try:
+            await asyncio.wait([dial])
+        except asyncio.CancelledError:
+            dial.add_done_callback(_abort_late)
+            dial.cancel()
+            raise
+        if dial.cancelled():
+            raise P2PDaemonError("this peer is shut down")
+        return dial.result()
+
     async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
         dials: dict[asyncio.Task[Stream], Multiaddr] = {}
         errors: list[BaseException] = []
@@ -135,10 +153,10 @@ class Dialler:
             raise refusal
         raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
-    def _start(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
+    def _start(self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
-        if is_circuit(address) and self.dial_circuit is not None:
+        if peer is not None and is_circuit(address) and self.dial_circuit is not None:
             task = asyncio.ensure_future(self.dial_circuit(address, peer))
         else:
             task = asyncio.ensure_future(self._dial_directly(peer, address, answered))
@@ -146,7 +164,7 @@ class Dialler:
         task.add_done_callback(self.tasks.pop)
         return task
 
-    async def _dial_directly(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
+    async def _dial_directly(self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
         ON_ANSWER.set(functools.partial(answered.add, address))
         return await self._transport.dial(address, peer)
 

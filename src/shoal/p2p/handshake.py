@@ -137,13 +137,14 @@ async def prove_to_listener(
     stream: TcpStream,
     identity: Identity,
     address: Multiaddr,
-    expected_peer: PeerID,
-    judge: Callable[[bytes], Badge | None],
+    expected_peer: PeerID | None,
+    judge: Callable[[PeerID, bytes], Badge | None],
     own_badge: bytes = b"",
-) -> Badge | None:
-    """The dialler's half: check who answers, then prove who dials; returns the listener's badge.
+) -> tuple[PeerID, Badge | None]:
+    """The dialler's half: check who answers, then prove who dials; returns the listener and its badge.
 
     Args:
+        expected_peer: who has to answer; ``None``: any peer.
         judge: decides about the badge that the listener shows, before this side says who it is.
 
     Raises:
@@ -156,7 +157,9 @@ async def prove_to_listener(
         raise DialError(f"{address}: something else answers there: it speaks TLS but is no shoal peer")
     certificate = ssl_object.getpeercert(binary_form=True) or b""
     found = peer_id_of_certificate(certificate)
-    if found != expected_peer:
+    if found is None and expected_peer is None:
+        raise DialError(f"{address}: something else answers there: its key is no Ed25519 key, as that of a peer is")
+    if found is None or expected_peer not in (None, found):
         who = "a peer without an Ed25519 key" if found is None else f"peer {found}"
         raise IdentityMismatchError(
             f"{address}: wrong identity: {who} answers there, not {expected_peer}; "
@@ -164,11 +167,11 @@ async def prove_to_listener(
         )
     nonce, shown = await _read_with_badge(stream, CHALLENGE_BYTES)
     if shown is None:
-        raise DialError(f"{address}: peer {expected_peer} shows a badge of over {MAX_BADGE_BYTES} bytes")
-    badge = judge(shown)
-    signature = identity.sign(proof_message(expected_peer, certificate, nonce, own_badge))
+        raise DialError(f"{address}: peer {found} shows a badge of over {MAX_BADGE_BYTES} bytes")
+    badge = judge(found, shown)
+    signature = identity.sign(proof_message(found, certificate, nonce, own_badge))
     await stream.write(with_badge(identity.public_key + signature, own_badge))
-    return badge
+    return found, badge
 
 
 _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)

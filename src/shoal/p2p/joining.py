@@ -12,18 +12,28 @@ import errno
 import functools
 import ipaddress
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ProtocolError, ShoalError
+from shoal.errors import (
+    BootstrapError,
+    BusyError,
+    IdentityMismatchError,
+    InterruptedDialError,
+    NotAMemberError,
+    ProtocolError,
+    ShoalError,
+)
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
-from shoal.p2p.identity import PeerID, is_circuit, relay_of, split_peer_address
+from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import is_of_one_network
+from shoal.p2p.pasted import Target, describe_target, read_targets, short_form
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates, host_charged
 from shoal.p2p.transport import VERSION, Header
@@ -33,9 +43,8 @@ if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
 
 
-Target = tuple[Multiaddr, PeerID]
-Reach = Callable[[PeerID, Multiaddr], Awaitable[None]]
-"""Connects to a peer at an address, or raises."""
+Reach = Callable[[Multiaddr, "PeerID | None"], Awaitable[None]]
+"""Connects to a peer at an address, or to any peer there, or raises."""
 
 # The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
@@ -63,22 +72,15 @@ MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
 
 
-def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Target]:
+def parse_peer_addresses(initial_peers: Any) -> list[Target]:
     """Check addresses from the user. A circuit also stands for its relay, which is a peer like others.
 
     Raises:
-        TypeError: not a sequence of addresses.
-        ValueError: one of them is not a multiaddr that ends with a peer id.
+        TypeError: neither a sequence of addresses nor a text with some.
+        ValueError: one of them is not an address of a peer.
     """
-    if isinstance(initial_peers, (str, bytes, Multiaddr)) or not isinstance(initial_peers, Iterable):
-        raise TypeError(
-            f"initial_peers must be a list of addresses, got {initial_peers!r}: write [{str(initial_peers)!r}] for one"
-        )
-    for address in initial_peers:
-        if not isinstance(address, (str, Multiaddr)):
-            raise TypeError(f"initial_peers must contain str or Multiaddr, got {address!r}")
-    targets = [split_peer_address(Multiaddr(address)) for address in initial_peers]
-    relays = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
+    targets = read_targets(initial_peers, may_be_local=True)
+    relays: list[Target] = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
     return list(dict.fromkeys([*targets, *relays]))
 
 
@@ -88,8 +90,13 @@ DIAL_ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.1
 
 
-async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> None:
+async def reach_first(
+    targets: Sequence[Target], reach: Reach, limit: float, advise: Callable[[Multiaddr], str] = lambda _: ""
+) -> None:
     """Try all addresses at once; return when the first one is connected.
+
+    Args:
+        advise: what else to say about an address that nobody could reach.
 
     Raises:
         BootstrapError: none was connected within ``limit`` seconds; it says why, for each address.
@@ -111,19 +118,48 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     finally:
         await cancel_and_wait(*pending)
     raise BootstrapError(
-        {f"{target[0]}/p2p/{target[1]}": _verdict(task, target, broken, limit) for target, task in tasks.items()}
+        {
+            describe_target(target): _verdict(task, target, broken, limit) + _advice(task, target, advise)
+            for target, task in tasks.items()
+        }
     )
+
+
+def advise_on_private(p2p: P2P, address: Multiaddr) -> str:
+    """What to do about an address that cannot be reached, if it is private and of another network; empty otherwise.
+
+    Two machines can only find each other through one that both can call, so it says which address to give instead.
+    """
+    if not p2p.transport.is_elsewhere(address):
+        return ""
+    what = f". {ip_text_of(address)} is a private address of another network"
+    if p2p.client_mode:
+        return f"{what}: run `shoal dht` on a machine that both can call, and give its address to both"
+    own = (short_form(each) for each in p2p.outlook.announced() if _is_public(each))
+    public = [each if p2p.port_stays else f"{each.rpartition(':')[0]}:PORT" for each in own if each is not None]
+    instead = f"{what}: let that machine join this one instead"
+    if public:
+        return f"{instead}. Start this one without that address, and give {public[0]} to that machine"
+    return (
+        f"{instead}, if this one has a public address, which its own interfaces do not show; otherwise run `shoal dht` "
+        "on a machine that has one, and give its address to both"
+    )
+
+
+def _is_public(address: Multiaddr) -> bool:
+    ip = ip_text_of(address)
+    return not is_circuit(address) and (ip is None or not is_of_one_network(ip))
 
 
 async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, InterruptedDialError]) -> None:
     address, peer = target
     for attempt in range(DIAL_ATTEMPTS - 1):
         try:
-            return await reach(peer, address)
+            return await reach(address, peer)
         except InterruptedDialError as e:
             broken[target] = e  # the verdict, if the time limit comes before a better one
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-    return await reach(peer, address)
+    return await reach(address, peer)
 
 
 def _verdict(
@@ -131,6 +167,12 @@ def _verdict(
 ) -> str:
     error = broken.get(target) if task.cancelled() else task.exception()
     return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{target[0]}: ")
+
+
+def _advice(task: asyncio.Future[None], target: Target, advise: Callable[[Multiaddr], str]) -> str:
+    """Advice about an address where no peer was reached, not even a wrong one."""
+    error = None if task.cancelled() else task.exception()
+    return "" if isinstance(error, (IdentityMismatchError, NotAMemberError)) else advise(target[0])
 
 
 def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:
@@ -320,15 +362,16 @@ class _Budget:
 def describe_software() -> Description:
     """The versions that run in this process."""
     python = ".".join(map(str, sys.version_info[:3]))
-    return Description(shoal=_version_of("shoal"), python=python, torch=_version_of("torch"), wire=VERSION)
+    torch = _version_of("torch", "not installed")
+    return Description(shoal=_version_of("shoal"), python=python, torch=torch, wire=VERSION)
 
 
 @functools.cache
-def _version_of(package: str) -> str:
+def _version_of(package: str, otherwise: str = "unknown") -> str:
     # Loaded on demand: it takes longer to load than the rest of this package.
     from importlib import metadata
 
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return otherwise

@@ -86,21 +86,22 @@ class MemoryNetwork:
         self._next_address += 1
         return address
 
-    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         """Connect a peer to the peer that listens at an address."""
         local = source.identity.peer_id
-        round_trip = self.delay(local, expected_peer, 0) + self.delay(expected_peer, local, 0)
+        there = self.find_listener(address, None)[0].identity.peer_id if expected_peer is None else expected_peer
+        round_trip = self.delay(local, there, 0) + self.delay(there, local, 0)
         await asyncio.sleep(round_trip)
-        listener, on_stream = self.find_listener(address, expected_peer)
+        listener, on_stream = self.find_listener(address, there)
         listener.arrivals += 1
-        near = MemoryStream(self, local, expected_peer, address, expected_peer)
-        far = MemoryStream(self, expected_peer, local, None, local)
+        near = MemoryStream(self, local, there, address, there)
+        far = MemoryStream(self, there, local, None, local)
         source.show_badges(near, far, listener)
         near.other, far.other = far, near
         asyncio.get_running_loop().call_soon(on_stream, far)
         return near
 
-    def find_listener(self, address: Multiaddr, expected_peer: PeerID) -> tuple[MemoryTransport, OnStream]:
+    def find_listener(self, address: Multiaddr, expected_peer: PeerID | None) -> tuple[MemoryTransport, OnStream]:
         """The transport of the peer that listens at an address.
 
         Raises:
@@ -111,7 +112,7 @@ class MemoryNetwork:
         if found is None:
             raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         peer = found[0].identity.peer_id
-        if peer != expected_peer:
+        if expected_peer not in (None, peer):
             raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
         return found
 
@@ -199,7 +200,7 @@ class MemoryTransport(Transport):
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         return list(self._told)
 
-    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         return await self._network.connect(self, address, expected_peer)
 
     def show_badges(self, near: PipeEnd, far: PipeEnd, listener: MemoryTransport) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shoal.p2p.identity import PeerID, split_peer_address
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pasted import Target, read_targets
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class NatOptions:
     """Dial others through relays where there is no other way."""
     use_auto_relay: bool = True
     """Be called through relays while nobody can dial this peer."""
-    trusted_relays: tuple[tuple[Multiaddr, PeerID], ...] = ()
+    trusted_relays: tuple[Target, ...] = ()
     """The relays to be called through, if they have room."""
     relay_hop_limit: int | None = None
     """0: never be a relay for others; by default every public peer is one."""
@@ -70,10 +69,7 @@ class NatOptions:
             raise ValueError(
                 f"force_reachability is {chosen['force_reachability']!r}: give 'public', 'private' or None"
             )
-        relays = chosen.get("trusted_relays") or ()
-        if isinstance(relays, str):
-            raise TypeError(f"trusted_relays must be a list of addresses, got {relays!r}: write [{relays!r}] for one")
-        chosen["trusted_relays"] = tuple(split_peer_address(Multiaddr(relay)) for relay in relays)
+        chosen["trusted_relays"] = tuple(read_targets(chosen.get("trusted_relays") or (), "trusted_relays"))
         others = {name: value for name, value in arguments.items() if name not in names}
         asked = [name for name, value in others.items() if value != _WITHOUT_EFFECT[name]]
         if asked:

@@ -22,6 +22,14 @@ from shoal.logs import get_logger, setting
 from shoal.p2p.multiaddr import Multiaddr
 
 LOOK_AGAIN_SECONDS = 15.0
+# What routers on the internet do not lead to: private use, carriers' routers, self-assigned, the same in IPv6.
+_OF_ONE_NETWORK = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"),
+        *("fc00::/7", "fe80::/10"),
+    )
+)
 # Other peers remember no more addresses of one peer than this.
 MAX_ANNOUNCED = 8
 MAX_PLACES_KNOWN = 1024
@@ -37,6 +45,12 @@ _VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tails
 # container bridge, a virtual machine or a VPN. UNCONFIGURED: self-assigned (link-local). LOOPBACK: this machine alone.
 # SPARE: it leads to the same place as another address, so others are not told of it.
 ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
+
+
+def is_of_one_network(ip: str) -> bool:
+    """Whether an IP address means something in one network or on one machine alone."""
+    parsed = ipaddress.ip_address(ip)
+    return parsed.is_loopback or any(parsed in network for network in _OF_ONE_NETWORK)
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,20 @@ class OwnAddresses:
     def _finds_inside(self, ip: str) -> bool:
         parsed = ipaddress.ip_address(ip)
         return parsed.is_loopback or parsed.is_link_local or any(parsed in address.network for address in self._all)
+
+    def is_elsewhere(self, ip: str) -> bool:
+        """Whether an IP address is private, and of no network of this machine.
+
+        A VPN may give an address without a network. Others of its kind may then be near.
+        """
+        parsed = ipaddress.ip_address(ip)
+        kind = next((network for network in _OF_ONE_NETWORK if parsed in network), None)
+        if kind is None:
+            return False
+        return not any(
+            parsed in own.network or (own.network.num_addresses == 1 and ipaddress.ip_address(own.ip) in kind)
+            for own in self._all
+        )
 
     def in_order_to_dial(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here: near ones, then global ones in the order given.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.clock import get_clock
-from shoal.errors import IdentityTakenError, NoReservationError, P2PDaemonError
+from shoal.errors import BootstrapError, DialError, IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
 from shoal.p2p.answering import Answering
@@ -22,13 +23,14 @@ from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool
 from shoal.p2p.dialler import Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
-from shoal.p2p.joining import Checkup, Target, reach_first
+from shoal.p2p.joining import Checkup, advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
+from shoal.p2p.pasted import Target, read_addresses, short_form, wants_local
 from shoal.p2p.presence import Presence, check_identity_is_free
 from shoal.p2p.punching import Puncher
 from shoal.p2p.reach import Outlook
@@ -69,6 +71,8 @@ class P2P(Caller):
         self.rng = rng
         self.metrics = metrics
         self.client_mode = False
+        self.port_stays = False
+        """It listens at a port that the user has chosen."""
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
@@ -93,6 +97,8 @@ class P2P(Caller):
         """Answers on connections that others have opened."""
         self.outlook = Outlook(self, options)
         """Finds out whether others can call this peer."""
+        self.met: dict[Multiaddr, PeerID] = {}
+        """Which peer has answered at an address that says nothing of its peer, by the address."""
         self.reaches: Notes[int] = Notes()
         """How others are called, as they say: see :class:`~.reachability.Reach`."""
         self.relay = Relay(self, relay, relay_limits)
@@ -118,7 +124,7 @@ class P2P(Caller):
     @classmethod
     async def create(
         cls,
-        initial_peers: Sequence[Multiaddr | str] | None = None,
+        initial_peers: Sequence[Multiaddr | str] | str | None = None,
         *,
         announce_maddrs: Sequence[Multiaddr | str] | None = None,
         host_maddrs: Sequence[Multiaddr | str] | None = None,
@@ -138,7 +144,8 @@ class P2P(Caller):
         """Start a peer.
 
         Args:
-            initial_peers: addresses that end with ``/p2p/<peer id>``; at least one of them must answer.
+            initial_peers: addresses that end with ``/p2p/<peer id>``, or ``HOST:PORT``, where any peer may answer; at
+                least one of them must answer.
             announce_maddrs: addresses to announce instead of those where this peer listens, such as the public side of
                 a forwarded port.
             host_maddrs: where to listen, such as ``["/ip4/127.0.0.1/tcp/0"]`` for this machine alone; default: the
@@ -168,8 +175,11 @@ class P2P(Caller):
         """
         options = NatOptions.chosen(of_a_daemon)
         assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
-        targets = parse_peer_addresses(initial_peers or ())
-        announced = [checked_announcement(address) for address in announce_maddrs or ()]
+        given = () if initial_peers is None else initial_peers
+        targets = parse_peer_addresses(given)
+        if wants_local(given):
+            raise ValueError("initial_peers has 'local', which a DHT or a DHTNode understands, and a P2P does not")
+        announced = list(map(checked_announcement, read_addresses(announce_maddrs or (), "announce_maddrs")))
         metrics = Metrics()
         if transport is None:
             have_enough_files()
@@ -187,11 +197,14 @@ class P2P(Caller):
             await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
-                await p2p.outlook.listen([Multiaddr(address) for address in hosts], announced)
+                places = read_addresses(hosts, "host_maddrs")
+                p2p.port_stays = bool(announced) or all(place.get("tcp") != "0" for place in places)
+                await p2p.outlook.listen(places, announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
-                await check_identity_is_free(p2p, list(dict.fromkeys(peer for _, peer in targets)), targets)
+                known = [(address, peer) for address, named in targets if (peer := named or p2p.met.get(address))]
+                await check_identity_is_free(p2p, list(dict.fromkeys(peer for _, peer in known)), known)
         except BaseException:
             await p2p.shutdown()
             raise
@@ -212,7 +225,7 @@ class P2P(Caller):
         cls,
         identity_path: str | os.PathLike[str],
         *,
-        initial_peers: Sequence[Multiaddr | str] | None,
+        initial_peers: Sequence[Multiaddr | str] | str | None,
         **of_a_daemon: Any,
     ) -> bool:
         """Whether another process is online with an identity, as far as some peers know.
@@ -237,11 +250,42 @@ class P2P(Caller):
 
     async def _join(self, targets: list[Target], limit: float) -> None:
         """Return as soon as one of the peers is connected; the others are reached when they are needed."""
-        others = [(address, peer) for address, peer in targets if peer != self.peer_id]
+        own = self.transport.addresses()
+        others = [each for each in targets if each[1] != self.peer_id and (each[1] is not None or each[0] not in own)]
         for address, peer in others:
-            self.add_addresses(peer, [address])
-        if others:
-            await reach_first(others, self.connect, limit)
+            if peer is not None:
+                self.add_addresses(peer, [address])
+        try:
+            if others:
+                await reach_first(others, self._reach, limit, functools.partial(advise_on_private, self))
+        except BootstrapError:
+            if all(self.met.get(address) == self.peer_id for address, _ in others):
+                return  # like one whose own full address is the only one: it begins a swarm
+            raise
+
+    async def _reach(self, address: Multiaddr, peer: PeerID | None) -> None:
+        await (self.meet(address) if peer is None else self.connect(peer, address))
+
+    async def meet(self, address: Multiaddr) -> PeerID:
+        """Connect to whatever peer answers at an address, and remember that it is there.
+
+        Raises:
+            DialError: none answers, or it is this peer itself.
+        """
+        stream = await self.dialler.meet(address)
+        peer, known = stream.remote, self.met.get(address)
+        self.met[address] = peer
+        if peer == self.peer_id:
+            stream.abort()
+            raise DialError(f"{address}: this peer itself answers there")
+        self.add_addresses(peer, [address])
+        self.address_book.prefer(peer, address)
+        self.pool.add(self.greet(stream))
+        if peer != known:
+            full = address.encapsulate(f"/p2p/{peer}")
+            shown = short_form(address) or address
+            logger.info("peer %s answers at %s, its identity was not checked; to pin it: %s", peer, shown, full)
+        return peer
 
     async def connect(self, peer: PeerID, address: Multiaddr) -> None:
         """Connect to a peer at a certain address; the next call uses this connection.

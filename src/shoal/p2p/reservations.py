@@ -27,8 +27,8 @@ from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.connection import Call
 from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID, circuit_address, is_circuit
-from shoal.p2p.joining import Target
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pasted import Target
 from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
 from shoal.p2p.relaying import RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
 from shoal.tasks import cancel_and_wait
@@ -119,6 +119,8 @@ class Reservations:
         self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        # Finds out which trusted relay is at an address that does not say so.
+        self._meeting: dict[Multiaddr, asyncio.Task[None]] = {}
 
     def want(self, wanted: bool) -> None:
         """Begin or end to hold reservations."""
@@ -127,7 +129,7 @@ class Reservations:
         elif not wanted and self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
-            for task in [*self._holding.values(), *self._running_out]:
+            for task in [*self._holding.values(), *self._running_out, *self._meeting.values()]:
                 task.cancel()
 
     @property
@@ -164,6 +166,7 @@ class Reservations:
     async def _keep(self) -> None:
         while True:
             self._wake.clear()
+            self._meet_trusted()
             for relay in self._next():
                 task = asyncio.get_running_loop().create_task(self._hold(relay, self._request_to(relay)))
                 self._holding[relay] = task
@@ -174,6 +177,35 @@ class Reservations:
                     await self._wake.wait()
             except TimeoutError:
                 continue
+
+    def _meet_trusted(self) -> None:
+        for place, relay in self.trusted:
+            if relay is None and place not in self._p2p.met and place not in self._meeting:
+                task = asyncio.get_running_loop().create_task(self._meet(place))
+                self._meeting[place] = task
+                task.add_done_callback(functools.partial(self._have_met, place))
+
+    def _have_met(self, place: Multiaddr, task: asyncio.Task[None]) -> None:
+        if self._meeting.get(place) is task:
+            del self._meeting[place]
+        self._wake.set()
+
+    async def _meet(self, place: Multiaddr) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                await self._p2p.meet(place)
+            except (ShoalError, ConnectionError) as e:
+                logger.debug("no relay answers at %s: %s", place, e)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                return
+
+    def _trusted(self) -> list[tuple[Multiaddr, PeerID]]:
+        """Trusted relays, as far as it is known which peers they are."""
+        known = [(place, named or self._p2p.met.get(place)) for place, named in self.trusted]
+        return [(place, relay) for place, relay in known if relay is not None]
 
     def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
         self._running_out.pop(task, None)
@@ -209,7 +241,7 @@ class Reservations:
         return [*chosen, *rest][:missing]
 
     def _request_to(self, relay: PeerID) -> Reserve:
-        is_trusted = any(relay == trusted for _, trusted in self.trusted)
+        is_trusted = any(relay == trusted for _, trusted in self._trusted())
         return Reserve(
             reach=int(self.reach),
             others=len({*self._holding, *self.held} - {relay}),
@@ -228,9 +260,9 @@ class Reservations:
             is_free = relay != self._p2p.peer_id and relay not in self._holding
             return is_free and (relay not in self._asked or self._asked[relay].again_at <= now)
 
-        for place, relay in self.trusted:
+        for place, relay in self._trusted():
             self._p2p.add_addresses(relay, [place])
-        trusted = [relay for _, relay in self.trusted]
+        trusted = [relay for _, relay in self._trusted()]
         # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
         dialled = self._p2p.dialler.direct_addresses
         may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
@@ -368,6 +400,9 @@ class Reservations:
         if former is not None and (held is None or now - held.since < SETTLED_SECONDS):
             pause = min(2 * former.pause, MAX_PAUSE_SECONDS)
         self._asked[relay] = _Asked(now + pause, pause, has_refused=held is None)
+        for place, named in self.trusted:
+            if held is None and named is None and self._p2p.met.get(place) == relay:
+                del self._p2p.met[place]  # another one may be there by now
         while len(self._asked) > MAX_KNOWN:
             del self._asked[next(iter(self._asked))]
 
@@ -377,7 +412,7 @@ class Reservations:
 
     async def close(self) -> None:
         """Give all reservations up."""
-        keeper, holding = self._keeper, [*self._holding.values(), *self._running_out]
+        keeper, holding = self._keeper, [*self._holding.values(), *self._running_out, *self._meeting.values()]
         self.want(False)
         await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
 

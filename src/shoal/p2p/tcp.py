@@ -14,6 +14,7 @@ from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
+from shoal.p2p.addresses import ip_text_of
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
@@ -164,6 +165,11 @@ class TcpTransport(Transport):
         host = address.get("ip4") or address.get("ip6")
         return host is not None and self._machine.is_inside(host)
 
+    def is_elsewhere(self, address: Multiaddr) -> bool:
+        host = ip_text_of(address)
+        self._look()
+        return host is not None and self._machine.is_elsewhere(host)
+
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
         if len(usable) < 2 and not have_others:
@@ -171,12 +177,12 @@ class TcpTransport(Transport):
         self._look()
         return self._machine.in_order_to_dial(usable, have_others=have_others)
 
-    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         host, port, family = self._host_and_port(address)
         return await self._shake_hands(connect(host, port, family), address, expected_peer)
 
     async def _shake_hands(
-        self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID
+        self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID | None
     ) -> Stream:
         """The dialler's half of the handshake, as soon as there is a connection."""
         stream = TcpStream()
@@ -193,10 +199,10 @@ class TcpTransport(Transport):
                     server_hostname="",
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT + BACKSTOP_SECONDS,
                 )
-                judge = functools.partial(judge_listener, self.membership, expected_peer)
+                judge = functools.partial(judge_listener, self.membership)
                 own_badge = b"" if self.membership is None else self.membership.shown_badge()
                 proving = prove_to_listener(stream, self.identity, address, expected_peer, judge, own_badge)
-                stream.badge = await proving
+                stream.remote, stream.badge = await proving
         except BaseException as e:
             stream.abort()
             # The handshake may have failed before the stream took over the socket.
@@ -206,7 +212,6 @@ class TcpTransport(Transport):
                 raise
             self.metrics.dials_failed += 1
             raise as_dial_error(address, e) from e
-        stream.remote = expected_peer
         self._note_stream(stream)
         self.metrics.connections_dialled += 1
         return stream

@@ -245,6 +245,10 @@ class Transport(ABC):
         what hosts elsewhere can reach."""
         return True
 
+    def is_elsewhere(self, address: Multiaddr) -> bool:
+        """Whether an address is a private one of a network that this machine is not part of."""
+        return False
+
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here, in the order to try them.
 
@@ -254,8 +258,11 @@ class Transport(ABC):
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
-    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         """Connect to a peer and check that it is the expected one.
+
+        Args:
+            expected_peer: ``None``: any peer; the stream says which one has proven to be there.
 
         Raises:
             IdentityMismatchError: another peer answered.

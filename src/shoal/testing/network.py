@@ -218,7 +218,7 @@ class Network(MemoryNetwork):
         """Whether an attempt of one host to connect to another one remains without an answer."""
         return there.is_off or there.firewalled or self._path(here, there).is_cut
 
-    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
+    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
         assert isinstance(source, HostTransport)
         here = source.host
         route = await self._find(here, address)
@@ -227,7 +227,7 @@ class Network(MemoryNetwork):
         listener, on_stream = self.find_listener(route.inside, expected_peer)
         listener.arrivals += 1
         near, far = self.link_hosts(here, there, route.routers)
-        near.remote, near.remote_address, near.local_address = expected_peer, address, route.local
+        near.remote, near.remote_address, near.local_address = listener.identity.peer_id, address, route.local
         far.remote, far.remote_address, far.local_address = source.identity.peer_id, route.seen, route.inside
         try:
             source.show_badges(near, far, listener)

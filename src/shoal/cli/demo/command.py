@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import queue
 import signal
@@ -42,7 +43,7 @@ from shoal.cli.demo.messages import (
 from shoal.cli.demo.page import show_page
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
 from shoal.cli.monitor import port_of
-from shoal.errors import end_at_once
+from shoal.errors import end_at_once, torch_is_missing
 
 # Seconds that all processes have to load torch and read the text; a cold disk can be slow.
 START_TIMEOUT = 120.0
@@ -322,6 +323,8 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
     try:
+        if importlib.util.find_spec("torch") is None:  # its peers would say so, each of them
+            raise torch_is_missing()
         with contextlib.closing(viewer_for(sys.stdout)) as viewer:
             story = Demo(config, viewer).run()
         files = write_report(story, config.folder)

@@ -23,13 +23,14 @@ from shoal.cli.doctor.findings import (
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.doctor.reach import look_at_reach
+from shoal.cli.doctor.reach import look_around, look_at_reach
 from shoal.cli.doctor.relay import is_relay, look_at_relay
 from shoal.cli.doctor.token import look_at_token
 from shoal.cli.token import add_token_option
 from shoal.errors import P2PDaemonError
-from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p import P2P, PeerID
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.pasted import Target, describe_target, wants_local
 from shoal.reactor import Portal
 
 DESCRIPTION = """\
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         targets = list(dict.fromkeys(parse_peer_addresses(arguments.addresses)))
         look_at_device = None if arguments.device is None else _prepare_device(arguments.device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
         print(f"shoal doctor: {error}", file=sys.stderr)
         return 2
     findings: list[tuple[str, Finding]] = []
@@ -114,6 +115,7 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
         ValueError: there is no such device.
     """
     # Imported only here: it loads torch, which takes a second and is not needed otherwise.
+    import shoal.needs_torch  # noqa: F401
     from shoal.cli.doctor import device as room
 
     return partial(room.look_at_device, room.find_device(name))
@@ -128,7 +130,7 @@ class _Table:
     def show(self, about: str, finding: Finding) -> None:
         if about != self._about:
             address, _, peer = about.rpartition("/p2p/")
-            heading = [f"Peer {peer}", f"  at {address}"] if address else [about.capitalize()]
+            heading = [f"Peer {peer}", f"  at {address}"] if address else [about[:1].upper() + about[1:]]
             print(*([""] * bool(self._about)), *heading, sep="\n")
             self._about = about
         print(*finding.lines(), sep="\n", flush=True)
@@ -136,7 +138,7 @@ class _Table:
 
 async def _examine(
     arguments: argparse.Namespace,
-    targets: Sequence[tuple[Multiaddr, PeerID]],
+    targets: Sequence[Target],
     identity_path: Path | None,
     report: Report,
 ) -> None:
@@ -146,15 +148,23 @@ async def _examine(
     p2p, finding = await _start_peer(arguments, identity_path, token)
     try:
         report(THIS_MACHINE, finding)
+        if wants_local(arguments.addresses):
+            neighbours, finding = await look_around(p2p)
+            report(THIS_MACHINE, finding)
+            targets = [*targets, *neighbours]
         reached: list[PeerID] = []
-        for address, peer in targets:
-            about, round_trip = f"{address}/p2p/{peer}", None
-            async for finding in look_at_peer(p2p, address, peer, keeps_identity=identity_path is not None):
-                if finding.check == "dial back" and finding.verdict is Verdict.FAIL and await is_relay(p2p, peer):
+        for address, expected_peer in targets:
+            about, round_trip, peer = describe_target((address, expected_peer)), None, expected_peer
+            if expected_peer is None:
+                about = f"the peer at {about}"
+            async for finding in look_at_peer(p2p, address, expected_peer, keeps_identity=identity_path is not None):
+                peer = expected_peer or p2p.met.get(address)
+                is_refuted = finding.check == "dial back" and finding.verdict is Verdict.FAIL
+                if is_refuted and peer is not None and await is_relay(p2p, peer):
                     finding = replace(finding, verdict=Verdict.WARN)  # others can call this machine through that peer
                 report(about, finding)
                 round_trip = finding.values.get("best_seconds", round_trip)
-            if round_trip is not None:
+            if round_trip is not None and peer is not None:
                 reached.append(peer)
                 async for finding in look_at_relay(p2p, address, peer, round_trip, token):
                     report(about, finding)

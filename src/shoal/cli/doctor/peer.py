@@ -35,6 +35,7 @@ from shoal.p2p.joining import (
     Checkup,
     Description,
     Question,
+    advise_on_private,
     describe_software,
     explain_unreachable,
 )
@@ -56,27 +57,29 @@ ASK_FOR_ADDRESS = "ask for the current address of that peer, or start it if it i
 OPEN_PORT = "check the port, the firewalls on the way, and that the peer runs and listens on more than 127.0.0.1"
 
 
-async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_identity: bool) -> AsyncIterator[Finding]:
+async def look_at_peer(
+    p2p: P2P, address: Multiaddr, expected_peer: PeerID | None, *, keeps_identity: bool
+) -> AsyncIterator[Finding]:
     """Run all checks in order; stops at the first failure that makes the others impossible.
 
     Args:
         p2p: the peer of this machine.
         address: without ``/p2p``.
-        peer: the peer that is expected there.
+        expected_peer: the peer that is expected there; ``None``: any, and ``p2p.met`` tells later which one it is.
         keeps_identity: whether this machine's peer uses a stored identity, which others may know.
     """
     if not p2p.transport.supports(address):
         yield fail("address", f"shoal cannot reach {address} yet", "ask for an address with /tcp/")
         return
     for stage in (_resolve, _connect):
-        finding = await stage(address)
+        finding = await stage(p2p, address)
         if finding is not None:
             yield finding
             if finding.fix:
                 return
-    finding = await _shake_hands(p2p, address, peer)
+    peer, finding = await _shake_hands(p2p, address, expected_peer)
     yield finding
-    if finding.fix:
+    if finding.fix or peer is None:
         return
     if peer == p2p.peer_id:
         fix = "to examine that peer from outside leave out --identity-path, otherwise stop it before starting another"
@@ -112,7 +115,7 @@ def _target(address: Multiaddr) -> tuple[str, str, int]:
     return kind, host, int(port)
 
 
-async def _resolve(address: Multiaddr) -> Finding | None:
+async def _resolve(p2p: P2P, address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
     if not kind.startswith("dns"):
         return None
@@ -128,7 +131,7 @@ async def _resolve(address: Multiaddr) -> Finding | None:
     return ok("name", f"{host} is {', '.join(ips)}", addresses=ips)
 
 
-async def _connect(address: Multiaddr) -> Finding | None:
+async def _connect(p2p: P2P, address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
     began = time.perf_counter()
     try:
@@ -136,25 +139,35 @@ async def _connect(address: Multiaddr) -> Finding | None:
             connection = await connect(host, port, family_of(kind))
     except OSError as error:
         advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
-        return fail("connection", explain(error), advice)
+        return fail("connection", explain(error), advise_on_private(p2p, address).removeprefix(". ") or advice)
     seconds = time.perf_counter() - began
     close_socket(connection)
     return ok("connection", f"TCP in {milliseconds(seconds)}", seconds=seconds)
 
 
-async def _shake_hands(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding:
+async def _shake_hands(p2p: P2P, address: Multiaddr, expected: PeerID | None) -> tuple[PeerID | None, Finding]:
     began = time.perf_counter()
     try:
-        await p2p.connect(peer, address)
+        if expected is None:
+            peer = await p2p.meet(address)
+        else:
+            peer = expected
+            await p2p.connect(peer, address)
     except IdentityMismatchError as error:
-        return fail("identity", _without(address, error).partition(";")[0], ASK_FOR_ADDRESS)
+        return None, fail("identity", _without(address, error).partition(";")[0], ASK_FOR_ADDRESS)
     except NotAMemberError as error:
-        return refused(error)
+        return None, refused(error)
     except DialError as error:
+        if p2p.met.get(address) == p2p.peer_id:
+            return p2p.peer_id, ok("handshake", "TLS 1.3")
         fix = "check the port: it must be that of a shoal peer, which speaks TLS 1.3"
-        return fail("handshake", _without(address, error), fix)
+        return None, fail("handshake", _without(address, error), fix)
     seconds = time.perf_counter() - began
-    return ok("handshake", f"TLS 1.3 and the expected identity, in {milliseconds(seconds)}", seconds=seconds)
+    took = f"in {milliseconds(seconds)}"
+    if expected is None:
+        text = f"TLS 1.3, {took}. Not checked which peer it is, because this address does not say; it is\n{peer}"
+        return peer, ok("handshake", text, seconds=seconds, peer_id=str(peer))
+    return peer, ok("handshake", f"TLS 1.3 and the expected identity, {took}", seconds=seconds)
 
 
 def _without(address: Multiaddr, error: DialError) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
+from shoal.dht.neighbours import FIRST_SECONDS
 from shoal.logs import counted
 from shoal.p2p import P2P, PeerID
+from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.p2p.observing import observe, places_of
+from shoal.p2p.pasted import Target
 from shoal.p2p.port_mapping import has_upnp
 from shoal.p2p.reachability import Reachability, Standing, is_global, is_ipv6
 from shoal.tasks import run_in_worker
@@ -35,6 +39,24 @@ async def look_at_reach(p2p: P2P, peers: Sequence[PeerID]) -> AsyncIterator[Find
     yield await _nat(p2p, peers)
     yield _ipv6(p2p)
     yield await _port_mapping(p2p)
+
+
+async def look_around(p2p: P2P) -> tuple[list[Target], Finding]:
+    """The peers that are announced in the local network, each at its first address."""
+    check = "local network"
+    try:
+        check_can_look_around()
+    except ModuleNotFoundError as error:
+        return [], fail(check, str(error).partition(":")[0], "pip install 'shoal[local]'")
+    network = LocalNetwork(p2p, lambda peer: None, announces=False)
+    await network.start()
+    await asyncio.sleep(FIRST_SECONDS)
+    found: list[Target] = [(addresses[0], peer) for peer, addresses in network.present.items()]
+    await network.close()
+    if found:
+        return found, ok(check, f"{counted(len(found), 'peer')} found", peers=[str(peer) for _, peer in found])
+    fix = "start a peer there with initial_peers='local'. Guest and company networks may block multicast: use addresses"
+    return [], warn(check, "no peer is announced", fix, peers=[])
 
 
 def _reachable(p2p: P2P) -> Finding:

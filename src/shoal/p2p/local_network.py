@@ -1,0 +1,181 @@
+"""Finding peers in the local network without an address, by multicast DNS (RFC 6762, RFC 6763).
+
+Each peer announces its id and where it listens, but nothing about its runs, and hears what others announce. All of them
+use one kind of service: which peers belong together shows when they connect. An announcement is no proof, so the peer
+that answers there has to have that id. The package zeroconf speaks the protocol; its pure Python loop is the one of
+this peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.logs import Seldom
+from shoal.p2p.addresses import is_loopback
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import LOCALHOST, LOOK_AGAIN_SECONDS
+from shoal.p2p.pasted import LOCAL
+from shoal.tasks import cancel_and_wait, run_in_worker
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_shoal._tcp.local."
+ASK_SECONDS = 3.0
+# Anybody in the network can announce any number of peers.
+MAX_PRESENT = 64
+_ID = b"id"
+
+
+def check_can_look_around() -> None:
+    """Check that the package is there which finds peers in the local network.
+
+    Raises:
+        ModuleNotFoundError: it is not; the text says how to install it.
+    """
+    if importlib.util.find_spec("zeroconf") is None:
+        raise ModuleNotFoundError(
+            f"initial_peers={LOCAL!r} needs zeroconf, which is not installed: pip install 'shoal[local]'",
+            name="zeroconf",
+        )
+
+
+class LocalNetwork:
+    """Announces a peer in its local network, and keeps looking for others.
+
+    Args:
+        p2p: the peer. In client mode it announces nothing, because nobody can call it.
+        on_found: called with each peer that is found, and again when it has other addresses.
+        announces: whether others are to find this peer.
+    """
+
+    def __init__(self, p2p: P2P, on_found: Callable[[PeerID], object], *, announces: bool = True) -> None:
+        self._p2p = p2p
+        self._announces = announces
+        self._on_found = on_found
+        self.present: dict[PeerID, list[Multiaddr]] = {}
+        """The peers that are announced at present, and where."""
+        self._names: dict[str, PeerID] = {}  # of the services of those peers
+        self._zeroconf: Any = None
+        self._module: Any = None
+        self._announced: list[Multiaddr] | None = None
+        self._asking: dict[asyncio.Task[None], None] = {}
+        self._life: asyncio.Task[None] | None = None
+        self._warn_seldom = Seldom(logger.warning)
+
+    async def start(self) -> None:
+        """Begin to announce and to look, until :meth:`close`. A machine without a network may get one later.
+
+        Raises:
+            ValueError: the peer is not on a real network, as in a simulation.
+        """
+        if not self._p2p.transport.is_behind_routers:
+            raise ValueError(f"{LOCAL!r} looks around in real networks, and this peer is not on one: give it addresses")
+        self._module = await run_in_worker(importlib.import_module, "zeroconf.asyncio")
+        await self._open()
+        self._life = asyncio.get_running_loop().create_task(self._follow_moves())
+
+    async def close(self) -> None:
+        """Take the announcement back, and look no more."""
+        if self._life is not None:
+            await cancel_and_wait(self._life)
+        await self._end()
+
+    async def _follow_moves(self) -> None:
+        """Sockets and announcements are those of the networks of this machine, which change."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            if self._zeroconf is None or self._own() != self._announced:
+                await self._end()
+                await self._open()
+
+    def _own(self) -> list[Multiaddr]:
+        return [] if self._p2p.client_mode else self._p2p.transport.addresses()
+
+    async def _open(self) -> None:
+        own = self._own()
+        try:
+            if own and all(map(is_loopback, own)):  # nobody elsewhere could call it
+                self._zeroconf = self._module.AsyncZeroconf(interfaces=[LOCALHOST])
+            else:
+                self._zeroconf = self._module.AsyncZeroconf()
+            from zeroconf import DNSQuestionType
+
+            core = self._zeroconf.zeroconf
+            # Answers to all: one to a port that several programs share would reach only one of them.
+            browser = self._module.AsyncServiceBrowser
+            browser(core, SERVICE, handlers=[self._note], question_type=DNSQuestionType.QM)
+            if own and self._announces:
+                # Names are peer ids, so that no two peers can want the same.
+                await self._zeroconf.async_register_service(self._described(own), cooperating_responders=True)
+            self._announced = own
+        except OSError as e:
+            self._warn_seldom("this machine cannot look for peers in its local network now: %s. It tries again", e)
+            await self._end()
+
+    def _described(self, own: Sequence[Multiaddr]) -> Any:
+        """What others are told: all addresses with the port of the first one; loopback only if there is no other."""
+        port = own[0]["tcp"]
+        told = [each for each in own if each["tcp"] == port]
+        told = [each for each in told if not is_loopback(each)] or told
+        name = str(self._p2p.peer_id)
+        return self._module.AsyncServiceInfo(
+            SERVICE,
+            f"{name}.{SERVICE}",
+            port=int(port or 0),
+            properties={_ID: name.encode()},
+            server=f"{name}.local.",
+            parsed_addresses=[str(each.values()[0]) for each in told],
+        )
+
+    async def _end(self) -> None:
+        await cancel_and_wait(*self._asking)
+        ended, self._zeroconf = self._zeroconf, None
+        if ended is not None:
+            await ended.async_close()
+
+    # --- others -------------------------------------------------------------------------------------------------------
+
+    def _note(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
+        if state_change.name == "Removed":
+            self.present.pop(self._names.pop(name, self._p2p.peer_id), None)
+        elif len(self.present) < MAX_PRESENT or name in self._names:
+            task = asyncio.get_running_loop().create_task(self._ask(zeroconf, name))
+            self._asking[task] = None
+            task.add_done_callback(self._asking.pop)
+
+    async def _ask(self, zeroconf: Any, name: str) -> None:
+        from zeroconf import DNSQuestionType
+
+        info = self._module.AsyncServiceInfo(SERVICE, name)
+        if not await info.async_request(zeroconf, ASK_SECONDS * 1000, question_type=DNSQuestionType.QM):
+            return
+        try:
+            peer = PeerID.from_base58((info.properties.get(_ID) or b"").decode())
+            addresses = _addresses_of(info)
+        except ValueError as e:
+            logger.debug("%s is announced in this network, and is no peer: %s", name, e)
+            return
+        if peer.public_key is None or peer == self._p2p.peer_id or not addresses:
+            return
+        is_news = self.present.get(peer) != addresses
+        self._names[name] = peer
+        self.present[peer] = addresses
+        if is_news:
+            logger.debug("peer %s is announced in this network at %s", peer, ", ".join(map(str, addresses)))
+            self._on_found(peer)
+
+
+def _addresses_of(info: Any) -> list[Multiaddr]:
+    found = [ipaddress.ip_address(text.partition("%")[0]) for text in info.parsed_addresses()]
+    usable = [ip for ip in found if ip.version == 4 or not ip.is_link_local]
+    return [Multiaddr(f"/ip{ip.version}/{ip}/tcp/{info.port}") for ip in usable if info.port]
