@@ -24,7 +24,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmark-programs.md",
     "deploy/README.md": "deploy.md",
 }
 """Documents that GitHub wants elsewhere, and the pages that they are."""

@@ -14,7 +14,7 @@ from shoal.cli.__main__ import build_parser
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, inline_commands, name_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-FOREIGN = {"cd", "git", "journalctl", "systemctl", "export"}
+FOREIGN = {"cd", "conda", "export", "git", "journalctl", "systemctl"}
 """Commands of the system, whose words are not ours."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 TARGETS = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -44,11 +44,16 @@ def check(words: list[str], shown: set[str]) -> None:
     program = program.rpartition("/")[2]
     if program == "shoal":
         build_parser().parse_args(rest)
+    elif program == "uv":
+        assert rest == ["venv"] or rest[0] == "pip", rest
+        check(rest if rest[0] == "pip" else [], shown)
     elif program == "pip":
         assert rest[0] == "install"
+        if rest[1:3] == ["torch", "--index-url"]:
+            return  # PyTorch for the CPU
         for package in rest[1:]:
             name, _, extras = package.partition("[")
-            assert name == "shoal", package
+            assert name in ("shoal", "."), package
             assert set(filter(None, extras.rstrip("]").split(","))) <= EXTRAS.keys(), package
     elif program == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS

@@ -21,7 +21,7 @@ from tests.interface import find
 from tests.test_inherited_api import NAMES
 
 DOCS = ROOT / "docs"
-FROM_OUTSIDE = {"benchmarks.md", "changelog.md", "contributing.md", "deploy.md"}
+FROM_OUTSIDE = {"benchmark-programs.md", "changelog.md", "contributing.md", "deploy.md"}
 """Pages that are made of documents outside docs/, by tools/docs_site.py."""
 ROOMS = ("archive", "averaging", "compression", "data", "dht", "errors", "lightning", "optim", "p2p", "testing")
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "tests").rglob("README.md"))]
