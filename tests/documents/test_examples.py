@@ -48,7 +48,7 @@ def test_two_peers_run_the_first_program_of_the_readme_until_they_are_stopped(tm
         peers.append(subprocess.Popen([sys.executable, *words[1:]], cwd=tmp_path, env=environment, **pipes))
         for peer in peers:
             assert peer.stdout is not None
-            assert any(re.search(r"loss [\d.]+, \d+ samples/s, peers 2$", line) for line in peer.stdout)
+            assert any(re.search(r"loss [\d.]+, peers 2, \d+ samples/s$", line) for line in peer.stdout)
         for peer in reversed(peers):
             peer.send_signal(signal.SIGINT)
             _, errors = peer.communicate(timeout=60)
