@@ -174,7 +174,7 @@ def lightning(setting: Setting) -> None:
 
 def low_communication(setting: Setting) -> None:
     setting.names["initial_peers"] = []
-    setting.says = "made 150 steps in 3 slots"
+    setting.says = "made 150 inner and 3 outer steps"
 
 
 def monitoring(setting: Setting) -> None:
