@@ -94,7 +94,8 @@ def drawn(recorded: list[list[tuple[float, str]]]) -> str:
     last = max(seconds for lines in recorded for seconds, _ in lines)
     speed, total = last / SHOWN_SECONDS, SHOWN_SECONDS + PAUSE_SECONDS
     panel = 42 + 18 * ROWS
-    moments, body = [], []
+    moments: list[str] = []
+    body: list[str] = []
     for number, (title, lines) in enumerate(zip(("one computer", "another one"), recorded, strict=True)):
         top = number * (panel + 10)
         body.append(f'<rect y="{top}" width="420" height="{panel}" rx="8" fill="var(--back)"/>')
