@@ -47,10 +47,10 @@ def check(words: list[str], shown: set[str]) -> None:
     elif program == "uv":
         assert rest == ["venv"] or rest[0] == "pip", rest
         check(rest if rest[0] == "pip" else [], shown)
+    elif words[:4] == ["pip", "install", "torch", "--index-url"]:
+        assert len(words) == 5, "PyTorch for the CPU, and nothing else from there"
     elif program == "pip":
         assert rest[0] == "install"
-        if rest[1:3] == ["torch", "--index-url"]:
-            return  # PyTorch for the CPU
         for package in rest[1:]:
             name, _, extras = package.partition("[")
             assert name in ("shoal", "."), package
