@@ -1,4 +1,4 @@
-"""What `make docs` needs beside mkdocs.yml: documents from outside docs/, and cross-references of docstrings.
+"""What `make docs` needs beside mkdocs.yml: documents from outside docs/, the reference, and its cross-references.
 
 mkdocs calls the functions whose names begin with ``on_``; griffe, which reads the source for the reference, finds the
 class :class:`References`.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import posixpath
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,46 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmark-programs.md",
     "deploy/README.md": "deploy.md",
 }
 """Documents that GitHub wants elsewhere, and the pages that they are."""
+NOT_SEARCHED = {"changelog.md"}
+"""It names everything that shoal has, so it would be among the results of every search."""
+REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 _LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)]*)?\)")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`(?P<short>~?)(?P<path>[\w.]+)`")
+_ENTRY = re.compile(r"^::: (?P<path>[\w.]+)\n\n?", re.MULTILINE)
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^\s>\"]+")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Each part of the reference becomes a section of the navigation, with a page for each class."""
+    package = griffe.load("shoal", search_paths=[ROOT / "src"])
+    for file in REFERENCE:
+        _reference[f"api/{file.name}"] = Reference.split(file, package)
+
+    def expand(entry: Any) -> Any:
+        if isinstance(entry, list):
+            return [expand(each) for each in entry]
+        if isinstance(entry, dict):
+            return {title: expand(inner) for title, inner in entry.items()}
+        pages = _reference[entry].pages if entry in _reference else {}
+        return [{"Overview": entry}, *({name: page} for page, (name, _) in pages.items())] if pages else entry
+
+    config.nav = expand(config.nav)
+    return config
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the documents from outside docs/, and a page for each example."""
+    """Add the documents from outside docs/, a page for each example, and a page for each class."""
     for name, page in OUTSIDE.items():
         if page not in files.src_uris:
-            files.append(File.generated(config, page, content=relink((ROOT / name).read_text("utf-8"), name)))
+            head = "---\nsearch:\n  exclude: true\n---\n" if page in NOT_SEARCHED else ""
+            files.append(File.generated(config, page, content=head + relink((ROOT / name).read_text("utf-8"), name)))
+    for reference in _reference.values():
+        for page, (_, text) in reference.pages.items():
+            files.append(File.generated(config, page, content=text))
     for example in sorted((ROOT / "examples").iterdir()):
         if example.suffix in (".py", ".ipynb"):
             name = f"examples/{example.name}"
@@ -46,7 +73,19 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Links that leave docs/ lead to the pages made of what they lead to."""
-    return markdown if page.file.generated_by else relink(markdown, f"docs/{page.file.src_uri}")
+    if page.file.generated_by:
+        return markdown
+    if page.file.src_uri in _reference:
+        markdown = _reference[page.file.src_uri].text
+    return relink(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """The search finds all pages except those that would drown the others."""
+    index = json.loads((Path(config.site_dir) / "search" / "search_index.json").read_text("utf-8"))
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    if drowning := found & {page.replace(".md", ".html") for page in NOT_SEARCHED}:
+        raise PluginError(f"the search index has {', '.join(drowning)}")
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
@@ -54,6 +93,39 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
     if found := _LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}")
     return output
+
+
+@dataclass
+class Reference:
+    """A page of docs/api: a list of its classes, each of which has a page of its own, and everything else in full."""
+
+    text: str
+    pages: dict[str, tuple[str, str]]
+    """For each class, the path of its page, its name and the page's text."""
+
+    @classmethod
+    def split(cls, file: Path, package: griffe.Object | griffe.Alias) -> Reference:
+        head, *entries = _ENTRY.split(file.read_text("utf-8"))
+        classes, rest, pages = [], [], {}
+        for path, body in zip(entries[::2], entries[1::2], strict=True):
+            entry = f"::: {path}\n" + (body if body.startswith(" ") else f"\n{body}")
+            found: griffe.Object | griffe.Alias = package
+            for name in path.split(".")[1:]:
+                found = found[name]
+            if not found.is_class:
+                rest.append(entry)
+                continue
+            name = path.rpartition(".")[2]
+            page = f"api/{file.stem}/{name}.md"
+            pages[page] = name, f"::: {path}\n    options: {{ heading_level: 1 }}\n"
+            says = found.docstring.value.partition("\n\n")[0].replace("\n", " ") if found.docstring else ""
+            says = _ROLE.sub(lambda match: f"`{match['path'].rpartition('.')[2]}`", says.replace("``", "`"))
+            classes.append(f"- [`{name}`]({file.stem}/{name}.md): {says}\n")
+        return cls("\n".join([head, "".join(classes), *rest]), pages)
+
+
+_reference: dict[str, Reference] = {}
+"""By the page of docs/api. The hooks of mkdocs share it."""
 
 
 def page_of(name: str) -> str:
@@ -76,6 +148,8 @@ def relink(markdown: str, source: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = posixpath.normpath(posixpath.join(posixpath.dirname(source), match["target"]))
+        if any(name == f"docs/{page}" for reference in _reference.values() for page in reference.pages):
+            return match[0]
         if not (ROOT / name).exists():
             raise PluginError(f"{source} has a link to {match['target']}, which does not exist")
         target = page_of(name)

@@ -32,6 +32,7 @@ from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
 pytestmark = pytest.mark.timeout(240)
 ELSEWHERE = {
     "README.md": "tests/documents/test_examples.py",
+    "docs/index.md": "tests/documents/test_examples.py",
     "docs/sharded.md": "tests/optim/sharded.py",
     "docs/tutorial.md": "tests/documents/test_tutorial.py",
 }
@@ -173,7 +174,7 @@ def lightning(setting: Setting) -> None:
 
 def low_communication(setting: Setting) -> None:
     setting.names["initial_peers"] = []
-    setting.says = "made 150 steps in 3 slots"
+    setting.says = "made 150 inner and 3 outer steps"
 
 
 def monitoring(setting: Setting) -> None:
@@ -189,6 +190,10 @@ def private_swarms(setting: Setting) -> None:
     setting.replaced = {"ADDRESS": address, "shoal-invite-...": key.invite(shoal.p2p.Roles.TRAIN, 2**32).text}
 
 
+def which_one(setting: Setting) -> None:
+    setting.says = "350 MB for each exchange"
+
+
 def training(setting: Setting) -> None:
     setting.replaced = {"time.sleep(0.1)": "time.sleep(0)"}
     setting.says = "trained for 3 epochs"
@@ -201,13 +206,13 @@ SETTINGS: dict[str, Callable[[Setting], None]] = {
     "docs/data.md": data,
     "docs/gradients.md": gradients,
     "docs/huggingface.md": huggingface,
-    "docs/index.md": Setting.learns,
     "docs/lightning.md": lightning,
     "docs/low-communication.md": low_communication,
     "docs/monitoring.md": monitoring,
     "docs/private-swarms.md": private_swarms,
     "docs/robust-averages.md": Setting.learns,
     "docs/training.md": training,
+    "docs/which-one.md": which_one,
 }
 
 

@@ -14,7 +14,7 @@ from shoal.cli.__main__ import build_parser
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, inline_commands, name_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-FOREIGN = {"cd", "git", "journalctl", "systemctl", "export"}
+FOREIGN = {"cd", "conda", "export", "git", "journalctl", "systemctl"}
 """Commands of the system, whose words are not ours."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -34,7 +34,7 @@ def test_each_block_says_what_it_is() -> None:
 def test_commands_can_be_given(block: Block) -> None:
     shown = {each.title for each in BLOCKS if each.title.endswith(".py")} | {"train.py"}
     for line in block.code.splitlines():
-        for command in re.split(r"&&|;", line.partition(" #")[0]):
+        for command in re.split(r"&&|;", re.sub(r"(^| )#.*", "", line)):
             check(shlex.split(command), shown)
 
 
@@ -47,6 +47,11 @@ def check(words: list[str], shown: set[str]) -> None:
     program = program.rpartition("/")[2]
     if program == "shoal":
         build_parser().parse_args(rest)
+    elif program == "uv":
+        assert rest == ["venv"] or rest[0] == "pip", rest
+        check(rest if rest[0] == "pip" else [], shown)
+    elif words[:4] == ["pip", "install", "torch", "--index-url"]:
+        assert len(words) == 5, "PyTorch for the CPU, and nothing else from there"
     elif program == "pip":
         assert rest[0] == "install"
         if "shoal" not in " ".join(rest):
@@ -56,7 +61,7 @@ def check(words: list[str], shown: set[str]) -> None:
             if package == "--no-deps":
                 continue
             name, _, extras = package.partition("[")
-            assert name == "shoal", package
+            assert name in ("shoal", "."), package
             assert set(filter(None, extras.rstrip("]").split(","))) <= EXTRAS.keys(), package
     elif program == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS

@@ -24,13 +24,39 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_first_code_of_the_readme() -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def first_code_of(page: str) -> str:
+    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
-    done = run_python("-c", code[1])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "/p2p/12D3KooW" in done.stdout
+    return code[1]
+
+
+def test_readme_and_index_begin_with_the_same_program() -> None:
+    assert first_code_of("README.md") == first_code_of("docs/index.md")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+def test_two_peers_run_the_first_program_of_the_readme_until_they_are_stopped(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(first_code_of("README.md"), encoding="utf-8")
+    environment = {**os.environ, "SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    peers = [subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, env=environment, **pipes)]
+    try:
+        assert peers[0].stdout is not None
+        line = peers[0].stdout.readline()
+        assert line.startswith("Others join with:  python train.py /ip4/")
+        words = line.split()[3:]  # what a user pastes
+        peers.append(subprocess.Popen([sys.executable, *words[1:]], cwd=tmp_path, env=environment, **pipes))
+        for peer in peers:
+            assert peer.stdout is not None
+            assert any(re.search(r"loss [\d.]+, peers 2, \d+ samples/s$", line) for line in peer.stdout)
+        for peer in reversed(peers):
+            peer.send_signal(signal.SIGINT)
+            _, errors = peer.communicate(timeout=60)
+            assert (peer.returncode, errors) == (0, "")
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
 
 
 @pytest.mark.skipif(CAN_MAKE_COMPUTERS, reason="tests/system does it between two hosts")

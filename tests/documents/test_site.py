@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.interface import find
 from tests.test_inherited_api import NAMES
 
 DOCS = ROOT / "docs"
-FROM_OUTSIDE = {"benchmarks.md", "changelog.md", "contributing.md", "deploy.md"}
+FROM_OUTSIDE = {"benchmark-programs.md", "changelog.md", "contributing.md", "deploy.md"}
 """Pages that are made of documents outside docs/, by tools/docs_site.py."""
 ROOMS = ("archive", "averaging", "compression", "data", "dht", "errors", "lightning", "optim", "p2p", "testing")
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "tests").rglob("README.md"))]
@@ -95,3 +96,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             if anchor not in map(slug_of, headings):
                 missing.append(target)
     assert not missing
+
+
+PICTURES = sorted((DOCS / "pictures").iterdir())
+
+
+@pytest.mark.parametrize("picture", [pytest.param(picture, id=picture.name) for picture in PICTURES])
+def test_pictures_are_small_and_used_and_drawings_follow_dark_mode(picture: Path) -> None:
+    assert picture.stat().st_size < 150_000
+    assert any(f"pictures/{picture.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    if picture.suffix == ".svg":
+        text = picture.read_text(encoding="utf-8")
+        root = xml.etree.ElementTree.fromstring(text)
+        assert root.find("{http://www.w3.org/2000/svg}title") is not None, "for people who do not see it"
+        assert "prefers-color-scheme: dark" in text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "it must load nothing"
