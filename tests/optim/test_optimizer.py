@@ -386,7 +386,7 @@ def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int, left_ou
     return values(model)
 
 
-def test_without_its_group_a_peer_goes_on_with_its_own_mean_gradient(make_trainers, make_dhts, closing, caplog):
+def test_without_its_group_a_peer_trains_on_and_in_the_end_steps_with_its_own_mean_gradient(make_trainers, make_dhts, closing, caplog):
     (trainer,) = make_trainers(
         1, matchmaking_time=0.2, averaging_timeout=1.0, averager_opts={"request_timeout": 0.1}, target=10**6
     )
@@ -395,11 +395,15 @@ def test_without_its_group_a_peer_goes_on_with_its_own_mean_gradient(make_traine
     expect_company(trainer, companion)
     trainer.batch_size = 4  # batches of different sizes
     trainer.step()
-    trainer.opt.tracker.board.hear(companion.local_progress, time.time() + 60, time.time(), end=time.time())
+    tries = 0
     with caplog.at_level(logging.WARNING):
-        trainer.opt.step(batch_size=0)
+        while trainer.opt.local_epoch == 0 and tries < 5:
+            trainer.opt.tracker.board.hear(companion.local_progress, time.time() + 60, time.time(), end=time.time())
+            trainer.opt.step(batch_size=0)
+            tries += 1
+    assert caplog.text.count("Training on, to meet the others") == 2
     assert "Proceeding with local gradients" in caplog.text
-    assert trainer.opt.local_epoch == 1
+    assert (trainer.opt.local_epoch, tries) == (1, 3)
     torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8, 4], seed=0))
 
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAST_RESORT = "Proceeding with local gradients"
+
 
 @dataclass
 class GlobalStep:
@@ -160,7 +162,7 @@ class GlobalStep:
                     trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
                     mates = self._finish_gradient_round(control)
-                    if mates is None and self.tracker.others_can_come():
+                    if mates is None and self._tries_again():
                         self.tracker.train_on()
                         return False
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
@@ -231,7 +233,8 @@ class GlobalStep:
         except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             self.tracker.note_round(None)
-            message = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
+            what_next = "Training on, to meet the others a little later" if self._tries_again() else LAST_RESORT
+            message = f"gradients of epoch %d were not averaged (%s). {what_next}"
             log_failure(message, self.state_averager.local_epoch, e)
             return None
         except BaseException:
@@ -246,6 +249,10 @@ class GlobalStep:
             return None
         mates = set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
         return {peer: self.comparison.epoch_of(gathered.get(peer)) for peer in mates}
+
+    def _tries_again(self) -> bool:
+        """Whether this peer, whose round has failed, keeps its gradients for another round of this epoch."""
+        return not self.settings.delay_grad_averaging and self.tracker.others_can_come()
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
         """Wait for the average in the background. If the round fails, ``own_mean`` takes its place: the accumulators

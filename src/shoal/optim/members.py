@@ -302,6 +302,6 @@ class Members:
             votes = sorted([*votes, own])
         run = max(own, votes[(len(votes) - 1) // 2]) if votes else own
         # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
-        next_one = own + 1 if any(self.has_met(p) and self.is_proven(p) for p in ahead if p in voters) else own
+        next_one = own + 1 if any(self.is_proven(peer) for peer in ahead if peer in voters) else own
         last = max(run, next_one)
         return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.averaging import RoundResult
+from shoal.optim.evidence import Evidence
 from shoal.optim.outer.deeds import Deeds
 from shoal.optim.outer.flight import Expectation
 from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
@@ -26,7 +27,7 @@ STEPS = 10
 
 
 def make_board(now):
-    board = SlotBoard(ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now)
+    board = SlotBoard(ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now, make_guard=Evidence)
     board.patience = 5.0
     board.report(0, 1, now)
     board.note_introduction(now)
@@ -119,7 +120,7 @@ def test_a_round_that_fails_is_held_against_nobody(monkeypatch, caplog):
     monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda: 10.0)
     Deeds(made).note(SimpleNamespace(result=None, weight=8.0, slot=0), None)
     assert not caplog.records
-    assert not made.evidence.knows_rounds
+    assert not made.guard.knows_rounds
 
 
 def test_if_a_round_fails_here_because_most_had_it_without_this_peer_they_are_the_run():
@@ -138,7 +139,7 @@ def test_if_a_round_fails_here_because_most_had_it_without_this_peer_they_are_th
 def test_a_peer_that_claims_steps_and_does_no_rounds_is_seen(make_dhts, make_trainers, closing, caplog):  # noqa: F811
     """Two peers train; a third one says that it does, too."""
     dhts = make_dhts(3)
-    trainers = make_trainers(dhts[:2], matchmaking_time=1.0, straggler_patience=1.0)
+    trainers = make_trainers(dhts[:2], matchmaking_time=1.0, straggler_patience=1.0, guard="open")
     introduce(*(trainer.opt for trainer in trainers))
     liar = closing(SlotTracker(dhts[2], "run", 4, patience=1.0, overlaps=False, start=True))
     stop, pause = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim.evidence import SHARE_WASTED
+from shoal.optim.evidence import SHARE_WASTED, Evidence
 from shoal.optim.outer.catching_up import CatchingUp
 from shoal.optim.outer.flight import Expectation, Standing
 from shoal.optim.outer.slot_tracker import SlotBoard
@@ -167,6 +167,7 @@ def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board)
 
 def test_newcomers_who_may_not_join_do_not_count(board):
     """Else the others could have no round without them, nor with them."""
+    board.guard = Evidence(b"me", bytes, NOW)
     board.report(5, 10, NOW)
     for peer in ("here", "newcomer"):
         board.hear(record(peer, 5, 3), NOW + 300, NOW)
@@ -179,6 +180,7 @@ def test_newcomers_who_may_not_join_do_not_count(board):
 
 def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_does(board, monkeypatch):
     """Else it would take the state of a peer of its own lineage, and two halves of a run would stay apart."""
+    board.guard = Evidence(b"me", bytes, NOW)
     board.report(46, 10, NOW)
     board.note_outer_round(dict.fromkeys([b"me", b"d", b"e"], 1.0), NOW, Expectation(46, (), NOW, 0.0))
     board.finish_update(47, [b"d", b"e"], NOW)
