@@ -428,6 +428,7 @@ class ProgressExchange(ServicerBase):
                 if FROM_THE_FUTURE in str(e):
                     self._p2p.metrics.troubles["clocks that differ"] += 1
                     self._warn_once(CLOCK_IS_AHEAD, peer, set_the_clock())
+                    self._p2p.compare_clocks()
                 return False  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
@@ -466,7 +467,11 @@ class ProgressExchange(ServicerBase):
         """
         now = get_dht_time()
         progress = message.progress_of(peer)
-        check_time(progress, now)
+        try:
+            check_time(progress, now)
+        except ValueError:
+            self._p2p.compare_clocks()  # one of the two has the wrong time, and it may be this one
+            raise
         if message.leaving:
             self.acquaintances.forget(peer)
             self._board.forget(progress.peer_id, math.inf, progress.time)
