@@ -111,7 +111,7 @@ def test_the_doctor_names_the_proxy_and_a_desk_without_it_has_no_way_out(hosts: 
     ):
         doctor = desk.start("-m", "shoal.cli", "doctor", address, environment=environment)
         doctor.wait_for_line(expected, START_LIMIT_SECONDS)
-        assert doctor.wait(START_LIMIT_SECONDS) == status, doctor.all("line")
+        assert doctor.wait(START_LIMIT_SECONDS) == status, "\n".join(each["line"] for each in doctor.all("line"))
         assert "Traceback" not in doctor.errors(), doctor.errors()
 
 

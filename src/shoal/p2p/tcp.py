@@ -242,10 +242,10 @@ class TcpTransport(Transport):
     ) -> Session:
         local = None if beside is None else beside.local_address
         bind = functools.partial(bind_to_shared_port, port=0 if local is None else int(local["tcp"] or 0))
+        connecting, is_proxied = self._connect(address, bind if punchable else None)
         session: TcpSession | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connecting, is_proxied = self._connect(address, bind if punchable else None)
                 session = self.adopt(await connecting, punchable=punchable and not is_proxied)
                 if is_proxied:
                     session.remote_address = address  # and not that of the proxy

@@ -30,6 +30,7 @@ MAX_CHARACTERS = 1000
 INDENT = 23
 
 IDENTITY_FILE = "identity file"
+PROXY = "proxy"
 # Connections and files that a peer of a large swarm may need to have open.
 ENOUGH_OPEN_FILES = 1024
 
@@ -149,11 +150,11 @@ def _proxy() -> Iterator[Finding]:
     try:
         proxies = Proxies.of_environment()
     except ValueError as error:
-        yield fail("proxy", str(error), "correct that environment variable, or set SHOAL_PROXY=off")
+        yield fail(PROXY, str(error), "correct that environment variable, or set SHOAL_PROXY=off; then ask again")
         return
     if proxies.proxy is not None:
         direct = ", ".join(["private addresses", *proxies.exceptions])
-        yield ok("proxy", f"{proxies.proxy}; directly: {direct}", proxy=str(proxies.proxy), direct=proxies.exceptions)
+        yield ok(PROXY, f"{proxies.proxy}; directly: {direct}", proxy=str(proxies.proxy), direct=proxies.exceptions)
 
 
 def _identity_file(path: Path) -> Finding:
