@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from shoal.averaging.messages import ALIVE_PER_TIMEOUT
 from shoal.optim.training_setup import default_silence
 from shoal.testing import Network, run
 from tests.drills import mostly_drills
@@ -13,6 +14,7 @@ from tests.simulation.training import LINK, Course, Swarm, Trainer
 
 SPEED, EPOCH_SECONDS = 50.0, 5.0
 EPOCHS_BEFORE, ASLEEP, AWAKE = 6, 40.0, 60.0
+MATCHMAKING, AVERAGING = 2.0, 60.0
 QUICK = 0.5
 """Seconds for what takes a few round trips."""
 
@@ -53,7 +55,13 @@ def test_others_go_on_while_a_laptop_sleeps_and_when_it_is_back(peers: int, lead
     """Whenever it falls asleep: in a round, between two, or while it looks for a group."""
 
     async def main() -> None:
-        course = Course(target_batch_size=round(peers * SPEED * EPOCH_SECONDS), matchmaking_time=2.0)
+        silence = default_silence(MATCHMAKING, AVERAGING)
+        course = Course(
+            target_batch_size=round(peers * SPEED * EPOCH_SECONDS),
+            matchmaking_time=MATCHMAKING,
+            averaging_timeout=AVERAGING,
+            silence=silence,
+        )
         swarm = Swarm(Network(LINK), course)
         trainers = [await swarm.add(SPEED, make=Sleeper) for _ in range(peers)]
         sleeper = trainers.pop(0 if leads else -1)
@@ -66,7 +74,7 @@ def test_others_go_on_while_a_laptop_sleeps_and_when_it_is_back(peers: int, lead
         sleeper.host.thaw()
         woke = loop.time()
         await asyncio.sleep(AWAKE)
-        longest = default_silence(course.matchmaking_time, course.averaging_timeout) + QUICK
+        longest = silence + silence / ALIVE_PER_TIMEOUT + QUICK  # one more turn of questions, at the most
         for trainer in trainers:
             assert isinstance(trainer, Sleeper)
             assert trainer.worst_step(began - EPOCH_SECONDS, woke) < longest
