@@ -27,6 +27,8 @@ pretend.begin(pretend.asked_for())  # before shoal is imported
 
 from shoal.p2p import tcp_stream  # noqa: E402
 from shoal.p2p.limits import have_enough_files  # noqa: E402
+from shoal.p2p.proxies import EXCEPTIONS  # noqa: E402
+from shoal.p2p.proxies import VARIABLES as PROXIES  # noqa: E402
 from shoal.reactor import Reactor, new_event_loop  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
@@ -38,6 +40,8 @@ blocking_calls.watch()
 have_enough_files()  # here, so that no test's log has the line about a system that allows few
 
 os.environ["SHOAL_HOST_MADDRS"] = "/ip4/127.0.0.1/tcp/0"  # tests keep to themselves, except for those about this
+for name in (*PROXIES, *EXCEPTIONS):
+    os.environ.pop(name, None)  # tests are their own internet
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # older versions start processes for a compiler that no test uses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from shoal.clock import (
     SwarmClock,
     get_clock,
     get_dht_time,
+    steady_clock,
 )
 from shoal.testing import START_OF_TIME, run
 from tests.dht.virtual_time import in_virtual_time
@@ -389,35 +391,115 @@ def test_after_an_outage_the_time_is_settled_anew():
     assert machine.error == pytest.approx(1000, abs=0.1)
 
 
-def test_when_the_clock_of_the_machine_was_set_the_time_is_settled_anew():
-    machine = settled()
-    machine.ahead = 5000
-    for source in "abc":
-        machine.hear(source)
-    assert machine.error == pytest.approx(0, abs=0.1)
+@pytest.mark.parametrize("jump", [120.0, -120.0, 7200.0, -7200.0])
+def test_the_time_does_not_jump_with_the_clock_of_the_machine(jump, caplog):
+    machine, noticed = settled(300.0), list[float]()
+    machine.clock.on_jump["me"] = lambda: noticed.append(machine.clock.offset)
+    before = machine.clock.time()
+    caplog.clear()
+    machine.ahead += jump
+    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+        assert machine.clock.time() == pytest.approx(before, abs=1e-6)
+        for _ in range(3):
+            hear_honest(machine)
+            machine.true_time += 60
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    assert noticed == [pytest.approx(300 + jump)]
+    assert machine.clock.offset == pytest.approx(300 + jump)
+    [record] = caplog.records
+    assert f"has jumped by {jump:+.1f} seconds. It is now {abs(300 + jump):.1f} seconds" in record.getMessage()
+    assert "NTP" in record.getMessage()
 
 
-def test_the_clock_of_the_machine_is_put_right():
+def test_a_jump_that_puts_the_clock_right_leaves_no_correction(caplog):
     machine = Laboratory(ahead=-3600)
     for source in "abc":
         machine.hear(source)
     machine.true_time += 100
-    machine.ahead = 0.3
-    assert machine.error == pytest.approx(0.3)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+        machine.ahead = 0.01
+        assert machine.error == pytest.approx(0, abs=1e-6)
+        machine.hear("a")
     assert machine.clock.offset == 0
-    machine.hear("a")
-    assert list(machine.clock.sources) == ["a"], "what was compared with the old clock is worth nothing"
-    assert machine.error == pytest.approx(0.3)
+    assert machine.error == pytest.approx(0.01)
+    [record] = caplog.records
+    assert "agrees with the other peers now" in record.getMessage()
 
 
-def test_the_machine_has_slept():
-    """The even seconds stood still; its clock did not, so it is as wrong as before."""
-    machine = Laboratory(ahead=300)
-    for source in "abc":
+def test_without_others_the_time_is_that_of_the_machine(caplog):
+    machine = Laboratory()
+    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+        machine.ahead = 5000
+        assert machine.error == 5000
+        machine.hear("a", 5000)
+        machine.true_time += MAX_AGE_SECONDS + 1
+        machine.ahead = 0
+        assert machine.error == 0
+    assert not caplog.records
+
+
+def test_others_that_only_call_are_others_too():
+    machine = Laboratory()
+    machine.clock.meet()
+    machine.ahead = 5000
+    assert machine.error == 0
+
+
+@pytest.mark.parametrize("others", ["a", "ab", "abc"])
+def test_a_machine_that_stood_still_is_right_as_soon_as_it_hears_others(others):
+    """A virtual machine was paused: both of its clocks stood still, and then the one was set."""
+    machine, slept = Laboratory(), 5000.0
+    for _ in range(3):
+        for source in others:
+            machine.hear(source)
+        machine.true_time += SETTLED_AFTER_SECONDS / 2
+    stood_still = machine.clock._monotonic
+    machine.clock._monotonic = lambda: stood_still() - slept
+    machine.true_time += slept
+    assert machine.error == pytest.approx(-slept), "it cannot know better"
+    for source in others:
         machine.hear(source)
-    slept = 5000.0
-    machine.ahead += slept
-    assert machine.error == pytest.approx(slept, abs=1e-6), "which is the true time, seen from outside"
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    assert machine.clock.offset == 0
+
+
+def test_a_slow_drift_is_no_jump(caplog):
+    """Some systems slow their clock down, or speed it up, and not the one that counts seconds."""
+    machine = settled()
+    for _ in range(100):
+        machine.true_time += 600
+        machine.ahead += 0.05
+        hear_honest(machine)
+        machine.ahead -= 0.05
+        machine.hear("a")
+    for _ in range(100):
+        machine.true_time += 600
+        drifted = machine.clock._monotonic
+        machine.clock._monotonic = lambda drifted=drifted: drifted() + 0.03
+        hear_honest(machine)
+        assert machine.error == pytest.approx(0, abs=1e-6)
+    assert not caplog.records
+
+
+def test_a_thread_that_is_held_up_between_two_readings_sees_no_jump():
+    machine, naps = settled(), [40.0]
+
+    def wall() -> float:
+        shown = machine.true_time
+        machine.true_time += naps.pop() if naps else 0.0
+        return shown
+
+    machine.clock._wall = wall
+    machine.clock.on_jump["me"] = lambda: pytest.fail("no clock has jumped")
+    assert machine.clock.time() == pytest.approx(machine.true_time)
+    assert machine.clock.offset == 0
+
+
+def test_the_clock_that_counts_goes_on_while_the_machine_sleeps():
+    if sys.platform != "linux":
+        pytest.skip("other systems have other clocks")
+    assert steady_clock()() == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=1)
 
 
 def test_the_user_is_told_once(caplog):

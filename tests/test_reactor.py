@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -515,3 +517,22 @@ def test_errors_that_reach_nobody_are_logged_but_for_the_end_of_a_connection(cap
         ]
     finally:
         portal.close(timeout=5)
+
+
+def threads_of_libuv() -> int:
+    """How many there are; other tests may have made some. On systems without this list: none."""
+    names = [path.read_text(encoding="utf-8").strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("libuv-worker")
+
+
+async def test_names_and_addresses_are_looked_up_without_threads_of_libuv():
+    loop, before = asyncio.get_running_loop(), threads_of_libuv()
+    for host in ("localhost", "127.0.0.1", None):
+        found = await loop.getaddrinfo(host, 80, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        assert [each[4] for each in found] == [("127.0.0.1", 80)]
+    with pytest.raises(socket.gaierror):
+        await loop.getaddrinfo("no such name", 80)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as caller:
+        caller.setblocking(False)
+        await loop.sock_connect(caller, listener.getsockname())
+    assert threads_of_libuv() == before

@@ -16,13 +16,20 @@ How an offset is found
        are off by different amounts. No single peer is followed.
     4. Without a majority nothing changes.
 
+How time passes
+    Between two exchanges, time passes as on a clock of the machine that is never set and that goes on while the machine
+    sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time: other peers
+    notice nothing. The user gets one line, and the peers are asked for the time again, because it may be the machine
+    that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that has met no
+    others follows the clock of its machine.
+
 How it is applied
     Differences below a quarter of a second are ignored: they may be measurement errors. Offsets found in the first
     seconds are applied at once. Later the time does not go back by small amounts, it slows down instead. It is set back
     only if it is more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, because others then misjudge every record.
     When others have agreed with this machine for ten minutes, its time is settled. From then on it moves by at most a
     second per minute, so that a crowd of newcomers cannot take the swarm to another time. Only three things still move
-    it at once: the machine's clock was set; this peer has lost the swarm and come back; or two thirds of the known
+    it at once: the machine's clock has jumped; this peer has lost the swarm and come back; or two thirds of the known
     peers say so, most of whom agreed with this machine before. If two or more of the known peers have delivered in
     averaging rounds, only these have a vote on a settled time: a crowd of strangers does not move it at all.
 """
@@ -34,6 +41,7 @@ import functools
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -71,6 +79,8 @@ MAX_AGE_SECONDS = 3600.0
 MAX_ROUND_TRIP_SECONDS = 3.0
 # After this time a slow exchange replaces a quick one, because the clock may have drifted.
 NEWER_IS_BETTER_SECONDS = 600.0
+# How often both clocks are read, to get two readings of one moment.
+READING_ATTEMPTS = 5
 # Limits the weight of short round trips: otherwise one peer that claims to be near could outvote two that are not.
 _SHORT_ROUND_TRIP = 0.4
 
@@ -98,12 +108,27 @@ class _Vote(NamedTuple):
 class _Course(NamedTuple):
     """How far the machine's clock is ahead of the swarm; the value moves from ``begin`` to ``offset``."""
 
-    offset: float
-    begin: float
-    rate: float
-    """Seconds per second."""
-    since: float
     wall_beyond_monotonic: float
+    """By how much the one clock of the machine is ahead of the other one. If that changes, the first one was set."""
+    offset: float = 0.0
+    begin: float = 0.0
+    rate: float = 0.0
+    """Seconds per second."""
+    since: float = 0.0
+
+    def at(self, now: float) -> float:
+        """The value at this reading of the monotonic clock."""
+        moved = self.rate * (now - self.since)
+        return self.begin + max(-moved, min(moved, self.offset - self.begin))
+
+
+def steady_clock() -> Callable[[], float]:
+    """A clock in seconds that is never set and, unlike :func:`time.monotonic`, goes on while the machine sleeps."""
+    if sys.platform == "win32":
+        return time.monotonic
+    else:
+        name = "CLOCK_BOOTTIME" if hasattr(time, "CLOCK_BOOTTIME") else "CLOCK_MONOTONIC"  # the latter on macOS
+        return functools.partial(time.clock_gettime, getattr(time, name))
 
 
 class SwarmClock:
@@ -111,15 +136,18 @@ class SwarmClock:
 
     Args:
         wall: the clock of the machine, Unix seconds.
-        monotonic: seconds of a clock that is never set.
+        monotonic: seconds of a clock that is never set; default: :func:`steady_clock`.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._wall, self._monotonic = wall, monotonic
-        self._course: _Course | None = None  # None: the machine's clock is right
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] | None = None) -> None:
+        self._wall, self._monotonic = wall, monotonic or steady_clock()
+        self._lock = threading.RLock()  # any thread that asks for the time may find that the clock has jumped
+        self._course = _Course(self._wall() - self._monotonic())
         self.samples: dict[Hashable, _Sample] = {}
         """What each source has told last."""
-        self._sampled_beyond_monotonic = 0.0
+        self.on_jump: dict[Hashable, Callable[[], object]] = {}
+        """Called, in any thread, after the machine's clock has jumped; by the names of :meth:`add_own`."""
+        self._met_at = -math.inf
         self._own: dict[Hashable, None] = {}
         self._joined_through: dict[Hashable, None] = {}
         self._first_heard_at: float | None = None
@@ -133,14 +161,55 @@ class SwarmClock:
 
     def time(self) -> float:
         """Unix seconds. May be called from any thread."""
-        wall, course = self._wall(), self._course
-        return wall if course is None else wall - self._offset_on(course, wall)
+        wall, now, course = self._read()
+        return wall - course.at(now)
 
     @property
     def offset(self) -> float:
         """Seconds by which the clock of this machine is ahead of the swarm; 0 if it is right."""
+        _, now, course = self._read()
+        return course.at(now)
+
+    def _read(self) -> tuple[float, float, _Course]:
+        """Both clocks of the machine, and what to make of them; notices that the first one has jumped."""
         course = self._course
-        return 0.0 if course is None else self._offset_on(course, self._wall())
+        wall, now = self._wall(), self._monotonic()
+        if abs(wall - now - course.wall_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
+            self._note_jump()
+            course, now = self._course, self._monotonic()
+            wall = now + course.wall_beyond_monotonic
+        return wall, now, course
+
+    def _read_at_once(self) -> tuple[float, float] | None:
+        """Both clocks at one moment; ``None`` if this thread is held up each time between the two readings."""
+        for _ in range(READING_ATTEMPTS):
+            before, wall, now = self._monotonic(), self._wall(), self._monotonic()
+            if now - before < UNNOTICEABLE_SECONDS:
+                return wall, now
+        return None
+
+    def _note_jump(self) -> None:
+        with self._lock:
+            read, course = self._read_at_once(), self._course
+            if read is None:
+                return  # the next reading will show it
+            wall, now = read
+            jump = wall - now - course.wall_beyond_monotonic
+            if abs(jump) <= WORTH_A_WARNING_SECONDS:
+                return  # another thread has seen to it, or this one was held up between two readings
+            self._course = course = course._replace(wall_beyond_monotonic=wall - now)
+            self.settle_anew()
+            if not course.offset and now - self._met_at > MAX_AGE_SECONDS:
+                return  # the clock of the machine is all that there is
+            self._course = course._replace(offset=course.offset + jump, begin=course.begin + jump)
+            for source, sample in self.samples.items():
+                self.samples[source] = sample._replace(
+                    ahead_of_clock=sample.ahead_of_clock + jump, ahead_of_swarm=sample.ahead_of_swarm + jump
+                )
+            self._tell(jump)
+            listeners = list(self.on_jump.values())
+        for call in listeners:
+            call()
 
     @property
     def sources(self) -> dict[Hashable, float]:
@@ -157,17 +226,6 @@ class SwarmClock:
         """Whether the user has named peers of a swarm, and nobody has told the time yet."""
         return bool(self._joined_through) and self._first_heard_at is None
 
-    def _offset_on(self, course: _Course, wall: float) -> float:
-        now = self._monotonic()
-        moved = wall - now - course.wall_beyond_monotonic
-        if abs(moved) > WORTH_A_WARNING_SECONDS and abs(moved + course.offset) < WORTH_A_WARNING_SECONDS:
-            # The machine's clock was set right, by just as much as it was wrong: no correction is left.
-            if self._course is course:  # any thread may ask for the time, and the loop may have set another course
-                self._course = None
-            return 0.0
-        moved = course.rate * (now - course.since)
-        return course.begin + max(-moved, min(moved, course.offset - course.begin))
-
     # --- exchanges with others ----------------------------------------------------------------------------------------
 
     def add_own(self, name: Hashable) -> None:
@@ -177,6 +235,11 @@ class SwarmClock:
     def remove_own(self, name: Hashable) -> None:
         """Forget a peer of :meth:`add_own` that is gone."""
         self._own.pop(name, None)
+        self.on_jump.pop(name, None)
+
+    def meet(self) -> None:
+        """Note that there are other peers: from now on, the time does not jump with the clock of this machine."""
+        self._met_at = self._monotonic()
 
     def join_through(self, source: Hashable) -> None:
         """Register a peer that the user has named; its time is adopted as long as no other peer is known."""
@@ -205,23 +268,20 @@ class SwarmClock:
         if round_trip > MAX_ROUND_TRIP_SECONDS:
             return 0.0
         round_trip = max(0.0, round_trip)
-        wall, now = self._wall(), self._monotonic()
-        if self._first_heard_at is None:
-            self._first_heard_at = now
-        if abs(wall - now - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
-            # The machine's clock was set: the samples compare others with a clock that is gone.
-            self.samples.clear()
-            self._sampled_beyond_monotonic = wall - now
-            self.settle_anew()
-        ahead = wall - (swarm_time + round_trip / 2)
-        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now, is_mate=is_mate))
-        self._note_agreement(now)
-        new = self.samples.get(source)
-        if new is None:
+        with self._lock:
+            wall, now, course = self._read()
+            self._met_at = now
+            # Where the system only slows down or speeds up its clock, the two clocks drift apart. That is no jump.
+            self._course = course._replace(wall_beyond_monotonic=wall - now)
+            if self._first_heard_at is None:
+                self._first_heard_at = now
+            ahead = wall - (swarm_time + round_trip / 2)
+            self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now, is_mate=is_mate))
+            self._note_agreement(now)
+            new = self.samples.get(source)
+            if new is not None and (self._course.offset or self._told_offset or not _is_unnoticeable(new)):
+                self._decide(now)  # otherwise no correction is active, and the new sample asks for none
             return self._lasting_difference(source, self.offset - ahead, now)
-        if self._course is not None or self._told_offset or not _is_unnoticeable(new):
-            self._decide(now)  # otherwise no correction is active, and the new sample asks for none
-        return self._lasting_difference(source, self.offset - ahead, now)
 
     def _lasting_difference(self, source: Hashable, seconds: float, now: float) -> float:
         """Newcomers with wrong clocks have some time to adopt that of the swarm."""
@@ -293,6 +353,11 @@ class SwarmClock:
         found = self._agreement_of_clocks()
         if found is None and len(self._voters) > 1:
             found = self._agreement_of_opinions([_Vote(self.offset, 0.0)])
+        if found is None and not self._is_settled:
+            # The machine stood still, and its clock has been set since: it agrees with the only other one.
+            only = next(iter(self.samples.values()))
+            agree = max(abs(only.ahead_of_clock), abs(only.ahead_of_swarm)) <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+            found = 0.0 if len(self.samples) == 1 and agree else None
         return found
 
     @property
@@ -311,15 +376,12 @@ class SwarmClock:
 
     def _follow(self, offset: float) -> None:
         course = self._course
-        planned = 0.0 if course is None else course.offset
+        planned = course.offset
         if offset == planned or (offset and abs(offset - planned) <= UNNOTICEABLE_SECONDS):
             return
         present, now = self.offset, self._monotonic()
         rate = self._rate_towards(offset, present, now)
-        if offset or rate:
-            self._course = _Course(offset, present if rate else offset, rate, now, self._wall() - now)
-        else:
-            self._course = None
+        self._course = _Course(course.wall_beyond_monotonic, offset, present if rate else offset, rate, now)
 
     def _rate_towards(self, offset: float, present: float, now: float) -> float:
         """Seconds per second by which the time moves; 0 = it moves at once."""
@@ -343,8 +405,8 @@ class SwarmClock:
         is_majority = len(for_it) * 3 >= len(voters) * 2
         return is_majority and sum(sample.has_agreed for sample in for_it) * 2 > len(for_it)
 
-    def _tell(self) -> None:
-        offset = 0.0 if self._course is None else self._course.offset
+    def _tell(self, jump: float = 0.0) -> None:
+        offset = self._course.offset
         if abs(offset - self._told_offset) < WORTH_A_WARNING_SECONDS:
             return
         self._told_offset = offset
@@ -352,8 +414,9 @@ class SwarmClock:
             logger.warning("the clock of this machine agrees with the other peers now")
             return
         logger.warning(
-            "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
+            "the clock of this machine %s %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
             "for that, other programs do not: turn on NTP (%s)",
+            f"has jumped by {jump:+.1f} seconds. It is now" if jump else "is",
             abs(offset),
             "ahead of" if offset > 0 else "behind",
             len(self.samples),
@@ -388,24 +451,26 @@ class ProcessClock(SwarmClock):
     one follows. Simulations use plain clocks, because there time passes only when nothing is left to do.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] | None = None) -> None:
         super().__init__(wall, monotonic)
         self._latest = -math.inf
-        self._lock = threading.Lock()
+        self._latest_lock = threading.Lock()
 
     def time(self) -> float:
-        # As in the base class, without another call: this is asked for hundreds of times in each round.
-        wall, course = self._wall(), self._course
-        now = wall if course is None else wall - self._offset_on(course, wall)
-        with self._lock:
+        # As in the base class, with fewer calls: this is asked for hundreds of times in each round.
+        wall, monotonic, course = self._wall(), self._monotonic(), self._course
+        if not -WORTH_A_WARNING_SECONDS < wall - monotonic - course.wall_beyond_monotonic < WORTH_A_WARNING_SECONDS:
+            wall, monotonic, course = self._read()
+        now = wall - (course.at(monotonic) if course.rate else course.offset)
+        with self._latest_lock:
             if -UNNOTICEABLE_SECONDS < now - self._latest < SMALLEST_STEP:
                 now = self._latest + SMALLEST_STEP
             self._latest = now
         return now
 
     def forget_threads(self) -> None:
-        """Make a new lock in a forked child, where the thread that held the old one does not exist."""
-        self._lock = threading.Lock()
+        """Make new locks in a forked child, where the threads that held the old ones do not exist."""
+        self._lock, self._latest_lock = threading.RLock(), threading.Lock()
 
 
 clock_of_process = ProcessClock()

@@ -18,6 +18,8 @@ Environment variables that change what shoal does.
 ``SHOAL_HOST_MADDRS``              where peers listen if the program gives no address, such as ``/ip4/127.0.0.1/tcp/0``
                                    for this machine alone; several are separated by commas; default: all networks
 ``SHOAL_TOKEN``                    token of a private run, or the path of a file with it, if the program gives none
+``SHOAL_PROXY``                    proxy for connections to the outside, such as ``socks5://HOST:PORT``, instead of the
+                                   one in ``HTTPS_PROXY`` or ``ALL_PROXY``; ``off``: none
 ``SHOAL_LOOP``                     event loop: ``uvloop`` or ``asyncio``; default: uvloop where it is installed
 =================================  ====================================================================================
 

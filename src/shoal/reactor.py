@@ -15,10 +15,12 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import ipaddress
 import itertools
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -109,20 +111,71 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     """What makes the loop that the user has asked for."""
+    keep_standard_descriptors()
     wanted = setting("LOOP")
     if wanted not in ("", *LOOPS):
         raise ValueError(f"SHOAL_LOOP must be one of {', '.join(LOOPS)}, got {wanted!r}")
     if wanted != "asyncio":
         try:
-            import uvloop
+            return _uvloop()
         except ImportError:  # Windows, PyPy
             if wanted:
                 raise ValueError(f"SHOAL_LOOP is {wanted}, which is not installed here: try asyncio") from None
-        else:
-            return uvloop.new_event_loop
     if sys.platform == "win32":
         return asyncio.ProactorEventLoop
     return asyncio.SelectorEventLoop
+
+
+def _is_address(host: object, family: int) -> bool:
+    """Whether a host is an IP address of this family (0: of any), so that there is nothing to look up."""
+    try:
+        version = ipaddress.ip_address(str(host)).version
+    except ValueError:
+        return False
+    return family in (0, socket.AF_INET if version == 4 else socket.AF_INET6)
+
+
+@functools.cache
+def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop, but for libuv's threads, which it needs only to look names up, and for each ``sock_connect``.
+
+    At the end of a process, libuv joins them. In a forked child they do not exist, so that it would crash.
+    """
+    import uvloop
+
+    class Loop(uvloop.Loop):
+        async def getaddrinfo(
+            self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+        ) -> list[Any]:
+            if _is_address(host, family):
+                # No thread is needed, if uvloop knows the kind of the socket. To sock_connect it makes no difference.
+                kind = type or socket.SOCK_STREAM
+                return await super().getaddrinfo(host, port, family=family, type=kind, proto=proto, flags=flags)
+            look_up = functools.partial(socket.getaddrinfo, host, port, family, type, proto, flags)
+            found: list[Any] = await self.run_in_executor(None, look_up)
+            return found
+
+    return Loop
+
+
+def keep_standard_descriptors() -> None:
+    """Open the null device in the place of each standard stream that is closed, as those of many daemons are.
+
+    Otherwise the next socket or pipe gets its number. Whatever another library prints would be sent over it, and libuv
+    ends the process when it closes such a number.
+    """
+    if sys.platform == "win32":
+        return
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(opened, number)
+                os.close(opened)
 
 
 def switch_to_uvloop() -> asyncio.AbstractEventLoop:

@@ -16,6 +16,7 @@ from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, VirtualTimeLoop, run
 from tests.dht.members import Authority, Member
 from tests.drills import mostly_drills
+from tests.simulation.training import Course, Swarm
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.02)
 MINUTES = 60.0
@@ -338,3 +339,67 @@ def test_nobody_is_corrected_where_all_clocks_are_right():
             assert node.p2p.clock.offset == 0
 
     run(main())
+
+
+EPOCH_SECONDS, SPEED = 20.0, 50.0
+
+
+@pytest.mark.parametrize("jump", [2 * MINUTES, -2 * MINUTES, 120 * MINUTES, -120 * MINUTES])
+@pytest.mark.parametrize("of_peers", [(2, 0), (2, 1), (4, 2)])
+def test_a_clock_that_jumps_during_training_holds_nobody_up(of_peers, jump, caplog):
+    """And when it is set right again, everything goes on as well."""
+    peers, jumping = of_peers
+
+    async def main() -> None:
+        swarm = Swarm(Network(WIDE_AREA), Course(target_batch_size=round(peers * SPEED * EPOCH_SECONDS)))
+        trainers = [await swarm.add(SPEED) for _ in range(peers)]
+        await asyncio.sleep(4 * EPOCH_SECONDS)
+        odd = trainers[jumping]
+        for clock_offset in (jump, 0.01):
+            swarm.forget()
+            caplog.clear()
+            epochs = [trainer.epoch for trainer in trainers]
+            await asyncio.sleep(0.4 * EPOCH_SECONDS)
+            odd.host.clock_offset = clock_offset
+            await asyncio.sleep(2.0)
+            lines = [record.getMessage() for record in caplog.records if record.name == "shoal.clock"]
+            assert len(lines) == 1, "the user is told within seconds, once"
+            assert ("has jumped by" if clock_offset == jump else "agrees with the other peers") in lines[0]
+            await asyncio.sleep(6 * EPOCH_SECONDS)
+            assert odd.host.clock.offset == pytest.approx(round(clock_offset), abs=SAME_TIME)
+            assert odd.node.p2p.metrics.clock_offset == pytest.approx(round(clock_offset), abs=SAME_TIME)
+            times = [trainer.host.dht_time() for trainer in trainers]
+            assert max(times) - min(times) < SAME_TIME
+            assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == lines
+            for trainer, epoch in zip(trainers, epochs, strict=True):
+                assert trainer.record.group_sizes.keys() == {peers}
+                assert (trainer.record.failed, trainer.record.alone, trainer.record.downloads) == (0, 0, 0)
+                assert trainer.epoch - epoch >= 6
+        await swarm.close()
+
+    run(main(), seed=3)
+
+
+@pytest.mark.parametrize("paused", [2 * MINUTES, 120 * MINUTES])
+def test_a_machine_that_stood_still_finds_out_during_training(paused):
+    """Both of its clocks stood still. One of them is set then, or neither; its first progress is late or refused."""
+
+    async def main() -> None:
+        swarm = Swarm(Network(WIDE_AREA), Course(target_batch_size=round(4 * SPEED * EPOCH_SECONDS)))
+        trainers = [await swarm.add(SPEED) for _ in range(4)]
+        await asyncio.sleep(4 * EPOCH_SECONDS)
+        clock = trainers[2].host.clock
+        wall, monotonic = clock._wall, clock._monotonic
+        clock._wall, clock._monotonic = lambda: wall() - paused, lambda: monotonic() - paused
+        await asyncio.sleep(10.0)
+        times = [trainer.host.dht_time() for trainer in trainers]
+        assert max(times) - min(times) < SAME_TIME
+        assert clock.offset == pytest.approx(-paused, abs=SAME_TIME)
+        clock._wall = wall
+        await asyncio.sleep(10.0)
+        times = [trainer.host.dht_time() for trainer in trainers]
+        assert max(times) - min(times) < SAME_TIME
+        assert clock.offset == pytest.approx(0, abs=SAME_TIME)
+        await swarm.close()
+
+    run(main(), seed=3)

@@ -70,6 +70,8 @@ class Course:
     learning_rate: float = 0.1
     verify_reducers: bool = False
     guard: str = "members"
+    silence: float = 5.0
+    """Seconds after which a silent member of a group is given up."""
 
 
 @dataclass
@@ -202,6 +204,8 @@ class Trainer:
             initial_group_bits=course.group_bits,
             min_matchmaking_time=course.matchmaking_time,
             verify_reducers=course.verify_reducers,
+            sender_timeout=course.silence,
+            reducer_timeout=2 * course.silence,
         )
 
     def _state(self) -> tuple[Any, list[torch.Tensor]]:

@@ -1,8 +1,9 @@
-"""Real processes with clocks that are off: they live by the time of the swarm."""
+"""Real processes with clocks that are off, or that jump: they live by the time of the swarm."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal import DHT, clock, get_dht_time
+from tests.system.swarm import START_LIMIT_SECONDS, Swarm
 
 pytestmark = pytest.mark.timeout(240)
 PROGRAM = Path(__file__).with_name("live_by_another_clock.py")
@@ -61,3 +63,22 @@ def test_a_process_whose_clock_is_off(offset: float, companions: int) -> None:
     finally:
         for dht in dhts:
             dht.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
+@pytest.mark.parametrize("jump", [120.0, -7200.0])
+def test_a_clock_that_jumps_during_training(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both peers make all epochs after it together, and the one whose clock it is tells its user once."""
+    monkeypatch.setenv("JUMP", str(jump))
+    with Swarm("train_by_a_clock_that_jumps.py", 2, "--epochs", 1000) as swarm:
+        odd, other = swarm.peers
+        for peer in swarm.peers:
+            peer.wait_for("epoch", START_LIMIT_SECONDS, lambda event: len(event["group"]) == 2)
+        last = max(event["epoch"] for peer in swarm.peers for event in peer.all("epoch"))
+        odd.process.send_signal(signal.SIGUSR1)
+        for peer in swarm.peers:
+            peer.wait_for("epoch", START_LIMIT_SECONDS, lambda event: event["epoch"] >= last + 5)
+            groups = [len(event["group"]) for event in peer.all("epoch") if last < event["epoch"] <= last + 5]
+            assert groups == [2] * 5
+        assert odd.errors().count(f"has jumped by {jump:+.1f} seconds") == 1, odd.errors()
+        assert "clock" not in other.errors()

@@ -1,13 +1,15 @@
-"""Forked workers must not keep the connections of their parent open."""
+"""Forked workers do not keep the connections of their parent open, and end as quietly as any process."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -74,3 +76,23 @@ def test_closed_connections_and_ports_of_a_peer_with_workers_are_free(
     port = int(str(Multiaddr(peer_with_worker.wait_for("address", 1)["address"])["tcp"]))
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the worker still listens for its parent"
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_child_that_exits_while_its_parent_talks_does_not_crash(loop: str, tmp_path: Path) -> None:
+    """It has the exit status that it has chosen, and the connections of the parent go on."""
+    ways = {"exit": 3, "in a thread": 0, "multiprocessing": 3, "own nodes": 3}  # sys.exit only ends that thread
+    results = tmp_path / "results"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("talk.py")), str(results), *ways],
+        env={**os.environ, "SHOAL_LOOP": loop},
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert results.read_text(encoding="utf-8").splitlines()[1:] == [
+        f"{way}: {status}, new connections: 0" for way, status in ways.items()
+    ]
+    assert done.stderr == ""

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from shoal.optim.training_setup import default_silence
+from tests.drills import mostly_drills
 from tests.system.smoke import smoke
 from tests.system.swarm import Peer, Swarm
 
@@ -99,3 +101,28 @@ def test_ctrl_c_ends_a_script_that_waits_for_a_stalled_peer() -> None:
         waiting.wait_until_quiet("step", seconds=1.5, timeout=LIMIT_SECONDS)
         assert interrupt(waiting) == 0
         assert "Traceback" not in waiting.errors(), waiting.errors()
+
+
+@needs_signals
+@pytest.mark.parametrize("sleeping", mostly_drills([1, 0]))
+def test_a_laptop_that_sleeps_holds_the_other_up_for_less_than_a_silent_member_may(sleeping: int) -> None:
+    """It sleeps until the other has gone on alone; then both go on together."""
+    matchmaking_time, averaging_timeout = 2.0, 60.0
+    options = ["--matchmaking-time", matchmaking_time, "--averaging-timeout", averaging_timeout]
+    with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, *options) as swarm:
+        laptop, other = swarm.peers[sleeping], swarm.peers[1 - sleeping]
+        for peer in swarm.peers:
+            peer.wait_for("epoch", LIMIT_SECONDS, lambda event: event["epoch"] > 3 and len(event["group"]) == 2)
+        usual = max(event["seconds"] for event in other.all("epoch"))
+        laptop.process.send_signal(signal.SIGSTOP)
+        asleep = epoch_of(other)
+        other.wait_for("epoch", LIMIT_SECONDS, lambda event: event["epoch"] >= asleep + 4)
+        laptop.process.send_signal(signal.SIGCONT)
+        awake = epoch_of(other)
+        for peer in swarm.peers:
+            peer.wait_for(
+                "epoch", LIMIT_SECONDS, lambda event: event["epoch"] >= awake + 3 and len(event["group"]) == 2
+            )
+        allowed = default_silence(matchmaking_time, averaging_timeout) + 4 * usual  # alone, it has twice the work
+        worst = max(event["seconds"] for event in other.all("epoch") if event["epoch"] > asleep)
+        assert worst < allowed

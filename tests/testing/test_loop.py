@@ -50,6 +50,38 @@ def test_clock_of_a_machine_may_be_off():
     run(main())
 
 
+def test_a_machine_that_is_frozen_goes_on_later_in_the_same_order():
+    async def main():
+        frozen, other, order = Machine(), Machine(), []
+        asked: asyncio.Queue[str] = asyncio.Queue()
+
+        async def answer():
+            while True:
+                order.append((asyncio.get_running_loop().time(), await asked.get()))
+
+        async def tick(name):
+            for _ in range(3):
+                await asyncio.sleep(1)
+                order.append((asyncio.get_running_loop().time(), name))
+
+        answering = frozen.spawn(answer())
+        ticking = [frozen.spawn(tick("frozen")), other.spawn(tick("other"))]
+        await asyncio.sleep(1.5)
+        frozen.freeze()
+        frozen.freeze()
+        asked.put_nowait("question")
+        await asyncio.sleep(10)
+        assert order == [(1, "frozen"), (1, "other"), (2, "other"), (3, "other")]
+        del order[:]
+        frozen.thaw()
+        frozen.thaw()
+        await asyncio.wait(ticking)
+        assert order == [(0, "question"), (11.5, "frozen"), (12.5, "frozen")]
+        answering.cancel()
+
+    run(main())
+
+
 def test_callbacks_run_in_order():
     async def main():
         loop, order = asyncio.get_running_loop(), []

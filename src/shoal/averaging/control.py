@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -195,6 +195,8 @@ class StepControl(AwaitableFuture[Gathered]):
         self.stage = AveragingStage.IDLE
         self.began_allreduce = False
         self.triggered = False
+        self.on_retry: Callable[[], object] = lambda: None
+        """Called, inside the loop, when a round has failed and the step is about to look for another group."""
         self.round: RoundResult | None = None
         """The result of the all-reduce; set before the result of this future."""
         self._loop: asyncio.AbstractEventLoop | None = None

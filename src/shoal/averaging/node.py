@@ -259,7 +259,8 @@ class AveragerNode(ServicerBase):
                 if not control.allow_retries or is_changed or left <= pause:
                     raise
                 logger.info("averaging round failed and will be tried again: %s", str(e) or type(e).__name__)
-                control.began_allreduce = False
+                control.began_allreduce, control.stage = False, AveragingStage.LOOKING_FOR_GROUP
+                control.on_retry()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_RETRY_PAUSE)
 

@@ -39,6 +39,7 @@ from shoal.optim.progress import (
 from shoal.optim.progress_message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
+from shoal.p2p.addresses import Notes
 from shoal.tasks import cancel_and_wait, wait_at_most
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 MOST_READ = 3 * TOO_MANY // 2
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
+# The same for a peer that has said something itself since the call was made, and nothing since then.
+SECOND_CALL_TIMEOUT = 5.0
 # Seconds that a newcomer waits at most for its calls to all others.
 INTRODUCTION_TIMEOUT = 3.0
 DIAL_ATTEMPTS = 2
@@ -133,6 +136,7 @@ class ProgressExchange(ServicerBase):
         self.vouching: Vouching | None = None
         """Receipts of rounds; ``None`` unless the run averages in several groups."""
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
+        self._heard_at: Notes[float] = Notes()  # by these calls, of either side
         self._call_again: set[PeerID] = set()
         self.acquaintances = Acquaintances()
         self._telling: asyncio.TimerHandle | None = None
@@ -423,14 +427,14 @@ class ProgressExchange(ServicerBase):
         finally:  # at once: news that come a moment later need a call of their own
             del self._calls[peer]
 
-    async def _call(self, peer: PeerID, leaving: bool = False) -> bool:
+    async def _call(self, peer: PeerID, leaving: bool = False, timeout: float = CALL_TIMEOUT) -> bool:
         """Tell a peer this one's progress, and hear its own; returns whether there is more to say to it."""
         called_at = get_dht_time()
         self._board.note_call(peer.to_bytes(), called_at)
-        stub, is_refused = self.get_stub(self._p2p, peer, namespace=self.key), False
+        stub, is_refused, is_silent = self.get_stub(self._p2p, peer, namespace=self.key), False, False
         for attempt in range(DIAL_ATTEMPTS):
             try:
-                reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=CALL_TIMEOUT)
+                reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=timeout)
                 self._hear(peer, reply)
                 return self._hear_receipts(peer, reply)
             except P2PHandlerError as e:
@@ -438,6 +442,7 @@ class ProgressExchange(ServicerBase):
                 if FROM_THE_FUTURE in str(e):
                     self._p2p.metrics.troubles["clocks that differ"] += 1
                     self._warn_once(CLOCK_IS_AHEAD, peer, set_the_clock())
+                    self._p2p.compare_clocks()
                 return False  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
@@ -448,7 +453,11 @@ class ProgressExchange(ServicerBase):
                     await asyncio.sleep(DIAL_PAUSE)
             except (ShoalError, TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
+                is_silent = isinstance(e, TimeoutError)
                 break
+        if is_silent and timeout == CALL_TIMEOUT and self._heard_at.get(peer, -math.inf) >= called_at:
+            # So this call does not count. The next one in turn comes later, and others may be waiting for the peer.
+            return await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
         return False
 
@@ -475,8 +484,13 @@ class ProgressExchange(ServicerBase):
             ValueError: its numbers are impossible.
         """
         now = get_dht_time()
+        self._heard_at.note(peer, now)
         progress = message.progress_of(peer)
-        check_time(progress, now)
+        try:
+            check_time(progress, now)
+        except ValueError:
+            self._p2p.compare_clocks()  # one of the two has the wrong time, and it may be this one
+            raise
         if message.leaving:
             self.acquaintances.forget(peer)
             self._board.forget(progress.peer_id, math.inf, progress.time)

@@ -33,6 +33,7 @@ class RoundWatch:
         self._control, self._tracker = control, tracker
         self._last_epochs, self._electorate = last_epochs, electorate or {}
         tracker.watch(self._update)
+        control.on_retry = self._update  # those that have gone in the meantime will not come
         control.add_done_callback(lambda _: tracker.unwatch(self._update))
         self._update()
 

@@ -31,7 +31,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.pasted import Target, read_addresses, short_form, wants_local
-from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.presence import Presence, check_identity_is_free, compare_clocks
 from shoal.p2p.punching import Puncher
 from shoal.p2p.reach import Outlook
 from shoal.p2p.reachability import Reachability
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 AGENT = "shoal"
 INSTANCE_BYTES = 16
+# Seconds between two comparisons of the clock with those of others, unless it has jumped.
+COMPARE_AGAIN_SECONDS = 10.0
 
 
 class P2P(Caller):
@@ -120,6 +122,10 @@ class P2P(Caller):
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
         self.clock.add_own(self.peer_id)
+        self._comparison: asyncio.Task[None] | None = None
+        self._compared_at = -math.inf
+        loop = asyncio.get_running_loop()
+        self.clock.on_jump[self.peer_id] = lambda: loop.is_closed() or loop.call_soon_threadsafe(self._note_jump)
 
     @classmethod
     async def create(
@@ -402,6 +408,7 @@ class P2P(Caller):
         if hello.agent:  # otherwise it tells nothing of itself
             self.reaches.note(connection.remote, hello.reach)
             self.reservations.note_greeting(connection.remote, hello.relay)
+        self.clock.meet()
         if connection.round_trip is not None:
             shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
             self._round_trips.note(connection.remote, shortest)
@@ -413,6 +420,20 @@ class P2P(Caller):
             self.metrics.clock_offset = self.clock.offset
         if self.members is not None:
             self.members.note_hello(connection, hello.revocations)
+
+    def _note_jump(self) -> None:
+        """The clock of the machine has jumped."""
+        self.metrics.clock_offset = self.clock.offset
+        self._compared_at = -math.inf
+        self.compare_clocks()
+
+    def compare_clocks(self) -> None:
+        """Ask others for the time, in the background: there is a sign that this peer has it wrong."""
+        now = asyncio.get_running_loop().time()
+        is_running = self._comparison is not None and not self._comparison.done()
+        if self.is_alive and not is_running and now - self._compared_at >= COMPARE_AGAIN_SECONDS:
+            self._compared_at = now
+            self._comparison = asyncio.get_running_loop().create_task(compare_clocks(self))
 
     def round_trip_to(self, peer: PeerID) -> float:
         """The shortest measured round trip to a peer, in seconds; 0 if there is none."""
@@ -501,6 +522,8 @@ class P2P(Caller):
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
         self.clock.remove_own(self.peer_id)
+        if self._comparison is not None:
+            await cancel_and_wait(self._comparison)
         await self.outlook.close()
         if self.members is not None:
             await self.members.close()

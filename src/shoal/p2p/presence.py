@@ -37,6 +37,9 @@ CHECK_SECONDS = 2.0
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
 
+COMPARED_CLOCKS = 8
+"""Peers that are asked for the time when the clock of this machine has jumped."""
+
 
 class PresenceQuery(Header):
     instance: bytes
@@ -111,6 +114,21 @@ async def greet_anew(p2p: P2P, uninformed: dict[PeerID, None]) -> None:
         uninformed.pop(peer, None)
 
     await asyncio.gather(*map(greet, list(uninformed)))
+
+
+async def compare_clocks(p2p: P2P) -> None:
+    """Ask a few of the peers that this one is connected to for the time: the greetings on new connections tell it."""
+    connected = dict.fromkeys([*p2p.pool.peers, *p2p.server.peers])
+    known = [peer for peer in connected if peer != p2p.peer_id and p2p.is_reachable(peer)]
+
+    async def compare(peer: PeerID) -> None:
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                await _ask(p2p, await p2p.dial(peer))
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            logger.debug("could not ask %s for the time: %s", peer, e)
+
+    await asyncio.gather(*map(compare, p2p.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
 
 
 async def check_identity_is_free(

@@ -96,6 +96,8 @@ class Puncher:
 
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether to ask for a punch when this peer is dialled."""
+        if self._transport.is_proxied:
+            return False
         if self.policy.expects_success(peer):
             return True
         now = asyncio.get_running_loop().time()
@@ -294,6 +296,8 @@ class Puncher:
         return self._plan(circuits, theirs, 2 * (loop.time() - begun_at), since)
 
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
+        if self._transport.is_proxied:
+            return Candidates()  # what others see is the proxy, and what goes past it is not wanted
         ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
         return own_candidates(ports, global_ipv6(self._transport.addresses()))
 

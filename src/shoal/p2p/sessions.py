@@ -58,7 +58,9 @@ class TcpSession(Session):
 
     def __init__(self, connected: socket.socket, live: set[TcpSession], *, punchable: bool = False) -> None:
         self.local_address = address_of(*connected.getsockname()[:2])
-        self.remote_address = address_of(*connected.getpeername()[:2])
+        self.remote_host, port = connected.getpeername()[:2]
+        """The IP address at the other end, which may be that of a proxy."""
+        self.remote_address = address_of(self.remote_host, port)
         self.is_punchable = punchable
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = connected

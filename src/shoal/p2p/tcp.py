@@ -8,7 +8,7 @@ import functools
 import logging
 import socket
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -28,6 +28,7 @@ from shoal.p2p.own_addresses import (
     chosen_host_maddrs,
     everywhere,
 )
+from shoal.p2p.proxies import Proxies, connect_through
 from shoal.p2p.sessions import SESSION_BYTE, Splice, TcpSession
 from shoal.p2p.strangers import BACKSTOP_SECONDS, Strangers
 from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
@@ -47,6 +48,10 @@ class TcpTransport(Transport):
         metrics: counts connections made and refused.
         limits: what strangers may take.
         machine: the addresses of this machine.
+        proxies: which connections go through a proxy; default: as the environment variables say.
+
+    Raises:
+        ValueError: an environment variable names no proxy that can be used.
     """
 
     is_behind_routers = True
@@ -57,10 +62,13 @@ class TcpTransport(Transport):
         metrics: Metrics | None = None,
         limits: Limits = DEFAULT_LIMITS,
         machine: OwnAddresses | None = None,
+        proxies: Proxies | None = None,
     ) -> None:
         self.identity = identity
         self.metrics = metrics or Metrics()
         self._machine = machine or OwnAddresses()
+        self.proxies = Proxies.of_environment() if proxies is None else proxies
+        self.is_proxied = self.proxies.proxy is not None
         self._streams: weakref.WeakSet[TcpStream] = weakref.WeakSet()
         self._next_look: asyncio.TimerHandle | None = None
         self.listeners: list[Listener] = []
@@ -178,8 +186,21 @@ class TcpTransport(Transport):
         return self._machine.in_order_to_dial(usable, have_others=have_others)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
+        connecting, is_proxied = self._connect(address)
+        stream = await self._shake_hands(connecting, address, expected_peer)
+        if is_proxied:
+            stream.remote_address = address  # and not that of the proxy
+        return stream
+
+    def _connect(
+        self, address: Multiaddr, prepare: Callable[[socket.socket], object] | None = None
+    ) -> tuple[Awaitable[socket.socket], bool]:
+        """What connects to an address; and whether it does so through a proxy."""
         host, port, family = self._host_and_port(address)
-        return await self._shake_hands(connect(host, port, family), address, expected_peer)
+        proxy = self.proxies.for_host(host, port)
+        if proxy is not None:
+            return connect_through(proxy, host, port), True
+        return connect(host, port, family, prepare), False
 
     async def _shake_hands(
         self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID | None
@@ -224,14 +245,15 @@ class TcpTransport(Transport):
     async def open_session(
         self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
     ) -> Session:
-        host, port, family = self._host_and_port(address)
         local = None if beside is None else beside.local_address
         bind = functools.partial(bind_to_shared_port, port=0 if local is None else int(local["tcp"] or 0))
+        connecting, is_proxied = self._connect(address, bind if punchable else None)
         session: TcpSession | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connected = await connect(host, port, family, bind if punchable else None)
-                session = self.adopt(connected, punchable=punchable)
+                session = self.adopt(await connecting, punchable=punchable and not is_proxied)
+                if is_proxied:
+                    session.remote_address = address  # and not that of the proxy
                 await session.write(SESSION_BYTE + cookie)
         except BaseException as e:
             if session is not None:
@@ -274,8 +296,7 @@ class TcpTransport(Transport):
         if own.closed:
             logger.debug("a session with %s has ended before its handshake", own.remote_address)
             return
-        host = host_of(str(own.remote_address.values()[0]))
-        self.strangers.arrive(own.detach(), host, on_stream, may_be_session=False)
+        self.strangers.arrive(own.detach(), host_of(own.remote_host), on_stream, may_be_session=False)
 
     async def punch(
         self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP

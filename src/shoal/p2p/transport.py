@@ -208,6 +208,8 @@ class Transport(ABC):
     """The private run that this peer takes part in; ``None`` for an open one."""
     is_behind_routers = False
     """It is one of real networks, whose routers may be asked to forward a port."""
+    is_proxied = False
+    """Connections to the outside go through a proxy, so that nobody can punch."""
     arrivals = 0
     """How many connections others have made to this peer, whether or not they have proven who they are."""
     on_addresses_changed: Callable[[], object] | None = None

@@ -17,8 +17,8 @@
 
 - :func:`run` runs a coroutine on a :class:`VirtualTimeLoop`, where time passes only when nothing is left to do.
 - A :class:`Network` connects hosts (:class:`Host`) by links (:class:`Link`) with delay, jitter, and connections that
-  fail or break. A host has a limited rate each way, a clock that may be off, and a firewall. It can crash or lose
-  power. The network can be partitioned and healed.
+  fail or break. A host has a limited rate each way, a clock that may be off, and a firewall. It can crash, lose
+  power or stand still for a while. The network can be partitioned and healed.
 - Behind a :class:`Nat`, a host can call others and not be called, as behind a router at home.
 - :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
 - A :class:`DHTSwarm` and an :class:`AveragerSwarm` do without hosts, where a network in memory is enough.

@@ -316,6 +316,7 @@ class Host(Machine):
     def _die(self, state: HostState) -> None:
         if not self.is_up:
             return
+        self.thaw()
         self.state = state
         for transport in self._transports:
             transport.stop_listening()

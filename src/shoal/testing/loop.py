@@ -81,6 +81,32 @@ class Machine:
     clock_offset: float = 0.0
     """Seconds by which the clock of this machine is ahead of the true time."""
 
+    _held: list[_Handle | _Timer] | None = None
+
+    def freeze(self) -> None:
+        """Stop everything that runs here, as SIGSTOP does: connections stay, and nobody answers on them."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        if self._held is None:
+            self._held = []
+            loop.frozen += 1
+
+    def thaw(self) -> None:
+        """Let it go on: with what has come meanwhile, and with the timers that have run out."""
+        loop, held = asyncio.get_running_loop(), self._held
+        assert isinstance(loop, VirtualTimeLoop)
+        if held is not None:
+            self._held = None
+            loop.frozen -= 1
+            loop.run_soon(held)
+
+    def holds(self, handle: _Handle | _Timer) -> bool:
+        """Whether a callback has to wait, because everything here is stopped."""
+        if self._held is None:
+            return False
+        self._held.append(handle)
+        return True
+
     @functools.cached_property
     def tasks(self) -> _Tasks:
         """What runs here."""
@@ -169,6 +195,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._tasks = _Tasks()
         self._cancelled_timers = 0
         self._rounds_at_this_moment = 0
+        self.frozen = 0
+        """How many machines are stopped, see :meth:`Machine.freeze`."""
         self.owner = threading.get_ident()
         """The thread that runs this loop, or that works while the loop stands still."""
         self._clock = SwarmClock(self.true_time, self.time)
@@ -269,6 +297,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     # --- running ------------------------------------------------------------------------------------------------------
 
+    def run_soon(self, handles: Iterable[_Handle | _Timer]) -> None:
+        """Run these callbacks at this moment, in this order."""
+        self._soon.extend(handles)
+
     def _run_once(self) -> None:
         """One iteration of ``run_forever``: run the ready callbacks, or let time pass until some are ready."""
         soon = self._soon
@@ -285,6 +317,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         for _ in range(len(soon)):
             handle = soon.popleft()
             if handle._cancelled:
+                continue
+            if self.frozen and (machine := handle._context.get(_machine)) is not None and machine.holds(handle):
                 continue
             try:  # what handle._run() does, without a call for each callback
                 handle._context.run(handle._callback, *handle._args)

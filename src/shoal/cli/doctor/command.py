@@ -14,6 +14,7 @@ from typing import Any
 from shoal.cli import add_option
 from shoal.cli.doctor.findings import (
     IDENTITY_FILE,
+    PROXY,
     Finding,
     Verdict,
     describe_listening,
@@ -91,11 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         report(THIS_MACHINE, finding)
         if finding.check == IDENTITY_FILE and finding.verdict is Verdict.FAIL:
             identity_path = None  # do the other checks with a temporary identity
-    portal = Portal("doctor")
-    try:
-        portal.call(_examine(arguments, targets, identity_path, report))
-    finally:
-        portal.close(timeout=3)
+    if not any(finding.check == PROXY and finding.verdict is Verdict.FAIL for _, finding in findings):
+        portal = Portal("doctor")  # no peer starts without knowing the proxy
+        try:
+            portal.call(_examine(arguments, targets, identity_path, report))
+        finally:
+            portal.close(timeout=3)
     if look_at_device is not None:
         for finding in look_at_device():
             report(f"device {arguments.device}", finding)

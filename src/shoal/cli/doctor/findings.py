@@ -22,6 +22,7 @@ from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import describe_software
+from shoal.p2p.proxies import Proxies
 
 WIDTH = 80
 MAX_CHARACTERS = 1000
@@ -29,6 +30,7 @@ MAX_CHARACTERS = 1000
 INDENT = 23
 
 IDENTITY_FILE = "identity file"
+PROXY = "proxy"
 # Connections and files that a peer of a large swarm may need to have open.
 ENOUGH_OPEN_FILES = 1024
 
@@ -105,6 +107,7 @@ def look_at_machine(identity_path: Path | None) -> Iterator[Finding]:
     yield _versions()
     yield _event_loop()
     yield _open_files()
+    yield from _proxy()
     if identity_path is not None:
         yield _identity_file(identity_path)
 
@@ -140,6 +143,18 @@ def _open_files() -> Finding:
     wanted = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
     fix = f"run: {allow_open_files(wanted)}"
     return warn("open files", f"at most {soft}, which is few: every connection is one", fix, **values)
+
+
+def _proxy() -> Iterator[Finding]:
+    """The proxy through which connections to the outside go, if the environment names one."""
+    try:
+        proxies = Proxies.of_environment()
+    except ValueError as error:
+        yield fail(PROXY, str(error), "correct that environment variable, or set SHOAL_PROXY=off; then ask again")
+        return
+    if proxies.proxy is not None:
+        direct = ", ".join(["private addresses", *proxies.exceptions])
+        yield ok(PROXY, f"{proxies.proxy}; directly: {direct}", proxy=str(proxies.proxy), direct=proxies.exceptions)
 
 
 def _identity_file(path: Path) -> Finding:

@@ -40,6 +40,7 @@ from shoal.p2p.joining import (
     explain_unreachable,
 )
 from shoal.p2p.presence import check_identity_is_free
+from shoal.p2p.proxies import Proxies, ProxyError, connect_through
 from shoal.p2p.tcp_connect import connect, family_of
 from shoal.p2p.tcp_stream import close_socket
 from shoal.tasks import run_in_worker
@@ -117,8 +118,8 @@ def _target(address: Multiaddr) -> tuple[str, str, int]:
 
 async def _resolve(p2p: P2P, address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
-    if not kind.startswith("dns"):
-        return None
+    if not kind.startswith("dns") or Proxies.of_environment().for_host(host, port) is not None:
+        return None  # a proxy looks names up itself
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             found = await asyncio.get_running_loop().getaddrinfo(
@@ -133,16 +134,23 @@ async def _resolve(p2p: P2P, address: Multiaddr) -> Finding | None:
 
 async def _connect(p2p: P2P, address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
+    proxy = Proxies.of_environment().for_host(host, port)
     began = time.perf_counter()
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            connection = await connect(host, port, family_of(kind))
+            if proxy is None:
+                connection = await connect(host, port, family_of(kind))
+            else:
+                connection = await connect_through(proxy, host, port)
+    except ProxyError as error:
+        return fail("connection", explain(error), "see docs/proxies.md; NO_PROXY names what can be reached directly")
     except OSError as error:
         advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
         return fail("connection", explain(error), advise_on_private(p2p, address).removeprefix(". ") or advice)
     seconds = time.perf_counter() - began
     close_socket(connection)
-    return ok("connection", f"TCP in {milliseconds(seconds)}", seconds=seconds)
+    way = "TCP" if proxy is None else f"TCP through the proxy {proxy.host}"
+    return ok("connection", f"{way} in {milliseconds(seconds)}", seconds=seconds)
 
 
 async def _shake_hands(p2p: P2P, address: Multiaddr, expected: PeerID | None) -> tuple[PeerID | None, Finding]:
