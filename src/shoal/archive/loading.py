@@ -13,7 +13,12 @@ from shoal.archive.store import Archive, Store
 from shoal.logs import counted, quoted
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, load_optimizer_state
+from shoal.optim.optimizer_state import (
+    has_statistics,
+    initialize_optimizer_state_,
+    load_optimizer_state,
+    without_hyperparameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,4 +115,4 @@ def _load_statistics(archive: Archive, optimizer: torch.optim.Optimizer) -> None
     if not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
     # Without hyper-parameters: whoever loads an archive has chosen his own.
-    load_optimizer_state(optimizer, {**described, "groups": [{} for _ in described["groups"]]}, statistics)
+    load_optimizer_state(optimizer, without_hyperparameters(described), statistics)

@@ -25,6 +25,7 @@ from shoal.optim.optimizer_state import (
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
+    noting_state,
     zero_gradients,
 )
 from shoal.optim.progress import PerformanceEMA
@@ -270,10 +271,11 @@ class TrainingStateAverager(StateHolder):
             request.wait_for_trigger()
         with self._optimizer_access(), self._state_access():
             if request.optimizer_step and request.grad_scaler is not None:
-                with request.grad_scaler.running_global_step():
+                with request.grad_scaler.running_global_step(), noting_state(self.optimizer):
                     request.grad_scaler.step(self.optimizer)
             elif request.optimizer_step and self._gradients.are_sound(job.epoch):
-                self.optimizer.step()
+                with noting_state(self.optimizer):
+                    self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
                 if self.offload_optimizer:

@@ -29,6 +29,7 @@ from shoal.optim.optimizer_state import (
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
+    keep_mode,
     load_optimizer_state,
 )
 from shoal.optim.schedules import dump_scheduler_state, load_scheduler_state, scheduled_hyperparameters
@@ -422,6 +423,7 @@ def apply_state(state: TrainingState, setup: TrainingSetup, extra_tensors: Seque
     )
     copy_all(setup.optimizer_parameters, state.parameters)
     copy_all(extra_tensors, state.extra_tensors)
+    keep_mode(setup.optimizer, state.optimizer_metadata)
     load_scheduler_state(setup.scheduler, state.scheduler, of_others=True)
 
 

@@ -12,6 +12,7 @@ from shoal.optim.optimizer_state import (
     dump_optimizer_state,
     initialize_optimizer_state_,
     load_optimizer_state,
+    noting_state,
 )
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
 from shoal.optim.schedules import (
@@ -66,7 +67,8 @@ class OuterState:
         """
         self.parameter.grad = mean
         try:
-            self.optimizer.step()
+            with noting_state(self.optimizer):
+                self.optimizer.step()
         finally:
             self.parameter.grad = None
         self.version += 1
