@@ -21,8 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.averaging.finite import first_not_finite
+from shoal.optim.devices import is_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -207,8 +209,16 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}/{index}")
+    elif is_packed(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _leaves(getattr(value, name), f"{path}/{name}")
     else:
         yield path, value
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a statistic is a wrapper around plain tensors, such as the codes and scales of an 8-bit optimizer."""
+    return is_traceable_wrapper_subclass(value) and not is_dtensor(value)
 
 
 def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -243,7 +253,10 @@ def without_hyperparameters(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _all_leaves(optimizer: TorchOptimizer) -> list[tuple[str, Any]]:
     """All statistics, then the tensors of several values that are state in parameter groups, with their paths."""
-    return [*_leaves(optimizer.state_dict()["state"]), *((path, group[name]) for path, group, name in _large(optimizer))]
+    return [
+        *_leaves(optimizer.state_dict()["state"]),
+        *((path, group[name]) for path, group, name in _large(optimizer)),
+    ]
 
 
 def _large(optimizer: TorchOptimizer) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -412,6 +425,10 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor], values: Iterator[Any], 
         return value
     if isinstance(value, (list, tuple)):
         return type(value)([_filled(item, tensors, values, path) for item in value])
+    if is_packed(value):
+        for name in value.__tensor_flatten__()[0]:
+            _filled(getattr(value, name), tensors, values, path)
+        return value
     if isinstance(value, torch.Tensor):
         given = next(tensors)
         if given.shape != value.shape:

@@ -29,6 +29,7 @@ from shoal.optim.optimizer_state import (
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
+    is_packed,
     keep_mode,
     load_optimizer_state,
 )
@@ -75,9 +76,16 @@ class StateTensors:
     def _check_statistics(self) -> None:
         state = self.setup.optimizer.state
         for name in self.average_opt_statistics:
-            if not any(isinstance(statistics.get(name), torch.Tensor) for statistics in state.values()):
+            found = [
+                statistics[name] for statistics in state.values() if isinstance(statistics.get(name), torch.Tensor)
+            ]
+            kind = type(self.setup.optimizer).__name__
+            if not found:
+                raise ValueError(f"average_opt_statistics: {kind} keeps no statistic {name!r}")
+            codes = next((each for each in found if not each.is_floating_point() or is_packed(each)), None)
+            if codes is not None:
                 raise ValueError(
-                    f"average_opt_statistics: {type(self.setup.optimizer).__name__} keeps no statistic {name!r}"
+                    f"average_opt_statistics: {kind} keeps {name!r} as codes, and their mean has no meaning: leave it out"
                 )
 
     def statistics(self, name: str) -> list[torch.Tensor]:

@@ -139,10 +139,7 @@ class InnerOptimizers:
         """The statistics of all optimizers as plain values and tensors, for newcomers. The tensors are not copied."""
         dumped = [dump_optimizer_state(optimizer) for optimizer in self.optimizers]
         # Without hyper-parameters: each peer has its own, and its own schedule.
-        described = [
-            {**without_hyperparameters(metadata), "tensors": len(tensors)}
-            for metadata, tensors in dumped
-        ]
+        described = [{**without_hyperparameters(metadata), "tensors": len(tensors)} for metadata, tensors in dumped]
         return described, [tensor for _, tensors in dumped for tensor in tensors]
 
     def load_statistics(self, described: Any, tensors: Sequence[torch.Tensor]) -> None:
