@@ -10,7 +10,6 @@ counter, Prodigy its estimate of the step size. These are state and travel with 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import logging
@@ -46,11 +45,17 @@ _made_by_steps: weakref.WeakKeyDictionary[TorchOptimizer, set[str]] = weakref.We
 _GROUPS = "groups"
 
 
-@functools.cache
+# By class of optimizers.
+_known_arguments: dict[type, frozenset[str]] = {}
+
+
 def _arguments(kind: type[TorchOptimizer]) -> frozenset[str]:
     """The arguments of the constructors of an optimizer: they are the user's hyper-parameters."""
-    constructors = [each.__init__ for each in kind.__mro__ if "__init__" in vars(each)]
-    return frozenset(name for each in constructors for name in inspect.signature(each).parameters)
+    if kind not in _known_arguments:
+        constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
+        names = (name for each in constructors for name in inspect.signature(each).parameters)
+        _known_arguments[kind] = frozenset(names)
+    return _known_arguments[kind]
 
 
 def state_names(optimizer: TorchOptimizer) -> frozenset[str]:
@@ -65,7 +70,7 @@ def state_names(optimizer: TorchOptimizer) -> frozenset[str]:
 
 @contextlib.contextmanager
 def noting_state(optimizer: TorchOptimizer) -> Iterator[None]:
-    """Inside this context, where the optimizer steps, note what it changes in its groups: :func:`state_names` has it."""
+    """Inside this context, where the optimizer steps, note what it changes in its groups, for :func:`state_names`."""
     known = _arguments(type(optimizer)).union(optimizer.defaults, ("params", "param_names"))
     before = [_versions(group, group.keys() - known) for group in optimizer.param_groups]
     yield
@@ -253,10 +258,8 @@ def without_hyperparameters(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _all_leaves(optimizer: TorchOptimizer) -> list[tuple[str, Any]]:
     """All statistics, then the tensors of several values that are state in parameter groups, with their paths."""
-    return [
-        *_leaves(optimizer.state_dict()["state"]),
-        *((path, group[name]) for path, group, name in _large(optimizer)),
-    ]
+    in_groups = [(path, group[name]) for path, group, name in _large(optimizer)]
+    return [*_leaves(optimizer.state_dict()["state"]), *in_groups]
 
 
 def _large(optimizer: TorchOptimizer) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -85,7 +85,8 @@ class StateTensors:
             codes = next((each for each in found if not each.is_floating_point() or is_packed(each)), None)
             if codes is not None:
                 raise ValueError(
-                    f"average_opt_statistics: {kind} keeps {name!r} as codes, and their mean has no meaning: leave it out"
+                    f"average_opt_statistics: {kind} keeps {name!r} as codes, and their mean has no meaning: leave it "
+                    "out"
                 )
 
     def statistics(self, name: str) -> list[torch.Tensor]:
