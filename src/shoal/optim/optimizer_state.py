@@ -489,6 +489,19 @@ def zero_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Non
             parameter.grad.detach_().zero_()
 
 
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside this context these parameters have no gradients, so that an optimizer leaves them alone."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+
 class GradientCheck:
     """Decides whether an optimizer may step: with infinite gradients or NaN it skips, as with a gradient scaler.
 

@@ -26,6 +26,7 @@ from shoal.optim.optimizer_state import (
     initialize_optimizer_state_,
     load_optimizer_state,
     noting_state,
+    without_gradients,
     zero_gradients,
 )
 from shoal.optim.progress import PerformanceEMA
@@ -145,6 +146,8 @@ class TrainingStateAverager(StateHolder):
         self._jobs = StateJobs()
         self.on_averaged: Callable[[RoundResult | None], object] | None = None
         """Called with the result at the end of each round, in any thread; with ``None`` if the round failed."""
+        self.left_alone: Callable[[], Sequence[torch.Tensor]] = list
+        """Tells which parameters the next optimizer step must leave alone because nobody had a gradient of them."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
         super().__init__(contents, dht, shared_buffers, check_state, **averager_kwargs)
@@ -269,12 +272,13 @@ class TrainingStateAverager(StateHolder):
         job_started = time.perf_counter()
         if request.wait_for_trigger is not None:
             request.wait_for_trigger()
+        left_alone = self.left_alone() if request.optimizer_step else ()
         with self._optimizer_access(), self._state_access():
-            if request.optimizer_step and request.grad_scaler is not None:
-                with request.grad_scaler.running_global_step(), noting_state(self.optimizer):
-                    request.grad_scaler.step(self.optimizer)
-            elif request.optimizer_step and self._gradients.are_sound(job.epoch):
-                with noting_state(self.optimizer):
+            with without_gradients(left_alone), noting_state(self.optimizer):
+                if request.optimizer_step and request.grad_scaler is not None:
+                    with request.grad_scaler.running_global_step():
+                        request.grad_scaler.step(self.optimizer)
+                elif request.optimizer_step and self._gradients.are_sound(job.epoch):
                     self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
