@@ -98,6 +98,16 @@ def has_statistics(optimizer: TorchOptimizer) -> bool:
     return any(isinstance(value, torch.Tensor) for _, value in _leaves(optimizer.state_dict()["state"]))
 
 
+def give_entries(optimizer: TorchOptimizer) -> None:
+    """Give each parameter an entry among the statistics, if only an empty one.
+
+    Torch's tools for checkpoints step an optimizer that has no entries, so that it makes its statistics.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.setdefault(parameter, {})
+
+
 @torch.no_grad()
 def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
     """Create the optimizer's statistics, with the values that they have before the first step.

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shoal.optim.devices import copy_to_host, is_dtensor, is_flat_parameter
+from shoal.optim.optimizer_state import give_entries
 from shoal.optim.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def prepare_training(
                 f"the function given as optimizer must return a torch optimizer, got a {type(optimizer).__name__}"
             )
     check_optimizer(optimizer)
+    give_entries(optimizer)
     if offload_optimizer:
         _step_on_cpu(optimizer)
     if scheduler is not None and not isinstance(scheduler, LRSchedulerBase) and callable(scheduler):

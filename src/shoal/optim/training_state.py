@@ -2,8 +2,9 @@
 
 - :class:`StateTensors` moves values between the user's model, the optimizer and the tensors that are averaged.
 - :func:`describe_state` copies the state for a newcomer; :class:`TrainingState` is such a copy, received and checked.
-- A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]`` and one more
-  entry, ``"shoal"``. A plain torch optimizer of the same kind can load it, too, and ignores these additions.
+- A checkpoint is the state dictionary of the optimizer that makes the steps, with one more entry, ``"shoal"``, and the
+  epoch in each parameter group. There torch's own tools keep it, which know nothing of ``"shoal"``. A plain torch
+  optimizer of the same kind can load it, too, and ignores these additions.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shoal.optim.lineage import Lineage, LineageKeeper
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
+    give_entries,
     has_statistics,
     initialize_optimizer_state_,
     is_packed,
@@ -449,11 +451,19 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
     """
     state_dict = setup.optimizer.state_dict()
     own = {
+        EPOCH: epoch,
         "scheduler": dump_scheduler_state(setup.scheduler),
         "parameters": [p.detach() for p in setup.optimizer_parameters] if setup.is_offloaded else [],
         "gradients": gradients,
     }
-    return {**state_dict, "state": {**state_dict["state"], EPOCH: epoch}, OWN: own}
+    groups = [{**group, EPOCH: epoch} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups, OWN: own}
+
+
+def epoch_in(state_dict: Mapping[str, Any]) -> Any:
+    """The epoch of a checkpoint. Older ones have it among the statistics. ``None``: it has none."""
+    places = [state_dict.get(OWN) or {}, state_dict["state"], *state_dict["param_groups"]]
+    return next((place[EPOCH] for place in places if place.get(EPOCH) is not None), None)
 
 
 @torch.no_grad()
@@ -470,7 +480,7 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     Raises:
         ValueError: it does not fit.
     """
-    epoch, own = state_dict["state"].get(EPOCH), state_dict.get(OWN) or {}
+    epoch, own = epoch_in(state_dict), state_dict.get(OWN) or {}
     if epoch is not None and not (isinstance(epoch, int) and 0 <= epoch < MAX_EPOCH):
         raise ValueError(f"a checkpoint cannot be of epoch {epoch!r}")
     parameters = own.get("parameters") or setup.main_parameters
@@ -501,7 +511,9 @@ def load_optimizer(
     before = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     needs_statistics = has_statistics(optimizer)
     statistics = {key: value for key, value in state_dict["state"].items() if key != EPOCH}
-    optimizer.load_state_dict({**state_dict, "state": statistics})
+    groups = [{key: value for key, value in group.items() if key != EPOCH} for group in state_dict["param_groups"]]
+    optimizer.load_state_dict({**state_dict, "state": statistics, "param_groups": groups})
+    give_entries(optimizer)
     if needs_statistics and not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
     # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.
