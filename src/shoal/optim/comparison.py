@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +123,7 @@ def owners_of(
             this goes through all objects of the process, which takes some hundredths of a second.
     """
     if modules is None:
-        kinds = _kinds_of_modules()
-        modules = [thing for thing in gc.get_objects() if type(thing) in kinds]
+        modules = _objects_of(_kinds_of_modules())
     wanted = {id(parameter) for parameter in parameters}
     parents: dict[int, list[torch.nn.Module]] = {}
     owners = []
@@ -138,6 +139,29 @@ def owners_of(
         seen.update(map(id, above))
         found += above
     return owners, found
+
+
+def _objects_of(kinds: Collection[type]) -> list[Any]:
+    """All objects of these types.
+
+    The collector also knows tuples that another thread is still making, and Python refuses to go on with a tuple that
+    somebody else holds meanwhile. So no other thread may run until all but the wanted objects are let go: this is a
+    single call of ``list``, in which only compiled functions run, and no collection whose callbacks are Python.
+    """
+    # tee() keeps the last objects that it has given: let these be nothing. It is called when everything is listed, so
+    # that its own memory is not part of that, which would be a cycle.
+    padded = map(itertools.chain, map(gc.get_objects, [None]), [[None] * 1000])
+    one, other = itertools.tee(map(itertools.tee, padded))
+    found = itertools.chain.from_iterable(map(operator.itemgetter(0), one))
+    again = itertools.chain.from_iterable(map(operator.itemgetter(1), other))
+    wanted = itertools.compress(found, map(kinds.__contains__, map(type, again)))
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return list(wanted)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _kinds_of_modules() -> set[type]:
