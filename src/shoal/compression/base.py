@@ -127,6 +127,14 @@ class TensorDescriptor:
         )
 
 
+def plain_name(name: str) -> str:
+    """The name that a tensor has in the module that was compiled, so that it is the same in peers that do not compile.
+
+    ``torch.compile`` puts a module into another one, and the names of its tensors get one more part.
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 class TensorRole(Enum):
     """What training uses a tensor for. Some codecs treat roles differently."""
 

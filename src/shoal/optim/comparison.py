@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.compression.base import plain_name
 from shoal.optim.devices import is_dtensor
+from shoal.optim.training_setup import unwrapped
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class Remainder:
                 "no module was found that the parameters belong to, perhaps because this program has called "
                 "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
             )
-        return cls.of(outermost(modules) if model is None else [model], [*parameters, *extra_tensors])
+        found = outermost(modules) if model is None else [model]
+        return cls.of(map(unwrapped, found), [*parameters, *extra_tensors])
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> Remainder:
@@ -76,7 +79,7 @@ class Remainder:
         found, seen = cls(), {id(tensor) for tensor in known}
         for model in models:
             for prefix, module in model.named_modules():
-                start = f"{prefix}." if prefix else ""
+                start = plain_name(f"{prefix}.") if prefix else ""
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
