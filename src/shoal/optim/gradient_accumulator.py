@@ -32,7 +32,7 @@ class GradientAccumulator:
         device: torch.device | str | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self.reuse_grad_buffers = reuse_grad_buffers
+        self.reuse_grad_buffers, self._device = reuse_grad_buffers, device
         self.samples = 0
         self.batches = 0
         self._first_batch_size = 0
@@ -98,6 +98,8 @@ class GradientAccumulator:
         if self._sums is None:
             self._weigh_latest(weight)
             return
+        if self._device is None and self.batches == 1:  # the parameters may have moved
+            self._sums = [s.to(p.device) for s, p in zip(self._sums, self.parameters, strict=True)]
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]

@@ -280,6 +280,7 @@ class Optimizer(JointOptimizer):
             self._auxiliary.step()
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.state_averager.follow_parameters()
         self._comparison.before_batch()
         epoch = self.local_epoch
         # Between two batches: only here the results of background work may change the model.
