@@ -255,8 +255,8 @@ class GlobalStep:
         if self.state_averager.offload_optimizer:
             return  # there the averaged tensors are the optimizer's gradients
         without = set(averager.without_gradient())
-        with averager.get_tensors() as averaged, torch.no_grad():
-            pairs = [pair for n, pair in enumerate(zip(averager.parameters, averaged, strict=True)) if n not in without]
+        with averager.get_tensors() as means, torch.no_grad():
+            pairs = [pair for n, pair in enumerate(zip(averager.parameters, means, strict=True)) if n not in without]
             for parameter, _ in pairs:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
