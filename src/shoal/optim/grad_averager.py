@@ -92,7 +92,7 @@ class GradientAverager(DecentralizedAverager):
         )
         # A parameter that no member has a gradient of is left alone, as in torch. So the members tell each other which
         # ones they have gradients of: the mean of these marks is above 0 if anybody has one.
-        self._marks = torch.ones(len(averaged))
+        self._marks = torch.ones(len(averaged), device="cpu")
         self._tells_marks = bool(averaged) and not averager_kwargs.get("tags")
         self._momentum = PeerMomentum(self.peer_momentum, averaged) if peer_momentum else None
         if peer_momentum:

@@ -115,7 +115,8 @@ class GradientAccumulator:
 
     def marks(self) -> torch.Tensor:
         """For each parameter 1, or 0 if no batch has had a gradient of it."""
-        return torch.tensor([0.0 if index in self._untouched else 1.0 for index in range(len(self.parameters))])
+        marks = [0.0 if index in self._untouched else 1.0 for index in range(len(self.parameters))]
+        return torch.tensor(marks, device="cpu")
 
     def take_marks(self, marks: torch.Tensor) -> None:
         """The sums now have further gradients: those of the parameters whose marks are above 0."""
