@@ -111,7 +111,7 @@ def train_together(make_dhts, closing, make_optimizer: Callable, data: Data, **o
         (momentum, {"reuse_grad_buffers": True, "batch_size_per_step": BATCH}),
         (adamw, {"grad_averager": GradientAverager}),
     ],
-    ids=str,
+    ids=["momentum", "adamw", "offload", "in place", "in place, batches of one size", "plain averages"],
 )
 def test_they_are_left_alone_as_in_training_alone(make_dhts, closing, make_optimizer, options):
     data = make_data()
