@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, SequentialLR, StepLR
 
+from shoal.optim import DiLoCo
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
@@ -166,7 +168,7 @@ def test_work_in_the_background_is_in_the_checkpoint(make_trainers):
     before = values(trainer.model)
     trainer.train_until(2)
     saved = trainer.opt.state_dict()
-    assert saved["state"]["local_epoch"] == 2
+    assert saved["shoal"]["local_epoch"] == 2
     assert not torch.equal(values(trainer.model), before), "the step has been finished"
     wide = torch.cat([parameter.flatten() for parameter in saved["shoal"]["parameters"]])
     assert torch.equal(wide, values(trainer.model).to(wide.device))
@@ -196,7 +198,9 @@ def test_a_checkpoint_without_its_schedule_does_not_slow_down_twice(make_trainer
     (trainer,) = make_trainers(1, scheduler=chained)
     trainer.train_until(4)
     saved = trainer.opt.state_dict()
-    del saved["shoal"]
+    saved = {"state": {**saved["state"], "local_epoch": 4}, "param_groups": saved["param_groups"]}
+    for group in saved["param_groups"]:
+        del group["local_epoch"]
     (other,) = make_trainers(1, run_id="other", scheduler=chained)
     other.opt.load_state_dict(saved)
     assert other.opt.local_epoch == 4
@@ -212,8 +216,8 @@ def test_what_does_not_fit_is_refused_and_the_argument_stays_as_it_is(make_train
     assert str(saved) == str(kept)
     groups = [{**saved["param_groups"][0], "params": [0]}]
     hostile = [
-        {**saved, "state": {**saved["state"], "local_epoch": -1}},
-        {**saved, "state": {**saved["state"], "local_epoch": "7"}},
+        {**saved, "shoal": {**saved["shoal"], "local_epoch": -1}},
+        {**saved, "shoal": {**saved["shoal"], "local_epoch": "7"}},
         {**saved, "shoal": {**saved["shoal"], "parameters": [torch.zeros(3)]}},
         {**saved, "param_groups": groups},
     ]
@@ -226,3 +230,42 @@ def test_what_does_not_fit_is_refused_and_the_argument_stays_as_it_is(make_train
         other.opt.load_state_dict(saved)
     assert "begins without its buffers" in caplog.text
     assert other.opt.local_epoch == 1
+
+
+# --- torch's own tools ------------------------------------------------------------------------------------------------
+
+
+def stateless(groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("optimizer", [adam, stateless])
+def test_tools_of_torch_save_and_restore_an_optimizer(make_trainers, optimizer, offload):
+    (trainer,) = make_trainers(1, optimizer=optimizer, offload=offload, scheduler=chained)
+    trainer.train_until(3)
+    trainer.opt.zero_grad()
+    saved = get_optimizer_state_dict(trainer.model, trainer.opt)
+    names = {name for name, _ in trainer.model.named_parameters()}
+    assert set(saved["state"]) == set(saved["param_groups"][0]["params"]) == names
+    assert trainer.opt.local_epoch == 3, "the tools have not made a step"
+    (other,) = make_trainers(1, run_id="other", optimizer=optimizer, offload=offload, scheduler=chained)
+    set_optimizer_state_dict(other.model, other.opt, saved)
+    assert other.opt.local_epoch == 3
+    assert other.opt.grad_averager.local_samples_accumulated == 0
+    assert other.opt.param_groups[0]["lr"] == pytest.approx(trainer.opt.param_groups[0]["lr"])
+    assert "local_epoch" not in other.opt.opt.param_groups[0]
+    for mine, theirs in zip(other.opt.opt.state.values(), trainer.opt.opt.state.values(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_tools_of_torch_do_not_step_a_diloco(make_dhts, closing):
+    """Also before its first step, when its inner optimizer has no statistics."""
+    (dht,) = make_dhts(1)
+    model = make_model()
+    options = {"sync_every": 1, "batch_size_per_step": 4, "run_id": "run"}
+    opt = closing(DiLoCo(dht=dht, optimizer=adam(model.parameters()), **options))
+    saved = get_optimizer_state_dict(model, opt)
+    assert opt.inner_steps == 0
+    assert set(saved["state"]) == {name for name, _ in model.named_parameters()}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.optim.comparison import PeerComparison, Remainder
+from shoal.optim.comparison import PeerComparison, Remainder, owners_of
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 
@@ -154,6 +157,32 @@ def test_remainder():
     assert (found.trained, found.buffers) == ([], [])
     alone = nn.Parameter(torch.zeros(1))
     assert Remainder.find(None, [alone], []) == Remainder()
+
+
+def test_the_search_for_modules_does_not_disturb_other_threads():
+    """Where a thread makes a tuple, nobody else may hold it before it is complete."""
+    whole, errors, ends = Whole(1), list[SystemError](), threading.Event()
+
+    def numbers():
+        for number in range(20):
+            time.sleep(0)  # lets other threads run
+            yield number
+
+    def make_tuples() -> None:
+        while not ends.is_set():
+            try:
+                assert len(tuple(numbers())) == 20
+            except SystemError as e:
+                errors.append(e)
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(make_tuples)
+        for _ in range(40):
+            owners, _ = owners_of(list(whole.parameters()), None)
+            assert len(owners) == 4
+        ends.set()
+        made.result(60)
+    assert not errors
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------------

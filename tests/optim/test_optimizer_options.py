@@ -176,13 +176,13 @@ def test_checkpoints_restore_state_and_epoch_and_leave_the_dictionary_alone(make
     opt.state_averager.local_epoch = 5
     opt.opt.state[model.weight]["exp_avg"].fill_(3.0)
     saved = opt.state_dict()
-    assert saved["state"]["local_epoch"] == 5
+    assert saved["shoal"]["local_epoch"] == 5
     other_model = make_model()
     other = make_optimizer(run_id="other", optimizer=torch.optim.Adam(other_model.parameters()), params=None)
     other.load_state_dict(saved)
     assert other.local_epoch == 5
     assert other.opt.state[other_model.weight]["exp_avg"].mean() == 3.0
-    assert saved["state"]["local_epoch"] == 5, "the argument is not changed"
+    assert saved["shoal"]["local_epoch"] == 5, "the argument is not changed"
 
 
 def test_gradients_may_be_zeroed_unless_they_accumulate_in_place(make_optimizer):

@@ -13,7 +13,11 @@ from shoal.optim.optimizer_state import (
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
+    keep_mode,
     load_optimizer_state,
+    noting_state,
+    state_names,
+    without_hyperparameters,
 )
 from shoal.optim.schedules import scheduled_hyperparameters
 from shoal.serializer import MSGPackSerializer
@@ -31,7 +35,38 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, lambd=0.1, t0=2),
+    "schedule-free": lambda p: schedule_free("AdamWScheduleFree", p, warmup_steps=2),
+    "schedule-free sgd": lambda p: schedule_free("SGDScheduleFree", p, weight_decay=0.1),
+    "schedule-free radam": lambda p: schedule_free("RAdamScheduleFree", p),
+    "prodigy": lambda p: pytest.importorskip("prodigyopt").Prodigy(p, d_coef=3.0, slice_p=2),
+    "counting": lambda p: CountingSGD(p, lr=0.1),
 }
+
+
+def schedule_free(name: str, parameters: list[torch.nn.Parameter], **options) -> torch.optim.Optimizer:
+    optimizer = getattr(pytest.importorskip("schedulefree"), name)(parameters, lr=0.1, **options)
+    optimizer.train()
+    return optimizer
+
+
+class CountingSGD(torch.optim.SGD):
+    """Counts steps in an entry that its first step makes, and keeps a tensor of several values in its groups."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, momentum=0.5)
+        for group in self.param_groups:
+            group["recent"] = torch.zeros(3)
+        self.defaults["recent"] = None
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["recent"] = torch.cat([group["recent"][1:], torch.tensor([group["step"] * 1.0])])
+            with torch.no_grad():
+                for parameter in group["params"]:
+                    parameter.add_(group["recent"].sum() / 100)
 
 
 def make_parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -54,7 +89,7 @@ def test_initialization_changes_nothing_that_training_could_see(name):
     initialized[0].grad = torch.ones(3, 4)
     groups_before = copy.deepcopy(optimizer.state_dict()["param_groups"])
     initialize_optimizer_state_(optimizer)
-    assert optimizer.state_dict()["param_groups"] == groups_before
+    assert str(optimizer.state_dict()["param_groups"]) == str(groups_before)
     assert initialized[0].grad.sum() == 12
     assert initialized[1].grad is None
     assert all(torch.equal(a, b) for a, b in zip(plain, initialized, strict=True))
@@ -138,3 +173,99 @@ def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):
     assert parts == [[10, 10], [40], [5], [1]]
     assert [group["params"] for group in optimizer.param_groups] == before
     assert len(optimizer.state) == 5
+
+
+# --- numbers in parameter groups --------------------------------------------------------------------------------------
+
+
+def test_state_in_groups_is_told_from_the_hyperparameters_of_the_user():
+    def names_of(name: str) -> set[str]:
+        optimizer = OPTIMIZERS[name]([{"params": make_parameters(), "lr_scale": 0.5, "name": "head"}])
+        StepLR(optimizer, 5)
+        return set(state_names(optimizer))
+
+    assert names_of("schedule-free") == {"k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"}
+    assert names_of("prodigy") == {"d", "d_max", "d_numerator", "k"}
+    of_torch = set(OPTIMIZERS) - {name for name in OPTIMIZERS if "schedule" in name} - {"prodigy", "counting"}
+    assert {name: names_of(name) for name in of_torch} == {name: set() for name in of_torch}
+
+
+def test_what_steps_add_to_groups_is_state():
+    parameters = make_parameters()
+    optimizer = OPTIMIZERS["counting"]([{"params": parameters, "lr_scale": 0.5}])
+    with noting_state(optimizer):
+        train(optimizer, parameters, 1)
+    assert state_names(optimizer) == {"recent", "step"}
+
+
+def test_a_donor_names_the_state_that_a_newcomer_cannot_know(caplog):
+    donor, newcomer = ([{"params": make_parameters(), "lr_scale": scale}] for scale in (0.5, 0.25))
+    donor, newcomer = OPTIMIZERS["counting"](donor), OPTIMIZERS["counting"](newcomer)
+    with noting_state(donor):
+        train(donor, donor.param_groups[0]["params"], 3)
+    initialize_optimizer_state_(newcomer)
+    assert "step" not in newcomer.param_groups[0]
+    metadata, tensors = dump_optimizer_state(donor)
+    load_optimizer_state(newcomer, metadata, tensors)
+    assert newcomer.param_groups[0]["step"] == 3
+    assert newcomer.param_groups[0]["recent"].tolist() == [1, 2, 3]
+    assert newcomer.param_groups[0]["lr_scale"] == 0.25
+    assert [record.message for record in caplog.records] == [
+        "parameter group 0: the swarm trains with lr_scale = 0.5, this peer keeps its own 0.25"
+    ]
+    assert state_names(newcomer) == state_names(donor)
+
+
+def test_state_in_groups_travels_without_hyperparameters(caplog):
+    donor, newcomer = make_parameters(), make_parameters()
+    donor, newcomer = OPTIMIZERS["prodigy"](donor), OPTIMIZERS["prodigy"](newcomer)
+    train(donor, donor.param_groups[0]["params"], 5)
+    initialize_optimizer_state_(newcomer)
+    newcomer.param_groups[0]["lr"] = 0.5
+    metadata, tensors = dump_optimizer_state(donor)
+    load_optimizer_state(newcomer, without_hyperparameters(metadata), tensors)
+    assert newcomer.param_groups[0]["lr"] == 0.5
+    for name in ("d", "d_max", "d_numerator", "k"):
+        assert newcomer.param_groups[0][name] == donor.param_groups[0][name]
+    assert not caplog.records
+
+
+def test_numbers_in_groups_that_are_not_finite_are_refused():
+    donor, newcomer = OPTIMIZERS["prodigy"](make_parameters()), OPTIMIZERS["prodigy"](make_parameters())
+    initialize_optimizer_state_(donor)
+    initialize_optimizer_state_(newcomer)
+    donor.param_groups[0]["d"] = float("nan")
+    metadata, tensors = dump_optimizer_state(donor)
+    with pytest.raises(ValueError, match="parameter group 0 has d = nan"):
+        load_optimizer_state(newcomer, metadata, tensors)
+
+
+def test_a_statistic_may_be_a_single_zero_for_a_parameter_of_zeros():
+    donor, newcomer = make_parameters(), make_parameters()
+    with torch.no_grad():
+        donor[1].zero_()
+    donor_optimizer, optimizer = OPTIMIZERS["prodigy"](donor), OPTIMIZERS["prodigy"](newcomer)
+    train(donor_optimizer, donor, 3)
+    initialize_optimizer_state_(optimizer)
+    metadata, tensors = dump_optimizer_state(donor_optimizer)
+    load_optimizer_state(optimizer, metadata, tensors)
+    assert optimizer.state[newcomer[1]]["p0"].shape == ()
+
+
+@pytest.mark.parametrize("donor_trains", [True, False])
+def test_parameters_of_a_donor_in_another_mode_are_converted(donor_trains):
+    donor, newcomer = make_parameters(), make_parameters()
+    donor_optimizer, optimizer = OPTIMIZERS["schedule-free"](donor), OPTIMIZERS["schedule-free"](newcomer)
+    train(donor_optimizer, donor, 4)
+    initialize_optimizer_state_(optimizer)
+    (optimizer if donor_trains else donor_optimizer).eval()
+    metadata, tensors = dump_optimizer_state(donor_optimizer)
+    load_optimizer_state(optimizer, metadata, tensors)
+    with torch.no_grad():
+        for mine, theirs in zip(newcomer, donor, strict=True):
+            mine.copy_(theirs)
+    keep_mode(optimizer, metadata)
+    assert optimizer.param_groups[0]["train_mode"] is not donor_trains
+    (donor_optimizer.eval if donor_trains else donor_optimizer.train)()
+    for mine, theirs in zip(newcomer, donor, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -22,6 +22,7 @@ import torch
 
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.state.download import State
+from shoal.compression.base import plain_name
 from shoal.logs import quoted
 
 PREFIXES = {"Optimizer": "{}_state_averager", "DiLoCo": "{}_outer_averager"}
@@ -118,7 +119,7 @@ def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[li
         if index < parameters:
             name, part = of_parameters[index], MODEL
         elif unnamed <= number < extra:
-            name, part = str(names["extra"][number - unnamed]), MODEL
+            name, part = plain_name(str(names["extra"][number - unnamed])), MODEL
         elif number < extra:
             name, part = f"extra.{number}", TRAINING
         elif number < extra + buffers:
@@ -191,7 +192,7 @@ def _names_or_numbers(names: Any, count: int) -> list[str]:
         return list(map(str, range(count)))
     if len(names) < count or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the state has {len(names)} names for {count} parameters")
-    return list(names)
+    return list(map(plain_name, names))
 
 
 def _count(value: Any) -> int:

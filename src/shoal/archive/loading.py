@@ -10,10 +10,17 @@ from typing import Any
 import torch
 
 from shoal.archive.store import Archive, Store
+from shoal.compression.base import plain_name
 from shoal.logs import counted, quoted
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, load_optimizer_state
+from shoal.optim.optimizer_state import (
+    has_statistics,
+    initialize_optimizer_state_,
+    load_optimizer_state,
+    without_hyperparameters,
+)
+from shoal.optim.training_setup import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +63,13 @@ def load_archive(
 
 @torch.no_grad()
 def _load_model(archive: Archive, model: torch.nn.Module) -> None:
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    model = unwrapped(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {plain_name(name): tensor for name, tensor in tensors.items()}
     given = {name: archive.tensors[name] for name in archive.names}
     if not archive.manifest.named:
         given = _by_number(archive, model, given)
-    lacking = [name for name, p in model.named_parameters() if p.requires_grad and name not in given]
+    lacking = [name for name, tensor in own.items() if tensor.requires_grad and name not in given]
     unknown = [name for name in given if name not in own]
     if lacking or unknown:
         what = f"lacks {quoted(lacking[0])}" if lacking else f"has {quoted(unknown[0])}, which the model lacks"
@@ -74,7 +83,7 @@ def _by_number(archive: Archive, model: torch.nn.Module, given: dict[str, torch.
     """Give names to parameters that have only numbers: those of the model, in its order."""
     numbered = {int(name): tensor for name, tensor in given.items() if name.isdecimal()}
     tensors = [numbered[number] for number in sorted(numbered)]
-    named = dict(model.named_parameters())
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     if len(named) != len(tensors):
         named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if len(named) != len(tensors):
@@ -110,4 +119,4 @@ def _load_statistics(archive: Archive, optimizer: torch.optim.Optimizer) -> None
     if not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
     # Without hyper-parameters: whoever loads an archive has chosen his own.
-    load_optimizer_state(optimizer, {**described, "groups": [{} for _ in described["groups"]]}, statistics)
+    load_optimizer_state(optimizer, without_hyperparameters(described), statistics)

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from shoal.compression.base import CompressionBase, CompressionInfo, NoCompression, SerializedTensor, TensorRole
+from shoal.compression.base import (
+    CompressionBase,
+    CompressionInfo,
+    NoCompression,
+    SerializedTensor,
+    TensorRole,
+    plain_name,
+)
 from shoal.compression.serialization import deserialize_torch_tensor
 
 
@@ -122,6 +129,9 @@ class PerTensorCompression(AdaptiveCompressionBase):
     """One codec per tensor, looked up by ``info.key``: give a sequence if the keys are indices, else a mapping."""
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[Any, CompressionBase]) -> None:
+        if isinstance(tensor_compressions, Mapping):
+            items = tensor_compressions.items()
+            tensor_compressions = {plain_name(key) if isinstance(key, str) else key: codec for key, codec in items}
         self.tensor_compressions = tensor_compressions
 
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:

@@ -74,6 +74,7 @@ class CompressionType(IntEnum):
     BLOCKWISE_4BIT = 7
     TOPK_2BIT = 8
     TOPK_8BIT = 9
+    NON_NEGATIVE_16BIT = 10
 
     @classmethod
     def values(cls) -> list[int]:
@@ -126,6 +127,14 @@ class TensorDescriptor:
         )
 
 
+def plain_name(name: str) -> str:
+    """The name that a tensor has in the module that was compiled, so that it is the same in peers that do not compile.
+
+    ``torch.compile`` puts a module into another one, and the names of its tensors get one more part.
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 class TensorRole(Enum):
     """What training uses a tensor for. Some codecs treat roles differently."""
 
@@ -134,6 +143,8 @@ class TensorRole(Enum):
     GRADIENT = auto()
     OPTIMIZER = auto()
     UNSPECIFIED = auto()
+    COUNTER = auto()
+    """Numbers that must not be rounded, such as counts and marks."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +360,8 @@ class CompressionBase(ABC):
     """Whether the restored tensor may differ from the original one."""
     sparse: bool = False
     """Whether most values are not sent and read as 0."""
+    keeps_small_values: bool = False
+    """Whether no value changes by more than its own magnitude, however large others are."""
 
     @property
     def fingerprint(self) -> str:
@@ -452,6 +465,7 @@ class NoCompression(CompressionBase):
 
     compression_type = CompressionType.NONE
     lossy = False
+    keeps_small_values = True
 
     @property
     def fingerprint(self) -> str:

@@ -153,6 +153,7 @@ class Float16Compression(FloatingPointCompression):
     """Half precision. Infinities and values beyond the range of float16 become its largest value; NaN stays NaN."""
 
     compression_type = CompressionType.FLOAT16
+    keeps_small_values = True
     _wire = torch.float16
 
     @property

@@ -437,6 +437,7 @@ class BlockwiseQuantization(BlockwiseCompression):
     """
 
     compression_type = CompressionType.BLOCKWISE_8BIT
+    keeps_small_values = True
     block_size = 4096
     scale_type = torch.float32
     codes_per_byte = 1
@@ -470,6 +471,7 @@ class Blockwise4BitQuantization(BlockwiseCompression):
     """
 
     compression_type = CompressionType.BLOCKWISE_4BIT
+    keeps_small_values = True
     block_size = 64
     scale_type = torch.bfloat16
     codes_per_byte = 2

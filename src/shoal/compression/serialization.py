@@ -30,6 +30,7 @@ from shoal.compression.quantization import (
     Quantile8BitQuantization,
     Uniform8BitQuantization,
 )
+from shoal.compression.statistics import NonNegative16BitCompression
 from shoal.compression.topk import TopKCompression
 from shoal.serializer import MSGPackSerializer
 
@@ -135,6 +136,7 @@ _CODECS: dict[int, CompressionBase] = {
         Blockwise4BitQuantization(),
         TopKCompression(bits=2),
         TopKCompression(bits=8),
+        NonNegative16BitCompression(),
     )
 }
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.compression.base import plain_name
 from shoal.optim.devices import is_dtensor
+from shoal.optim.training_setup import unwrapped
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -66,7 +70,8 @@ class Remainder:
                 "no module was found that the parameters belong to, perhaps because this program has called "
                 "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
             )
-        return cls.of(outermost(modules) if model is None else [model], [*parameters, *extra_tensors])
+        found = outermost(modules) if model is None else [model]
+        return cls.of(map(unwrapped, found), [*parameters, *extra_tensors])
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> Remainder:
@@ -74,7 +79,7 @@ class Remainder:
         found, seen = cls(), {id(tensor) for tensor in known}
         for model in models:
             for prefix, module in model.named_modules():
-                start = f"{prefix}." if prefix else ""
+                start = plain_name(f"{prefix}.") if prefix else ""
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
@@ -121,8 +126,7 @@ def owners_of(
             this goes through all objects of the process, which takes some hundredths of a second.
     """
     if modules is None:
-        kinds = _kinds_of_modules()
-        modules = [thing for thing in gc.get_objects() if type(thing) in kinds]
+        modules = _objects_of(_kinds_of_modules())
     wanted = {id(parameter) for parameter in parameters}
     parents: dict[int, list[torch.nn.Module]] = {}
     owners = []
@@ -138,6 +142,29 @@ def owners_of(
         seen.update(map(id, above))
         found += above
     return owners, found
+
+
+def _objects_of(kinds: Collection[type]) -> list[Any]:
+    """All objects of these types.
+
+    The collector also knows tuples that another thread is still making, and Python refuses to go on with a tuple that
+    somebody else holds meanwhile. So no other thread may run until all but the wanted objects are let go: this is a
+    single call of ``list``, in which only compiled functions run, and no collection whose callbacks are Python.
+    """
+    # tee() keeps the last objects that it has given: let these be nothing. It is called when everything is listed, so
+    # that its own memory is not part of that, which would be a cycle.
+    padded = map(itertools.chain, map(gc.get_objects, [None]), [[None] * 1000])
+    one, other = itertools.tee(map(itertools.tee, padded))
+    found = itertools.chain.from_iterable(map(operator.itemgetter(0), one))
+    again = itertools.chain.from_iterable(map(operator.itemgetter(1), other))
+    wanted = itertools.compress(found, map(kinds.__contains__, map(type, again)))
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return list(wanted)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _kinds_of_modules() -> set[type]:

@@ -258,10 +258,8 @@ class GlobalStep:
         """Wait for the average in the background. If the round fails, ``own_mean`` takes its place: the accumulators
         already have gradients of the next epoch."""
         assert self.grad_averager is not None
-        # A round that fails late may have changed a part of the tensors, so all of them are overwritten.
         if self._finish_gradient_round(control) is None:
-            with self.grad_averager.get_tensors() as averaged:
-                copy_all(averaged, own_mean)
+            self.grad_averager.use_own_mean(own_mean)
 
     def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
         """Give the optimizer the average gradient; after a failed round, this peer's own mean."""
@@ -271,12 +269,13 @@ class GlobalStep:
             averager.load_accumulators_into_averager_()
         if self.state_averager.offload_optimizer:
             return  # there the averaged tensors are the optimizer's gradients
-        with averager.get_tensors(), torch.no_grad():
-            for parameter in averager.parameters:
+        without = set(averager.without_gradient())
+        with averager.get_tensors() as means, torch.no_grad():
+            pairs = [pair for n, pair in enumerate(zip(averager.parameters, means, strict=True)) if n not in without]
+            for parameter, _ in pairs:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            targets = [parameter.grad for parameter in averager.parameters if parameter.grad is not None]
-            copy_all(targets, averager.averaged_grads)
+            copy_all([p.grad for p, _ in pairs if p.grad is not None], [grad for _, grad in pairs])
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 

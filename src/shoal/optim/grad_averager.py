@@ -16,7 +16,10 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
+from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.compression.base import copies_of
+from shoal.optim.devices import copy_all
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.peer_momentum import PeerMomentum, check_peer_momentum
 
@@ -87,16 +90,21 @@ class GradientAverager(DecentralizedAverager):
         averaged = (
             self._check_averaged_grads(averaged_grads) if averaged_grads else make_averaged_grads(self.parameters)
         )
+        # A parameter that no member has a gradient of is left alone, as in torch. So the members tell each other which
+        # ones they have gradients of: the mean of these marks is above 0 if anybody has one.
+        self._marks = torch.ones(len(averaged), device="cpu")
+        self._tells_marks = bool(averaged) and not averager_kwargs.get("tags")
         self._momentum = PeerMomentum(self.peer_momentum, averaged) if peer_momentum else None
         if peer_momentum:
             self.phases += f", peer_momentum {self.peer_momentum:g}"
-        averager_kwargs.setdefault(
-            "tensor_infos",
-            [
-                CompressionInfo.from_tensor(grad, key=index, role=TensorRole.GRADIENT)
-                for index, grad in enumerate(averaged)
-            ],
-        )
+        infos = averager_kwargs.pop("tensor_infos", None) or [
+            CompressionInfo.from_tensor(grad, key=index, role=TensorRole.GRADIENT)
+            for index, grad in enumerate(averaged)
+        ]
+        if self._tells_marks:
+            infos = [*infos, CompressionInfo.from_tensor(self._marks, key="marks", role=TensorRole.COUNTER)]
+            averaged = [*averaged, self._marks]
+        averager_kwargs["tensor_infos"] = infos
         super().__init__(averaged, dht, prefix=prefix, client_mode=client_mode, **averager_kwargs)
 
     @classmethod
@@ -117,7 +125,21 @@ class GradientAverager(DecentralizedAverager):
     @property
     def averaged_grads(self) -> Sequence[torch.Tensor]:
         """The tensors with the averages, one for each parameter; use them inside ``get_tensors()``."""
-        return self._tensors
+        return self._tensors[: len(self.parameters)]
+
+    @contextmanager
+    def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Inside this context the averaged gradients do not change by themselves, and may be changed."""
+        with super().get_tensors():
+            yield self.averaged_grads
+
+    def without_gradient(self) -> list[int]:
+        """Positions of the parameters that no member of the last round had a gradient of.
+
+        After a round that failed, those that this peer has no gradient of.
+        """
+        with super().get_tensors():
+            return (self._marks <= 0).nonzero().flatten().tolist()
 
     # --- accumulating -------------------------------------------------------------------------------------------------
 
@@ -158,17 +180,27 @@ class GradientAverager(DecentralizedAverager):
 
     def load_accumulators_into_averager_(self) -> None:
         """Put this peer's own mean gradient, or its momentum, where the averages go."""
-        with self.get_tensors() as averaged:
+        with super().get_tensors() as averaged:
             self._write_own(averaged)
 
     def own_mean(self) -> list[torch.Tensor]:
         """A copy of this peer's own mean gradient, or its momentum, in case a round fails after the accumulators are
         reset."""
-        targets = [torch.empty_like(grad) for grad in self._tensors]
+        targets = [torch.empty_like(tensor) for tensor in self._tensors]
         self._write_own(targets)
         return targets
 
-    def _write_own(self, targets: Sequence[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def use_own_mean(self, own_mean: Sequence[torch.Tensor]) -> None:
+        """Put what :meth:`own_mean` has returned where the averages go. A round that has failed late may have changed
+        some of them."""
+        with super().get_tensors() as averaged:
+            copy_all(averaged, own_mean)
+
+    def _write_own(self, tensors: Sequence[torch.Tensor]) -> None:
+        targets = tensors[: len(self.parameters)]
+        if self._tells_marks:
+            tensors[-1].copy_(self.accumulator.marks())
         self.accumulator.write_mean(targets)
         if self._momentum is not None:
             self._momentum.replace(targets, self.accumulator.batches)
@@ -251,6 +283,11 @@ class GradientAverager(DecentralizedAverager):
 
     # --- for newcomers ------------------------------------------------------------------------------------------------
 
+    def get_current_state(self) -> OwnedState:
+        with self.get_tensors() as tensors:
+            copies = copies_of(tensors)
+        return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos[: len(copies)])
+
     def get_buffers(self) -> list[torch.Tensor]:
         """Tensors of earlier rounds that a newcomer needs. Do not change them. This averager has none."""
         return []
@@ -289,14 +326,18 @@ class GradientAverager(DecentralizedAverager):
     def use_averaged_gradients(self) -> Iterator[None]:
         """Inside this context every ``parameter.grad`` is the average; afterwards it is what it was before.
 
-        It is a copy where the parameter is on another device or of another type than the average.
+        It is a copy where the parameter is on another device or of another type than the average, and ``None`` where no
+        member of the group had a gradient.
         """
         self.notify_used_averaged_gradients()
+        without = self.without_gradient()
         with self.get_tensors() as averaged:
             before = [parameter.grad for parameter in self.parameters]
             try:
                 for parameter, grad in zip(self.parameters, averaged, strict=True):
                     parameter.grad = grad.to(parameter.device, parameter.dtype)
+                for index in without:
+                    self.parameters[index].grad = None
                 yield
             finally:
                 for parameter, own_grad in zip(self.parameters, before, strict=True):

@@ -32,7 +32,7 @@ class GradientAccumulator:
         device: torch.device | str | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self.reuse_grad_buffers = reuse_grad_buffers
+        self.reuse_grad_buffers, self._device = reuse_grad_buffers, device
         self.samples = 0
         self.batches = 0
         self._first_batch_size = 0
@@ -40,6 +40,10 @@ class GradientAccumulator:
         self._warned = False
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
+        # Positions of parameters that no batch has had a gradient of, since the last reset.
+        self._untouched = set(range(len(self.parameters)))
+        # With reuse_grad_buffers: where each gradient was at the last reset, and how often it had been changed.
+        self._left: dict[int, tuple[int, int]] = {}
         if reuse_grad_buffers:
             self._latest = LatestGradients(self.parameters)
         else:
@@ -84,6 +88,8 @@ class GradientAccumulator:
         if self._expected_batch_size not in (None, batch_size):
             batch_size = self._take_for_expected(batch_size)
         _check_gradients([p.grad for p in self.parameters if p.grad is not None])
+        if self._untouched:
+            self._untouched = {index for index in self._untouched if not self._has_gradient(index)}
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size
@@ -92,12 +98,29 @@ class GradientAccumulator:
         if self._sums is None:
             self._weigh_latest(weight)
             return
+        if self._device is None and self.batches == 1:  # the parameters may have moved
+            self._sums = [s.to(p.device) for s, p in zip(self._sums, self.parameters, strict=True)]
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
             # Blocking copies: all gradients are there when to() returns.
             grads = [grad.to(s.device) for s, grad in present]
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
+
+    def _has_gradient(self, index: int) -> bool:
+        grad = self.parameters[index].grad
+        if grad is None:
+            return False
+        return self._sums is not None or self._left.get(index) != (grad.data_ptr(), grad._version)
+
+    def marks(self) -> torch.Tensor:
+        """For each parameter 1, or 0 if no batch has had a gradient of it."""
+        marks = [0.0 if index in self._untouched else 1.0 for index in range(len(self.parameters))]
+        return torch.tensor(marks, device="cpu")
+
+    def take_marks(self, marks: torch.Tensor) -> None:
+        """The sums now have further gradients: those of the parameters whose marks are above 0."""
+        self._untouched = set((marks <= 0).nonzero().flatten().tolist())
 
     def _take_for_expected(self, batch_size: int) -> int:
         """Count a batch of unexpected size as one of the expected size: its gradients are in the sum, unweighted."""
@@ -172,6 +195,10 @@ class GradientAccumulator:
             present = [p.grad for p in self.parameters if p.grad is not None]
         if present:
             torch._foreach_zero_(present)
+        self._untouched = set(range(len(self.parameters)))
+        if self._sums is None:
+            grads = [(index, p.grad) for index, p in enumerate(self.parameters) if p.grad is not None]
+            self._left = {index: (grad.data_ptr(), grad._version) for index, grad in grads}
         if self._latest is not None:
             self._latest.take()
 

@@ -13,7 +13,7 @@ from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.several_processes import SeveralProcesses
 from shoal.optim.training_setup import TorchOptimizer, main_parameters, prepare_training
-from shoal.optim.training_state import EPOCH, load_checkpoint
+from shoal.optim.training_state import EPOCH, epoch_in, load_checkpoint
 
 
 class MultiProcessOptimizer(SeveralProcesses):
@@ -110,7 +110,7 @@ class MultiProcessOptimizer(SeveralProcesses):
         if self._shards is not None:
             self._shards.gather_values()
         if self.swarm is None:
-            epoch = state_dict["state"].get(EPOCH)
+            epoch = epoch_in(state_dict)
             load_checkpoint(self._setup, {**state_dict, "state": {} if epoch is None else {EPOCH: epoch}})
             self._follow()
             return

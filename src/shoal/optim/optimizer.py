@@ -292,6 +292,7 @@ class Optimizer(JointOptimizer):
             self._auxiliary.step()
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.state_averager.follow_parameters()
         self._comparison.before_batch()
         epoch = self.local_epoch
         # Between two batches: only here the results of background work may change the model.
@@ -470,9 +471,9 @@ class Optimizer(JointOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint from which this peer can resume the run. Save the model beside it.
 
-        It is the state of the optimizer that makes the steps, with ``state["local_epoch"]``. Under ``"shoal"`` it has
-        the state of the scheduler, the averager's buffers, and the single precision parameters of an offloaded
-        optimizer. Background work is finished first.
+        It is the state of the optimizer that makes the steps, with the epoch as ``"local_epoch"`` in each parameter
+        group. Under ``"shoal"`` it has the epoch, the state of the scheduler, the averager's buffers, and the single
+        precision parameters of an offloaded optimizer. Background work is finished first.
         """
         self.state_averager.finish_jobs(self.averaging_timeout)
         gradients = None if self.grad_averager is None else self.grad_averager.get_memory()

@@ -179,8 +179,9 @@ class OptimizerSettings:
             averager.accumulator.expect_batches_of(self.batch_size_per_step)
         if self.use_ext_grad_buffer:
             state_averager.shared_buffers = averager
+        trained = [s for s in state_averager.optimizer_parameters if s.requires_grad]
+        state_averager.left_alone = lambda: [trained[index] for index in averager.without_gradient()]
         if self.offload_optimizer:
-            trained = [s for s in state_averager.optimizer_parameters if s.requires_grad]
             for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
                 parameter.grad = grad
 

@@ -2,20 +2,28 @@
 
 The state is sent as plain values and a list of tensors, both in a fixed order. A hash of the names of all statistics
 shows whether two optimizers can exchange their states.
+
+Some optimizers keep numbers of their own in parameter groups, beside the hyper-parameters: schedule-free ones a step
+counter, Prodigy its estimate of the step size. These are state and travel with it; see :func:`state_names`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import logging
+import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.averaging.finite import first_not_finite
+from shoal.optim.devices import is_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,34 +39,129 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Types of values that can be sent as they are.
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
+# By optimizer: entries of its groups that its steps have made or changed, and that are not in its defaults.
+_made_by_steps: weakref.WeakKeyDictionary[TorchOptimizer, set[str]] = weakref.WeakKeyDictionary()
+# Where the paths of tensors in groups begin; the paths of statistics begin with the number of their parameter.
+_GROUPS = "groups"
+
+
+# By class of optimizers.
+_known_arguments: dict[type, frozenset[str]] = {}
+
+
+def _arguments(kind: type[TorchOptimizer]) -> frozenset[str]:
+    """The arguments of the constructors of an optimizer: they are the user's hyper-parameters."""
+    if kind not in _known_arguments:
+        constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
+        names = (name for each in constructors for name in inspect.signature(each).parameters)
+        _known_arguments[kind] = frozenset(names)
+    return _known_arguments[kind]
+
+
+def state_names(optimizer: TorchOptimizer) -> frozenset[str]:
+    """Names of the entries of parameter groups that are state of the optimizer and not hyper-parameters of the user.
+
+    A hyper-parameter is an argument of the optimizer's constructor, or an entry that the user or a scheduler has added
+    to a group. All else in the defaults is the optimizer's own, and so is what its steps add to groups or change there.
+    """
+    own = frozenset(optimizer.defaults) | _made_by_steps.get(optimizer, set())
+    return own - _arguments(type(optimizer)) - {"params", "param_names"}
+
+
+@contextlib.contextmanager
+def noting_state(optimizer: TorchOptimizer) -> Iterator[None]:
+    """Inside this context, where the optimizer steps, note what it changes in its groups, for :func:`state_names`."""
+    known = _arguments(type(optimizer)).union(optimizer.defaults, ("params", "param_names"))
+    before = [_versions(group, group.keys() - known) for group in optimizer.param_groups]
+    yield
+    for group, versions in zip(optimizer.param_groups, before, strict=True):
+        after = _versions(group, group.keys() - known)
+        if changed := {name for name, version in after.items() if versions.get(name) != version}:
+            _made_by_steps.setdefault(optimizer, set()).update(changed)
+
+
+def _versions(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Of each entry what differs after it was changed. The values of tensors are not read, which may take long."""
+    values = {name: group[name] for name in names}
+    return {n: (id(v), v._version) if isinstance(v, torch.Tensor) else v for n, v in values.items() if _may_travel(v)}
+
+
+def _may_travel(value: Any) -> bool:
+    """Whether a value can be state: a number or a tensor, or a list of numbers."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return _is_number(value) or isinstance(value, torch.Tensor)
+
 
 def has_statistics(optimizer: TorchOptimizer) -> bool:
     """Whether the optimizer keeps any tensors of its own."""
     return any(isinstance(value, torch.Tensor) for _, value in _leaves(optimizer.state_dict()["state"]))
 
 
+def give_entries(optimizer: TorchOptimizer) -> None:
+    """Give each parameter an entry among the statistics, if only an empty one.
+
+    Torch's tools for checkpoints step an optimizer that has no entries, so that it makes its statistics.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.setdefault(parameter, {})
+
+
 @torch.no_grad()
 def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
     """Create the optimizer's statistics, with the values that they have before the first step.
 
-    Parameters, gradients and hyper-parameters are the same afterwards, and no hook is called. (One thing differs: with
+    Parameters, gradients and groups are the same afterwards, and no hook is called. (One thing differs: with
     ``dampening``, the first step of SGD is not that of an optimizer whose buffers do not exist yet.) Besides the
     statistics it needs memory for a few parameters at a time, twice their size.
     """
     groups = optimizer.param_groups
     try:
-        with _without_hooks(optimizer):
+        with _without_hooks(optimizer), _keeping_groups(optimizer):
             for group in groups:
                 optimizer.param_groups = [group]
-                _step_in_parts(optimizer, group)
+                with noting_state(optimizer):
+                    _step_in_parts(optimizer, group)
     finally:
         optimizer.param_groups = groups
-    for statistics in optimizer.state.values():
-        for name, fresh in _FRESH_VALUES.items():
-            if isinstance(statistics.get(name), torch.Tensor):
-                statistics[name].fill_(fresh)
-            elif name in statistics:
-                statistics[name] = type(statistics[name])(fresh)
+    for group in groups:
+        for parameter in group["params"]:
+            _make_fresh(optimizer, optimizer.state.get(parameter, {}), group)
+
+
+def _make_fresh(optimizer: TorchOptimizer, statistics: dict[str, Any], group: Mapping[str, Any]) -> None:
+    values = dict(_FRESH_VALUES)
+    if isinstance(optimizer, torch.optim.ASGD):
+        values |= {"eta": float(group["lr"]), "mu": 1.0, "ax": 0.0}
+    for name, fresh in values.items():
+        if isinstance(statistics.get(name), torch.Tensor):
+            statistics[name].fill_(fresh)
+        elif name in statistics:
+            statistics[name] = type(statistics[name])(fresh)
+
+
+@contextlib.contextmanager
+def _keeping_groups(optimizer: TorchOptimizer) -> Iterator[None]:
+    """After this context the groups have the entries that they had before, with the same values."""
+    kept = [
+        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+    try:
+        yield
+    finally:
+        for group, values in kept:
+            for name in [name for name in group if name not in values and name != "params"]:
+                del group[name]
+            for name, (value, copy) in values.items():
+                group[name] = value
+                if isinstance(value, torch.Tensor):
+                    value.copy_(copy)
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    return value, value.clone() if isinstance(value, torch.Tensor) else None
 
 
 def _step_in_parts(optimizer: TorchOptimizer, group: dict[str, Any]) -> None:
@@ -121,8 +224,16 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}/{index}")
+    elif is_packed(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _leaves(getattr(value, name), f"{path}/{name}")
     else:
         yield path, value
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a statistic is a wrapper around plain tensors, such as the codes and scales of an 8-bit optimizer."""
+    return is_traceable_wrapper_subclass(value) and not is_dtensor(value)
 
 
 def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -132,19 +243,41 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
         Plain values, and tensors. :func:`load_optimizer_state` takes both for an optimizer of the same kind. Among the
         values are the names of the tensors, such as ``"/3/exp_avg"`` for parameter 3, which only archives need.
     """
-    state = optimizer.state_dict()
-    leaves = list(_leaves(state["state"]))
+    leaves, own = _all_leaves(optimizer), state_names(optimizer)
     groups = [
         {name: _plain_copy(value) for name, value in group.items() if name != "params" and _is_plain(value)}
-        for group in state["param_groups"]
+        for group in optimizer.param_groups
     ]
     metadata = {
         "structure": _structure(leaves),
         "names": [path for path, value in leaves if isinstance(value, torch.Tensor)],
         "values": [value for _, value in leaves if not isinstance(value, torch.Tensor) and _is_plain(value)],
         "groups": groups,
+        # Which entries of the groups are state. A newcomer that has not stepped yet cannot know all of them.
+        "state_names": sorted(own),
     }
     return metadata, [value for _, value in leaves if isinstance(value, torch.Tensor)]
+
+
+def without_hyperparameters(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`dump_optimizer_state` has made, for a peer that has chosen its own hyper-parameters."""
+    own = metadata.get("state_names", ())
+    groups = [{name: value for name, value in group.items() if name in own} for group in metadata["groups"]]
+    return {**metadata, "groups": groups}
+
+
+def _all_leaves(optimizer: TorchOptimizer) -> list[tuple[str, Any]]:
+    """All statistics, then the tensors of several values that are state in parameter groups, with their paths."""
+    in_groups = [(path, group[name]) for path, group, name in _large(optimizer)]
+    return [*_leaves(optimizer.state_dict()["state"]), *in_groups]
+
+
+def _large(optimizer: TorchOptimizer) -> Iterator[tuple[str, dict[str, Any], str]]:
+    own = sorted(state_names(optimizer))
+    for number, group in enumerate(optimizer.param_groups):
+        for name in own:
+            if isinstance(group.get(name), torch.Tensor) and group[name].numel() != 1:
+                yield f"/{_GROUPS}/{number}/{name}", group, name
 
 
 def _structure(leaves: Sequence[tuple[str, Any]]) -> str:
@@ -174,18 +307,42 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
     """
     if not isinstance(metadata, dict) or {"structure", "values", "groups"} - metadata.keys():
         raise ValueError("the optimizer state is malformed")
-    leaves = list(_leaves(optimizer.state_dict()["state"]))
+    leaves = _all_leaves(optimizer)
     own = [value for _, value in leaves if isinstance(value, torch.Tensor)]
     if metadata["structure"] != _structure(leaves):
         raise ValueError(f"the other peer's optimizer keeps other statistics than this {type(optimizer).__name__}")
     shapes, own_shapes = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in own]
-    if shapes != own_shapes:
+    if len(shapes) != len(own_shapes) or not all(map(_can_replace, shapes, own_shapes)):
         raise ValueError(f"optimizer statistics have shapes {shapes}, expected {own_shapes}")
     if not isinstance(metadata["values"], list) or not isinstance(metadata["groups"], list):
         raise ValueError("the optimizer state is malformed")
     _check_values([value for _, value in leaves if not isinstance(value, torch.Tensor)], metadata["values"])
     if len(metadata["groups"]) != len(optimizer.param_groups):
         raise ValueError(f"{len(metadata['groups'])} parameter groups, expected {len(optimizer.param_groups)}")
+    for number, (group, given) in enumerate(zip(optimizer.param_groups, metadata["groups"], strict=True)):
+        for name, value in _given_state(optimizer, metadata, given).items():
+            if not _is_finite(value) and _is_finite(_plain_copy(group.get(name, 0))):
+                raise ValueError(f"parameter group {number} has {name} = {value!r}, and this peer's is finite")
+
+
+def _can_replace(given: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether a statistic may take the place of one of another shape: for a parameter of zeros, Prodigy keeps a single
+    zero in place of a copy."""
+    return given == own or not given or not own
+
+
+def _given_state(optimizer: TorchOptimizer, metadata: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """Of a received group the entries that are state."""
+    if not isinstance(given, dict):
+        return {}
+    theirs = metadata.get("state_names", ())
+    told = {name for name in theirs if isinstance(name, str)} if isinstance(theirs, (list, tuple)) else set()
+    names = state_names(optimizer) | (told - _arguments(type(optimizer)) - {"params", "param_names"})
+    return {name: value for name, value in given.items() if name in names and _may_travel(value)}
+
+
+def _is_finite(value: Any) -> bool:
+    return all(map(_is_finite, value)) if isinstance(value, (list, tuple)) else math.isfinite(value or 0)
 
 
 def _check_values(own: Sequence[Any], given: Sequence[Any]) -> None:
@@ -230,8 +387,41 @@ def load_optimizer_state(
     for index, parameter in _indexed_parameters(optimizer):
         if parameter in state:
             state[parameter] = _filled(state[parameter], given_tensors, given_values, f"/{index}")
+    for _, group, name in _large(optimizer):
+        group[name].copy_(next(given_tensors))
     for number, (group, given) in enumerate(zip(optimizer.param_groups, metadata["groups"], strict=True)):
-        _load_hyperparameters(group, given, scheduled, number)
+        received = _given_state(optimizer, metadata, given)
+        _load_group_state(optimizer, group, received)
+        own = state_names(optimizer)
+        rest = {name: value for name, value in given.items() if name not in own} if isinstance(given, dict) else None
+        _load_hyperparameters(group, rest, scheduled, number)
+
+
+def _load_group_state(optimizer: TorchOptimizer, group: dict[str, Any], received: Mapping[str, Any]) -> None:
+    if new := received.keys() - state_names(optimizer):
+        _made_by_steps.setdefault(optimizer, set()).update(new)
+    for name, value in received.items():
+        own = group.get(name)
+        if isinstance(own, torch.Tensor):
+            own.fill_(value)
+        else:
+            group[name] = type(own)(value) if isinstance(own, (list, tuple)) else value
+
+
+@torch.no_grad()
+def keep_mode(optimizer: TorchOptimizer, metadata: Mapping[str, Any]) -> None:
+    """Bring parameters from a donor in another mode into this optimizer's own mode.
+
+    Schedule-free optimizers train other parameters than they evaluate, and ``train()`` and ``eval()`` convert them.
+    Call this when parameters and statistics are in place.
+    """
+    is_training = None
+    for group, given in zip(optimizer.param_groups, metadata["groups"], strict=True):
+        own, theirs = group.get("train_mode"), given.get("train_mode") if isinstance(given, dict) else None
+        if isinstance(own, bool) and isinstance(theirs, bool) and own != theirs:
+            group["train_mode"], is_training = theirs, own
+    if is_training is not None:
+        (optimizer.train if is_training else optimizer.eval)()  # type: ignore[attr-defined]
 
 
 def _indexed_parameters(optimizer: TorchOptimizer) -> list[tuple[int, torch.Tensor]]:
@@ -248,8 +438,15 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor], values: Iterator[Any], 
         return value
     if isinstance(value, (list, tuple)):
         return type(value)([_filled(item, tensors, values, path) for item in value])
+    if is_packed(value):
+        for name in value.__tensor_flatten__()[0]:
+            _filled(getattr(value, name), tensors, values, path)
+        return value
     if isinstance(value, torch.Tensor):
-        return value.copy_(next(tensors))
+        given = next(tensors)
+        if given.shape != value.shape:
+            return given.to(value.device, value.dtype, copy=True)
+        return value.copy_(given)
     if _is_plain(value):
         return _as_own(value, next(values))
     return value
@@ -300,6 +497,19 @@ def zero_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Non
             parameter.grad = None
         elif parameter.grad is not None:
             parameter.grad.detach_().zero_()
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside this context these parameters have no gradients, so that an optimizer leaves them alone."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
 
 
 class GradientCheck:

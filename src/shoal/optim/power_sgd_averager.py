@@ -123,7 +123,8 @@ class LowRankAverager(GradientAverager):
         self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
         self._matrices = [m for i, p in enumerate(parameters) if (m := self._as_matrix(i, p)) is not None]
         compressed = {matrix.index for matrix in self._matrices}
-        self._uncompressed = [i for i in range(len(parameters)) if i not in compressed]
+        # The last one is the marks of parameters that have gradients.
+        self._uncompressed = [i for i in range(len(parameters) + bool(parameters)) if i not in compressed]
         self._first_bases = tuple(
             first_basis(f"{prefix}/{m.index}", m.columns, averager_rank, m.dtype) for m in self._matrices
         )
@@ -211,7 +212,7 @@ class LowRankAverager(GradientAverager):
         if self._matrices:
             await self._reduce(session, work.left)
             await run_in_worker(self._project, work)
-        result = await self._reduce(session, [*work.right, *work.uncompressed])
+        result = await self._reduce(session, [*work.right, *work.uncompressed], with_marks=bool(work.uncompressed))
         if session.mode is AveragingMode.AUX:
             return
         made_by = after_round(state.made_by, session.group.group_id)
@@ -234,10 +235,23 @@ class LowRankAverager(GradientAverager):
         return LowRankState(tuple(copies[:split]), tuple(copies[split:]), made_by, agreement.rounds)
 
     async def _reduce(
-        self, session: GroupSession, tensors: Sequence[torch.Tensor], weight: float | None = None
+        self,
+        session: GroupSession,
+        tensors: Sequence[torch.Tensor],
+        weight: float | None = None,
+        *,
+        with_marks: bool = False,
     ) -> RoundResult:
-        """Average everything or fail: a mix of averages and peers' own values is of no use."""
-        infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
+        """Average everything or fail: a mix of averages and peers' own values is of no use.
+
+        Args:
+            with_marks: the last tensor tells which parameters have gradients.
+        """
+        roles = [TensorRole.GRADIENT] * len(tensors)
+        if with_marks:
+            roles[-1] = TensorRole.COUNTER
+        numbered = enumerate(zip(tensors, roles, strict=True))
+        infos = [CompressionInfo.from_tensor(tensor, key=n, role=role) for n, (tensor, role) in numbered]
         result = await session.all_reduce(tensors, infos, weight=weight)
         # Not an AveragingError, so the round is not retried: another attempt would have the same gradients.
         if weight is None and not any(result.weights):

@@ -245,9 +245,13 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         """Called in the first process: sum the gradients of all processes here."""
         self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
         if self._shards is None:
-            self._processes.sum_at_first(self._accumulator.buffers)
+            marks = self._accumulator.marks()
+            self._processes.sum_at_first([*self._accumulator.buffers, marks])
         else:
+            marks = self._shards.accumulator.marks()
+            self._processes.sum_at_first([marks])
             self._shards.gather_gradients(self._accumulator.buffers)
+        self._accumulator.take_marks(marks)
 
     def _use_mean_gradients(self) -> None:
         """Let the next step of the first process, which it makes alone, use the gradients of all processes."""
@@ -255,7 +259,10 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        without = [parameters[index] for index in (self._accumulator.marks() <= 0).nonzero().flatten().tolist()]
         self._accumulator.write_mean([p.grad for p in parameters if p.grad is not None])
+        for parameter in without:
+            parameter.grad = None
         self._accumulator.reset()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -310,9 +317,10 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
             if self._shards is None:
                 self._accumulator.change_unit(word.unit)
-                self._processes.sum_at_first(self._accumulator.buffers)
+                self._processes.sum_at_first([*self._accumulator.buffers, self._accumulator.marks()])
                 self._accumulator.reset()
             else:
+                self._processes.sum_at_first([self._shards.accumulator.marks()])
                 self._shards.gather_gradients()
             if scaler is not None:
                 scaler.note_global_step()

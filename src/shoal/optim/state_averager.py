@@ -25,6 +25,8 @@ from shoal.optim.optimizer_state import (
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
+    noting_state,
+    without_gradients,
     zero_gradients,
 )
 from shoal.optim.progress import PerformanceEMA
@@ -142,11 +144,40 @@ class TrainingStateAverager(StateHolder):
         contents = StateTensors(setup, average_opt_statistics, extra_tensors, reuse_tensors)
         self._gradients = GradientCheck(setup.parameter_names, setup.optimizer_parameters)
         self._jobs = StateJobs()
+        # The type and device of each of the user's parameters.
+        self._places = _places_of(setup.main_parameters)
         self.on_averaged: Callable[[RoundResult | None], object] | None = None
         """Called with the result at the end of each round, in any thread; with ``None`` if the round failed."""
+        self.left_alone: Callable[[], Sequence[torch.Tensor]] = list
+        """Tells which parameters the next optimizer step must leave alone because nobody had a gradient of them."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
         super().__init__(contents, dht, shared_buffers, check_state, **averager_kwargs)
+
+    def follow_parameters(self) -> None:
+        """If the user's parameters have got another type or device, such as by ``model.to(...)``, bring the statistics
+        of the optimizer there.
+
+        Raises:
+            ValueError: that is not possible, because of what peers exchange.
+        """
+        places = _places_of(self.main_parameters)
+        if places == self._places:
+            return
+        for number, (before, now) in enumerate(zip(self._places, places, strict=True)):
+            width, exchanged = (torch.promote_types(dtype, torch.float32) for dtype in (now[0], before[0]))
+            if before != now and (width != exchanged or (self.reuse_tensors and not self.offload_optimizer)):
+                what = f"peers exchange it as {exchanged}" if width != exchanged else "it is averaged in place"
+                name = self.names["parameters"][number] if self.names["parameters"] else f"number {number}"
+                raise ValueError(
+                    f"parameter {name} was of {before[0]} on {before[1]} when this optimizer was made, and is of "
+                    f"{now[0]} on {now[1]} now, but {what}: call model.to(...) before you make the optimizer"
+                )
+        with self._optimizer_access(), self._state_access():
+            if not self.offload_optimizer:
+                # Torch brings what it loads to the type and device of its parameter.
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self._places = places
 
     @property
     def averaging_in_progress(self) -> bool:
@@ -268,12 +299,14 @@ class TrainingStateAverager(StateHolder):
         job_started = time.perf_counter()
         if request.wait_for_trigger is not None:
             request.wait_for_trigger()
+        left_alone = self.left_alone() if request.optimizer_step else ()
         with self._optimizer_access(), self._state_access():
-            if request.optimizer_step and request.grad_scaler is not None:
-                with request.grad_scaler.running_global_step():
-                    request.grad_scaler.step(self.optimizer)
-            elif request.optimizer_step and self._gradients.are_sound(job.epoch):
-                self.optimizer.step()
+            with without_gradients(left_alone), noting_state(self.optimizer):
+                if request.optimizer_step and request.grad_scaler is not None:
+                    with request.grad_scaler.running_global_step():
+                        request.grad_scaler.step(self.optimizer)
+                elif request.optimizer_step and self._gradients.are_sound(job.epoch):
+                    self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
                 if self.offload_optimizer:
@@ -368,3 +401,7 @@ class TrainingStateAverager(StateHolder):
         self._jobs.cancel()
         super().shutdown()
         self._jobs.cancel(self.shutdown_timeout)
+
+
+def _places_of(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(parameter.dtype, parameter.device) for parameter in parameters]

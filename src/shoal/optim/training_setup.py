@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from shoal.compression.base import plain_name
 from shoal.optim.devices import copy_to_host, is_dtensor, is_flat_parameter
+from shoal.optim.optimizer_state import give_entries
 from shoal.optim.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
@@ -174,7 +176,7 @@ def prepare_training(
     check_parameters(main, may_be_sharded)
     assert len({id(parameter) for parameter in main}) == len(main), "a parameter is given more than once"
     _warn_if_frozen(main)
-    named = tuple(map(str, range(len(main)))) if parameter_names is None else tuple(parameter_names)
+    named = tuple(map(str, range(len(main)))) if parameter_names is None else tuple(map(plain_name, parameter_names))
     if len(named) != len(main):
         raise ValueError(f"{len(named)} parameter_names for {len(main)} parameters")
     if offload_optimizer and isinstance(optimizer, TorchOptimizer):
@@ -191,6 +193,7 @@ def prepare_training(
                 f"the function given as optimizer must return a torch optimizer, got a {type(optimizer).__name__}"
             )
     check_optimizer(optimizer)
+    give_entries(optimizer)
     if offload_optimizer:
         _step_on_cpu(optimizer)
     if scheduler is not None and not isinstance(scheduler, LRSchedulerBase) and callable(scheduler):
@@ -198,7 +201,7 @@ def prepare_training(
     if scheduler is not None:
         check_scheduler(scheduler)
     # A torch optimizer that was made from named parameters keeps the names in its groups.
-    of_groups = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    of_groups = [plain_name(name) for group in optimizer.param_groups for name in group.get("param_names", ())]
     given = tuple(of_groups) if parameter_names is None else named
     return TrainingSetup(main, named, stepped, optimizer, scheduler, given if len(given) == len(main) else ())
 
@@ -214,7 +217,7 @@ def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], 
     if not all(isinstance(item, tuple) and len(item) == 2 for item in pairs):
         return groups, None
     named = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
-    return named, [name for name, _ in pairs]
+    return named, [plain_name(name) for name, _ in pairs]
 
 
 def _with_parameters(groups: list[dict[str, Any]], parameters: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
@@ -251,9 +254,17 @@ def _warn_if_frozen(parameters: tuple[torch.Tensor, ...]) -> None:
         )
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that was compiled, or that is trained by several processes or devices."""
+    around = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
+    while isinstance(model, around) or "_orig_mod" in model._modules:
+        model = model.module if isinstance(model, around) else model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model
+
+
 def names_in(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The names of parameters in a model; none at all if it lacks one of them."""
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
     found = tuple(known.get(id(parameter), "") for parameter in parameters)
     return found if all(found) else ()
 

@@ -2,8 +2,9 @@
 
 - :class:`StateTensors` moves values between the user's model, the optimizer and the tensors that are averaged.
 - :func:`describe_state` copies the state for a newcomer; :class:`TrainingState` is such a copy, received and checked.
-- A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]`` and one more
-  entry, ``"shoal"``. A plain torch optimizer of the same kind can load it, too, and ignores these additions.
+- A checkpoint is the state dictionary of the optimizer that makes the steps, with one more entry, ``"shoal"``, and the
+  epoch in each parameter group. There torch's own tools keep it, which know nothing of ``"shoal"``. A plain torch
+  optimizer of the same kind can load it, too, and ignores these additions.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from shoal.optim.lineage import Lineage, LineageKeeper
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
+    give_entries,
     has_statistics,
     initialize_optimizer_state_,
+    is_packed,
+    keep_mode,
     load_optimizer_state,
 )
 from shoal.optim.schedules import dump_scheduler_state, load_scheduler_state, scheduled_hyperparameters
@@ -74,9 +78,17 @@ class StateTensors:
     def _check_statistics(self) -> None:
         state = self.setup.optimizer.state
         for name in self.average_opt_statistics:
-            if not any(isinstance(statistics.get(name), torch.Tensor) for statistics in state.values()):
+            found = [
+                statistics[name] for statistics in state.values() if isinstance(statistics.get(name), torch.Tensor)
+            ]
+            kind = type(self.setup.optimizer).__name__
+            if not found:
+                raise ValueError(f"average_opt_statistics: {kind} keeps no statistic {name!r}")
+            codes = next((each for each in found if not each.is_floating_point() or is_packed(each)), None)
+            if codes is not None:
                 raise ValueError(
-                    f"average_opt_statistics: {type(self.setup.optimizer).__name__} keeps no statistic {name!r}"
+                    f"average_opt_statistics: {kind} keeps {name!r} as codes, and their mean has no meaning: leave it "
+                    "out"
                 )
 
     def statistics(self, name: str) -> list[torch.Tensor]:
@@ -422,6 +434,7 @@ def apply_state(state: TrainingState, setup: TrainingSetup, extra_tensors: Seque
     )
     copy_all(setup.optimizer_parameters, state.parameters)
     copy_all(extra_tensors, state.extra_tensors)
+    keep_mode(setup.optimizer, state.optimizer_metadata)
     load_scheduler_state(setup.scheduler, state.scheduler, of_others=True)
 
 
@@ -438,11 +451,19 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
     """
     state_dict = setup.optimizer.state_dict()
     own = {
+        EPOCH: epoch,
         "scheduler": dump_scheduler_state(setup.scheduler),
         "parameters": [p.detach() for p in setup.optimizer_parameters] if setup.is_offloaded else [],
         "gradients": gradients,
     }
-    return {**state_dict, "state": {**state_dict["state"], EPOCH: epoch}, OWN: own}
+    groups = [{**group, EPOCH: epoch} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups, OWN: own}
+
+
+def epoch_in(state_dict: Mapping[str, Any]) -> Any:
+    """The epoch of a checkpoint. Older ones have it among the statistics. ``None``: it has none."""
+    places = [state_dict.get(OWN) or {}, state_dict["state"], *state_dict["param_groups"]]
+    return next((place[EPOCH] for place in places if place.get(EPOCH) is not None), None)
 
 
 @torch.no_grad()
@@ -459,7 +480,7 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     Raises:
         ValueError: it does not fit.
     """
-    epoch, own = state_dict["state"].get(EPOCH), state_dict.get(OWN) or {}
+    epoch, own = epoch_in(state_dict), state_dict.get(OWN) or {}
     if epoch is not None and not (isinstance(epoch, int) and 0 <= epoch < MAX_EPOCH):
         raise ValueError(f"a checkpoint cannot be of epoch {epoch!r}")
     parameters = own.get("parameters") or setup.main_parameters
@@ -490,7 +511,9 @@ def load_optimizer(
     before = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     needs_statistics = has_statistics(optimizer)
     statistics = {key: value for key, value in state_dict["state"].items() if key != EPOCH}
-    optimizer.load_state_dict({**state_dict, "state": statistics})
+    groups = [{key: value for key, value in group.items() if key != EPOCH} for group in state_dict["param_groups"]]
+    optimizer.load_state_dict({**state_dict, "state": statistics, "param_groups": groups})
+    give_entries(optimizer)
     if needs_statistics and not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
     # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.

@@ -8,6 +8,8 @@ from typing import Any
 
 import blake3
 
+from shoal.compression.base import plain_name
+
 logger = logging.getLogger(__name__)
 
 # Digits of a fingerprint: enough that no two are equal by chance, and short enough to be compared by eye.
@@ -39,7 +41,7 @@ def fingerprint(model: Any) -> str:
         "the base model was loaded neither from the hub nor from files: peers compare only names and shapes of its "
         "parameters, so one with other weights would go unnoticed. If you know what it is, say so: base='…'"
     )
-    frozen = sorted(f"{name}:{_shape_of(p)}" for name, p in base.named_parameters() if not p.requires_grad)
+    frozen = sorted(f"{plain_name(name)}:{_shape_of(p)}" for name, p in base.named_parameters() if not p.requires_grad)
     return f"names and shapes {blake3.blake3(';'.join(frozen).encode()).hexdigest()[:_DIGITS]}"
 
 

@@ -315,6 +315,24 @@ def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
     assert not torch.equal(trainers[0].outer, values(make_model()))
 
 
+@pytest.mark.parametrize("compression", [NoCompression(), Blockwise4BitQuantization()])
+def test_a_layer_that_nobody_trains_any_more_stays_where_it_is(make_dhts, make_trainers, compression):
+    trainers = make_trainers(make_dhts(2), compression=compression)
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 4) for trainer in trainers))
+    for trainer in trainers:
+        trainer.model[0].requires_grad_(False)
+    # The slots that have begun still hold what was trained before.
+    last = 3 + max(trainer.opt.local_epoch for trainer in trainers)
+    in_parallel(*(functools.partial(trainer.train_until, last) for trainer in trainers))
+    then = [[p.detach().clone() for p in trainer.model.parameters()] for trainer in trainers]
+    in_parallel(*(functools.partial(trainer.train_until, last + 4) for trainer in trainers))
+    for trainer, before in zip(trainers, then, strict=True):
+        frozen, trained = trainer.model[0].weight, trainer.model[2].weight
+        torch.testing.assert_close(frozen.detach(), before[0], rtol=1e-6, atol=1e-8)
+        assert not torch.allclose(trained.detach(), before[2], rtol=1e-3, atol=1e-4)
+
+
 def test_alone_with_rate_1_it_trains_as_without_others(make_dhts, make_trainers):
     (trainer,) = make_trainers(make_dhts(1), outer_optimizer=PLAIN, sync_every=3, compression=NoCompression())
     reference, rng = make_model(), torch.Generator().manual_seed(0)

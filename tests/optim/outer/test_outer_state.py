@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.outer_optimizer import SteadySGD, default_outer_optimizer, make_outer_optimizer
 from shoal.optim.outer.outer_state import OuterState
 from tests.optim.outer.quadratic import A, B, near, train
@@ -181,3 +182,32 @@ def test_functions_that_make_no_outer_optimizer():
         OuterState(torch.zeros(2), lambda _: torch.optim.SGD([other], lr=1.0))
     with pytest.raises(ValueError, match="LBFGS"):
         OuterState(torch.zeros(2), torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=0.7, momentum=0.9),
+        partial(torch.optim.Adagrad, lr=0.1),
+    ],
+)
+def test_parameters_that_nobody_trains_are_left_alone_as_in_torch(factory):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, generator=generator)
+    apart = [torch.nn.Parameter(part.clone()) for part in start.split([3, 2])]
+    reference, state = factory(apart), OuterState(start.clone(), factory)
+    fragment = Fragment.of(apart)
+    for number in range(6):
+        mean = torch.randn(5, generator=generator)
+        is_frozen = number >= 3
+        if is_frozen:
+            mean[:3] = 0
+        assert fragment.unchanged(mean) == [slice(0, 3)] * is_frozen
+        for parameter, part in zip(apart, mean.split([3, 2]), strict=True):
+            parameter.grad = part.clone()
+        if is_frozen:
+            apart[0].grad = None
+        reference.step()
+        state.step(mean, fragment.unchanged(mean))
+        torch.testing.assert_close(state.values, torch.cat([parameter.detach() for parameter in apart]))

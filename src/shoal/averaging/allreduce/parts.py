@@ -32,6 +32,7 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
 from shoal.compression.one_result import Averages as ExactAverages
 from shoal.compression.one_result import Relayed
+from shoal.compression.statistics import codec_for_average
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
@@ -228,7 +229,7 @@ def _cut_as_one(
     """Indices of tensors in groups that are cut as one, with the codec of each group."""
     groups: dict[object, tuple[CompressionBase, list[int]]] = {}
     for index, info in enumerate(infos):
-        own_codec = codec.for_tensor(info)
+        own_codec = codec_for_average(codec, info)
         # The role counts because gradients are averaged in another way than parameters, see PartReducer.
         kind = (own_codec.fingerprint, info.descriptor.dtype, info.role) if own_codec.elementwise else index
         groups.setdefault(kind, (own_codec, []))[1].append(index)

@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from shoal.averaging.messages import RoundMessage
 from shoal.compression.base import bytes_of
+from shoal.compression.statistics import codec_for_average
 from shoal.errors import ProtocolError
 from shoal.p2p.identity import PeerID, verify_signature
 
@@ -48,7 +49,7 @@ def check_verification(codec: CompressionBase, infos: Sequence[CompressionInfo],
     Raises:
         ValueError: it does not work with these.
     """
-    lossy = next((info for info in infos if codec.for_tensor(info).lossy), None)
+    lossy = next((info for info in infos if codec_for_average(codec, info).lossy), None)
     if lossy is not None:
         raise ValueError(
             f"verify_reducers=True compares what members get, and with a lossy codec ({codec.fingerprint}) each one "

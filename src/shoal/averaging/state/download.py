@@ -30,6 +30,7 @@ from shoal.averaging.state.arrivals import SPEED_SECONDS, Arrivals
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
 from shoal.compression.serialization import is_sparse
+from shoal.compression.statistics import codec_for_download
 from shoal.errors import ProtocolError
 from shoal.p2p import Call, PeerID
 from shoal.serializer import MSGPackSerializer
@@ -182,7 +183,7 @@ def _encode(get_state: Callable[[], Any], codec: CompressionBase) -> tuple[bytes
         tensor, info = waiting.popleft()
         if not may_keep:
             tensor = copied(tensor).requires_grad_(tensor.requires_grad)
-        encoded.append(codec.compress(tensor, info))
+        encoded.append(codec_for_download(codec, tensor, info).compress(tensor, info))
     return MSGPackSerializer.dumps(metadata), encoded
 
 

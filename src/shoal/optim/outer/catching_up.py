@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.state.download import OwnedState, State
+from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
@@ -43,6 +44,8 @@ STATISTICS = b"inner"
 EXTRA = b"extra"
 # If nobody has had single updates so many times in a row, the whole state is downloaded.
 MOST_IN_VAIN = 2
+# Of the tensors of a fragment, that of the first one and that of all others.
+ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,12 @@ class Giving:
             parts = zip(found, layouts, strict=True)
             described = [{**metadata, "tensors": len(own), "layout": layout} for (metadata, own), layout in parts]
             names = list(self.inner.names)
-            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors)
+            infos = [
+                CompressionInfo.from_tensor(tensor, key=index, role=ROLES[index > 0])
+                for _, own in found
+                for index, tensor in enumerate(own)
+            ]
+            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors, infos)
 
     def part(self, part: bytes) -> OwnedState | None:
         """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
@@ -84,7 +92,9 @@ class Giving:
                 return OwnedState(None, [])
             with self.lock:
                 described, tensors = self.inner.dump_statistics()
-                return OwnedState(described, copies_of(tensors))
+                copies = copies_of(tensors)
+                infos = [CompressionInfo.from_tensor(tensor, key=n, role=ROLES[1]) for n, tensor in enumerate(copies)]
+                return OwnedState(described, copies, infos)
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
         found, whole, is_far_behind = dict[int, list[Kept]](), dict[int, OuterParameters](), False

@@ -313,8 +313,10 @@ class FragmentUpdates:
         if self._average != PARAMETERS:
             version, after = self.state.version + 1, self.chain.newest.hash
             self.kept.add(Kept(version, after, round_id, samples, packed(mean), names))
+        # Where parameters are averaged, a layer that nobody trains may still differ between peers.
+        left_alone = () if self._average == PARAMETERS else self.fragment.unchanged(mean)
         with torch.enable_grad():
-            self.state.step(mean)
+            self.state.step(mean, left_alone)
         self.chain.extend(round_id + names, samples)
 
     def _mix(self, flight: Flight) -> None:

@@ -52,6 +52,11 @@ class Fragment:
             for parameter, offset in zip(self.parameters, self.offsets, strict=True)
         ]
 
+    def unchanged(self, mean: torch.Tensor) -> list[slice]:
+        """Where in a vector the parameters are that nobody has trained: their part of the mean change is zero."""
+        places = [slice(n, n + p.numel()) for n, p in zip(self.offsets, self.parameters, strict=True)]
+        return [place for place in places if not mean[place].any()]
+
     @torch.no_grad()
     def read(self, vector: torch.Tensor | None = None) -> torch.Tensor:
         """Copy the parameters into a vector, by default a new one, and return it."""

@@ -15,6 +15,8 @@ from shoal.optim.optimizer_state import (
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
+    noting_state,
+    without_hyperparameters,
     zero_gradients,
 )
 from shoal.optim.schedules import LRSchedulerBase, catch_up, dump_scheduler_state
@@ -111,7 +113,8 @@ class InnerOptimizers:
                 return False
             scaler.note_global_step()
         for optimizer in self.optimizers:
-            optimizer.step()
+            with noting_state(optimizer):
+                optimizer.step()
         return True
 
     def move_schedules(self, position: int) -> None:
@@ -136,10 +139,7 @@ class InnerOptimizers:
         """The statistics of all optimizers as plain values and tensors, for newcomers. The tensors are not copied."""
         dumped = [dump_optimizer_state(optimizer) for optimizer in self.optimizers]
         # Without hyper-parameters: each peer has its own, and its own schedule.
-        described = [
-            {**metadata, "groups": [{} for _ in metadata["groups"]], "tensors": len(tensors)}
-            for metadata, tensors in dumped
-        ]
+        described = [{**without_hyperparameters(metadata), "tensors": len(tensors)} for metadata, tensors in dumped]
         return described, [tensor for _, tensors in dumped for tensor in tensors]
 
     def load_statistics(self, described: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from shoal.optim.optimizer_state import (
     dump_optimizer_state,
     initialize_optimizer_state_,
     load_optimizer_state,
+    noting_state,
 )
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
 from shoal.optim.schedules import (
@@ -58,17 +59,29 @@ class OuterState:
         """The outer parameters, without autograd. Do not change them."""
         return self.parameter.detach()
 
-    def step(self, mean: torch.Tensor) -> None:
+    def step(self, mean: torch.Tensor, left_alone: Sequence[slice] = ()) -> None:
         """Make an outer update.
 
         Args:
             mean: the mean of the peers' pseudo-gradients; it points away from where the peers have moved.
+            left_alone: where parameters are that nobody has trained. These and their statistics stay as they are, as
+                in torch those of parameters without gradients do.
         """
+        per_value = [self.values] + [
+            statistic
+            for statistic in self.optimizer.state.get(self.parameter, {}).values()
+            if isinstance(statistic, torch.Tensor) and statistic.shape == self.parameter.shape
+        ]
+        kept = [(tensor[where], tensor[where].clone()) for tensor in per_value for where in left_alone]
         self.parameter.grad = mean
         try:
-            self.optimizer.step()
+            with noting_state(self.optimizer):
+                self.optimizer.step()
         finally:
             self.parameter.grad = None
+        with torch.no_grad():
+            for place, before in kept:
+                place.copy_(before)
         self.version += 1
         if self.scheduler is not None:
             catch_up(self.scheduler, self.version)
