@@ -20,6 +20,7 @@ from shoal.errors import DHTError
 from shoal.facade import Facade
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.names import checked_name, default_name
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -41,6 +42,9 @@ class DHT(Facade):
         record_validators: decide which records may be stored and trusted; the same ones at every peer.
         shutdown_timeout: most seconds that :meth:`shutdown` waits.
         await_ready: wait until the node has joined, and raise the error if it could not.
+        name: what to call this peer in the logs of others and in the monitor; default: the environment variable
+            ``SHOAL_NAME``, or else the name of this machine with the number of this process. Others learn it, in a
+            private run only its members. ``""`` tells them nothing; so does the default with an ``authorizer``.
         kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`, such as ``token`` of a private
             run: the text of a token or the path of a file with it.
 
@@ -63,8 +67,15 @@ class DHT(Facade):
         record_validators: Iterable[RecordValidatorBase] = (),
         shutdown_timeout: float = 3,
         await_ready: bool = True,
+        name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if name is not None:
+            named = {"name": checked_name(name)}
+        elif p2p is None and kwargs.get("authorizer") is None:
+            named = {"name": default_name()}
+        else:
+            named = {}
         if initial_peers is not None:
             parse_peer_addresses(initial_peers)
         self.initial_peers = list(initial_peers or ())
@@ -79,6 +90,7 @@ class DHT(Facade):
             DHTHandle(self),
             {
                 **kwargs,
+                **named,
                 "initial_peers": self.initial_peers,
                 "p2p": p2p,
                 "num_workers": num_workers,
