@@ -5,8 +5,9 @@ handlers, the first DHT makes warnings appear as lines of at most :data:`MOST_LI
 
     15:14:08 WARNING shoal: peer laptop-4711 (…Cxkk9fQp) does not answer
 
-As soon as the program adds a handler, with ``logging.basicConfig`` for instance, that one gets the full text, and these
-lines end. A program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets more lines, in another form::
+As soon as the program adds a handler, with ``logging.basicConfig`` for instance, that one gets the full text, and
+these lines end. A program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets more lines, in another
+form::
 
     Nov 21 15:14:07.123 [INFO] Optimizer: averaged with 3 peers
     Nov 21 15:14:08.456 [WARN] [shoal.dht.node._join:212] no initial peer has answered yet

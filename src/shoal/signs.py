@@ -43,7 +43,7 @@ codecs.register_error(PLAIN, _replace)
 
 
 def as_far_as(encoding: str | None, text: str) -> str:
-    """A text in which signs that an encoding lacks are plain; an unknown encoding is taken for one that has them all."""
+    """A text in which signs that an encoding lacks are plain; an unknown encoding is taken to have them all."""
     return text if encoding is None else text.encode(encoding, PLAIN).decode(encoding)
 
 

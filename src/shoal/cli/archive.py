@@ -56,7 +56,9 @@ def add_parsers(subparsers: Any) -> None:
 
     revive = subparsers.add_parser("revive", help="bring a run back from an archive", description=REVIVE)
     revive.add_argument("folder", metavar="DIR", help="what `shoal archive` has written to, or one archive in it")
-    revive.add_argument("addresses", nargs="*", metavar="ADDRESS", help="join these peers; none: begin a new swarm")
+    revive.add_argument(
+        "addresses", nargs="*", default=[], metavar="ADDRESS", help="join these peers; none: begin a new swarm"
+    )
     for name, what in (
         ("host-maddrs", "where to listen (default: SHOAL_HOST_MADDRS, or all networks on a free port)"),
         ("announce-maddrs", "what others are told instead of that"),

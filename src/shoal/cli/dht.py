@@ -174,7 +174,7 @@ def add_parser(subparsers: Any) -> None:
     )
 
     parser.add_argument(
-        "addresses", nargs="*", metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+        "addresses", nargs="*", default=[], metavar="ADDRESS", help="join the swarm of these peers; none: start one"
     )
     add_option(
         parser,

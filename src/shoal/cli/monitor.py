@@ -37,7 +37,7 @@ T = TypeVar("T")
 def add_parser(subparsers: Any) -> None:
     """Add ``monitor`` to the subcommands."""
     parser = subparsers.add_parser("monitor", help="watch a run", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of one or more peers of the run")
+    parser.add_argument("addresses", nargs="*", default=[], metavar="ADDRESS", help="of one or more peers of the run")
     add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
     parser.add_argument(
         "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
@@ -62,8 +62,8 @@ def add_parser(subparsers: Any) -> None:
         parser,
         "web-host",
         default="127.0.0.1",
-        metavar="ADDRESS",
-        help="show it at this address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
+        metavar="HOST",
+        help="show it at this IP address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
     )
     parser.add_argument("--tensorboard", metavar="DIR", help="write the figures of the swarm there, for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the figures of the swarm to Weights & Biases")

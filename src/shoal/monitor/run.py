@@ -16,7 +16,7 @@ from enum import Enum
 from statistics import median, median_high
 from typing import Any
 
-from shoal.logs import counted, one_line
+from shoal.logs import counted, one_line, short_id, shown_name
 from shoal.monitor.history import History
 from shoal.optim.progress import ProgressRecord
 from shoal.optim.report import PeerReport
@@ -76,9 +76,15 @@ class PeerView:
     received_per_second: float = math.nan
 
     @property
+    def told_name(self) -> str:
+        """What it calls itself, readable and harmless; empty if it does not say."""
+        return shown_name(self.record.name)
+
+    @property
     def name(self) -> str:
-        """The end of its id, which is what differs between peers."""
-        return f"…{str(self.peer)[-8:]}"
+        """What it calls itself, and the end of its id: anybody can take any name."""
+        told, end = self.told_name, short_id(str(self.peer))
+        return f"{told} ({end})" if told else end
 
     @property
     def epoch(self) -> int:

@@ -163,8 +163,8 @@ class P2P(Caller):
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
-            name: tells people in the logs of other peers which peer this is; they get it when they connect, in a private
-                run only as members.
+            name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
+                run only if they are members.
             of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
                 of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
