@@ -462,7 +462,7 @@ def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: p
         assert status == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [each["check"] for each in findings if each["verdict"] == "fail"] == ["identity file", "listening"]
-    assert "already in use" in next(each["text"] for each in findings if each["check"] == "listening")
+    assert "is in use" in next(each["text"] for each in findings if each["check"] == "listening")
     assert "bandwidth" in {each["check"] for each in findings}, "other peers are examined all the same"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import os
 import threading
 import weakref
@@ -17,10 +18,11 @@ from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
-from shoal.facade import Facade
+from shoal.facade import Facade, at_the_door, unknown_argument
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.names import checked_name, default_name
+from shoal.p2p.of_a_daemon import NatOptions
 from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class DHT(Facade):
 
     instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"
 
+    @at_the_door
     def __init__(
         self,
         initial_peers: Sequence[Multiaddr | str] | None = None,
@@ -70,6 +73,10 @@ class DHT(Facade):
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        known = _names_of_settings()
+        for option in kwargs:
+            if option not in known:
+                raise unknown_argument("DHT", option, known)
         if name is not None:
             named = {"name": checked_name(name)}
         elif p2p is None and kwargs.get("authorizer") is None:
@@ -102,6 +109,7 @@ class DHT(Facade):
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
+    @at_the_door
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the node.
 
@@ -125,6 +133,7 @@ class DHT(Facade):
                 self._portal.begin_close()
                 raise
 
+    @at_the_door
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until the node has joined.
 
@@ -365,6 +374,15 @@ class DHT(Facade):
         """
         run = self.portal.submit if return_future else self.portal.call
         return run(self._service.run(coro))
+
+
+def _names_of_settings() -> set[str]:
+    """All arguments that a DHT takes, also those that it passes on."""
+    takers = (DHT.__init__, DHTNode.create, P2P.create)
+    named = [inspect.signature(taker).parameters.values() for taker in takers]
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = {each.name for parameters in named for each in parameters if each.kind not in variable}
+    return (names - {"self"}) | NatOptions.names()
 
 
 def check_dht(dht: object) -> None:
