@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import sys
-import unicodedata
 from io import TextIOWrapper
 
 PLAIN = "shoal.plain"
@@ -22,15 +21,8 @@ _PLAIN_SIGNS = {
 
 
 def plain(text: str) -> str:
-    """A text in ASCII, with as much of its meaning as possible."""
-    return "".join(_plain_sign(sign) for sign in text)
-
-
-def _plain_sign(sign: str) -> str:
-    if sign.isascii():
-        return sign
-    found = _PLAIN_SIGNS.get(sign)
-    return found or unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode() or "?"
+    """A text in ASCII. Letters become question marks: a similar letter would make another name or path of it."""
+    return "".join(sign if sign.isascii() else _PLAIN_SIGNS.get(sign, "?") for sign in text)
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ARCHIVE = """\
 Downloads the state of a run now and then, as a newcomer does, and writes it to a folder or to any address that fsspec
 can open. Takes no part in the training, and nobody waits for it. If all peers of the run are lost, `shoal revive`
-brings it back. A private run needs a token that allows to train.
+brings it back. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token that allows to train.
 """
 REVIVE = """\
 Gives the newest good archive of a run to the peers that come, which then train on from there. Start it before them, on
@@ -133,7 +133,11 @@ def _archive(arguments: argparse.Namespace, stop: threading.Event) -> int:
             if arguments.once:
                 _say(f"archive of epoch {archiver.write_one().epoch} in {store.url}")
             else:
-                archiver.run(stop)
+                try:
+                    archiver.run(stop)
+                except KeyboardInterrupt:
+                    archiver.write_last()
+                    raise
         finally:
             archiver.close()
     return 0
