@@ -364,7 +364,7 @@ def test_a_process_without_files_left_says_so_once() -> None:
     assert done.returncode == 0, done.stderr
     [line] = done.stderr.splitlines()
     assert re.fullmatch(
-        r"[\d:]+ WARNING shoal: cannot accept connections for now: Too many open files. Allow more: .*", line
+        r"[\d:]+ WARNING shoal: cannot accept connections: Too many open files. Allow more: .*", line
     ), line
 
 

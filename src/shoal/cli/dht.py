@@ -26,7 +26,7 @@ from shoal.cli import add_option, end_on_signals, number, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ShoalError
-from shoal.logs import counted
+from shoal.logs import counted, shown_name
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
@@ -211,7 +211,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--name",
         metavar="WORD",
-        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME})",
+        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME}); other "
+        "peers see it, too",
     )
     parser.add_argument(
         "--ephemeral",
@@ -344,6 +345,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 token=arguments.token,
                 relay=False if arguments.no_relay else None,
                 relay_limits=RelayLimits(rate=arguments.relay_rate),
+                name=None if arguments.name is None else shown_name(arguments.name),
             )
             break
         except P2PDaemonError as error:

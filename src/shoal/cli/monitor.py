@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import os
 import sys
 import threading
@@ -135,6 +136,19 @@ def _show_page(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -
     return line
 
 
+def check_page() -> None:
+    """Check that the packages are there that the page needs.
+
+    Raises:
+        ModuleNotFoundError: they are not; the text says which.
+    """
+    try:
+        importlib.import_module("shoal.monitor.page")
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        raise ModuleNotFoundError(f"the page needs {package}: pip install 'shoal[monitor]'", name=package) from None
+
+
 def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: bool = True) -> Any:
     """Serve the page of a run.
 
@@ -145,10 +159,9 @@ def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: 
         ModuleNotFoundError: packages are missing; the text says which.
         OSError: the port is taken.
     """
-    try:
-        from shoal.monitor.page import PageServer
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"the page needs {e.name}: pip install 'shoal[monitor]'", name=e.name) from None
+    check_page()
+    from shoal.monitor.page import PageServer
+
     try:
         return PageServer(view, port, host)
     except OSError as e:

@@ -137,7 +137,7 @@ ACCEPTED_AT_ONCE = 32
 # Seconds without accepting after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
 
-REFUSED_BY_SYSTEM = "cannot accept connections for now: %s. Allow more: %s"
+REFUSED_BY_SYSTEM = "cannot accept connections: %s. Allow more: %s"
 WANTED_FILES = 4096
 _warn_seldom = Seldom(logger.warning)
 LOCAL_CALL_SECONDS = 1.0
