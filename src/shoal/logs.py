@@ -25,6 +25,7 @@ Environment variables that change what shoal does.
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the DHT; default 4
 ``SHOAL_HOST_MADDRS``              where peers listen if the program gives no address, such as ``/ip4/127.0.0.1/tcp/0``
                                    for this machine alone; several are separated by commas; default: all networks
+``SHOAL_NAME``                     what peers call themselves if the program gives no name; empty: nothing
 ``SHOAL_TOKEN``                    token of a private run, or the path of a file with it, if the program gives none
 ``SHOAL_LOOP``                     event loop: ``uvloop`` or ``asyncio``; default: uvloop where it is installed
 =================================  ====================================================================================

@@ -16,7 +16,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 def default_name() -> str:
     """The value of ``SHOAL_NAME`` if that is set, even if it is empty; otherwise the host and the process."""
-    chosen = os.environ.get("SHOAL_NAME")
+    chosen = os.environ.get("SHOAL_NAME", os.environ.get("HIVEMIND_NAME"))
     if chosen is not None:
         return checked_name(chosen, "SHOAL_NAME")
     host, process = socket.gethostname().partition(".")[0], f"-{os.getpid()}"
