@@ -353,7 +353,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 raise
             if time.monotonic() > deadline:
                 raise P2PDaemonError(
-                    f"{error}. It is the port of the last time, a part of the address that others know: stop what has "
+                    f"{error}\nIt is the port of the last time, a part of the address that others know: stop what has "
                     "it now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
                 ) from error
             time.sleep(PORT_PAUSE_SECONDS)
