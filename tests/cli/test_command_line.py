@@ -78,6 +78,7 @@ def test_help_where_the_output_lacks_signs(encoding: str) -> None:
         assert done.stdout.decode(encoding.partition(":")[0])
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locale")
 def test_a_locale_without_any_signs() -> None:
     """As ``LANG=C`` was before Python chose UTF-8 for it, and is where that is turned off."""
     environment = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}

@@ -177,8 +177,8 @@ def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
         fix = "to let other machines in: --host-maddrs /ip4/0.0.0.0/tcp/31337"
         return warn("listening", f"{text}\non this machine alone", fix, **values)
     fix = (
-        "nothing to do if one peer of the swarm can be called from outside, such as `shoal dht` on a rented machine: others "
-        "then reach this one through it. To be called directly, forward a port of the router to this machine: "
+        "nothing to do if one peer of the swarm can be called from outside, such as `shoal dht` on a rented machine: "
+        "others then reach this one through it. To be called directly, forward a port of the router to this machine: "
         "--host-maddrs /ip4/0.0.0.0/tcp/PORT --announce-maddrs /ip4/PUBLIC_ADDRESS/tcp/PORT"
     )
     return warn("listening", f"{text}\nin the local network alone, as far as these addresses tell", fix, **values)
