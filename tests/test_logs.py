@@ -149,6 +149,10 @@ def test_a_line_takes_at_most_two_rows_and_keeps_its_advice() -> None:
         assert len(rows) <= 2
         assert all(len(row) <= WIDTH for row in rows)
         assert advice in " ".join(row.strip() for row in rows)
+    advice = "What to do: open TCP port 31337, or turn on UPnP or PCP in the router; or run `shoal dht` elsewhere"
+    rows = short(f"nobody can call this peer: {'not reachable at all, ' * 20} and so on. {advice}")
+    assert rows[0].startswith(f"{rows[0].split()[0]} WARNING shoal: nobody can call this peer")
+    assert advice in " ".join(row.strip() for row in rows)
     for text in ("x" * 10_000, "word " * 10_000, ". ".join(["y" * 200] * 3), "two\nlines"):
         rows = short(text)
         assert len(rows) <= 2

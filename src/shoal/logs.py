@@ -64,6 +64,8 @@ TOLD_CHARACTERS = 800
 MOST_LINES_OF_A_KIND = 5
 # The size of a line of shoal's own in a program without handlers, in lines and columns of the terminal.
 MOST_LINES, WIDTH = 2, 100
+# What stays of the beginning of a line that is too long: time, level, and what it is about.
+LEAST_WORDS = 8
 # The names that peers give themselves: their length, and of how many peers they are remembered.
 MAX_NAME_CHARACTERS, MOST_NAMES = 32, 4096
 # Characters of a peer id that are shown: its end, which is what differs between peers.
@@ -260,7 +262,7 @@ def _in_few_lines(text: str) -> list[str]:
     lines = wrapped.wrap(text)
     start, _, advice = text.rpartition(". ")
     words = start.split()
-    while len(lines) > MOST_LINES and words and len(advice) < WIDTH:
+    while len(lines) > MOST_LINES and len(words) > LEAST_WORDS:
         words.pop()
         lines = wrapped.wrap(" ".join([*words, "…", advice]))
     if len(lines) > MOST_LINES:
