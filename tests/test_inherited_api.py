@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from textwrap import dedent
