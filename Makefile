@@ -28,7 +28,7 @@ ONCE_MORE := $(QUICK) --variants=2
 OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) \
 	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
 	$(addprefix tests/dht/test_,crypto.py dht.py neighbours.py protocol.py records.py schema.py storage.py validation.py) \
-	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor
+	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor tests/cli/test_command_line.py
 # Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes; and rounds
 # with rules of aggregation, which tests/averaging/test_aggregation.py tries alone.
 OLDEST_LEAVES_OUT := \

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from textwrap import dedent
@@ -532,7 +533,7 @@ def test_signature(path: str) -> None:
 def test_members(path: str) -> None:
     cls = find(path)
     constructors = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
-    set_by_constructors = [constructor.__code__.co_names for constructor in constructors]
+    set_by_constructors = [inspect.unwrap(constructor).__code__.co_names for constructor in constructors]
     known = set(dir(cls)).union(*set_by_constructors, *(vars(base).get("__annotations__", {}) for base in cls.__mro__))
     missing = set(MEMBERS[path].split()) - known
     assert not missing, f"{path} lacks {sorted(missing)}"

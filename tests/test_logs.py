@@ -1,4 +1,4 @@
-"""Log lines: printed for programs that ask for them, and for nobody else."""
+"""Log lines: short ones by default, others for programs that ask for them, and none beside a program's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import MOST_LINES_OF_A_KIND, HandlerMode, Seldom, counted, one_line, quoted, use_hivemind_log_handler
+from shoal.logs import (
+    MAX_NAME_CHARACTERS,
+    MOST_LINES_OF_A_KIND,
+    MOST_NAMES,
+    WIDTH,
+    HandlerMode,
+    Seldom,
+    ShortFormatter,
+    counted,
+    name_and_id,
+    note_name,
+    one_line,
+    quoted,
+    use_hivemind_log_handler,
+    with_names,
+)
 from shoal.testing import run
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
@@ -50,6 +65,139 @@ def without_time(lines: list[str]) -> list[str]:
 def test_importing_and_using_shoal_prints_nothing_by_itself() -> None:
     lines = output_of("import shoal\nshoal.PeerID, shoal.MSGPackSerializer" + SPEAK)
     assert lines == ["a warning line of shoal.dht", "a warning line of mine"]  # Python's own last resort
+
+
+START = """
+import logging, shoal
+with shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], name="me"):
+    pass
+"""
+"""Makes the first object of a program."""
+
+
+def test_the_first_object_makes_warnings_readable() -> None:
+    lines = output_of(START + SPEAK)
+    assert len(lines) == 2
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING shoal: a warning line of shoal.dht", lines[0])
+    assert lines[1] == "a warning line of mine"
+
+
+CONFIGURED = {
+    "basicConfig": 'logging.basicConfig(format="own: %(message)s")',
+    "dictConfig of the root": """
+logging.config.dictConfig({
+    "version": 1, "disable_existing_loggers": False, "root": {"handlers": ["own"]},
+    "formatters": {"own": {"format": "own: %(message)s"}},
+    "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
+})""",
+    "dictConfig of shoal": """
+logging.config.dictConfig({
+    "version": 1, "disable_existing_loggers": False,
+    "loggers": {"shoal": {"handlers": ["own"], "propagate": False}, "mine": {"handlers": ["own"]}},
+    "formatters": {"own": {"format": "own: %(message)s"}},
+    "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
+})""",
+    "a handler of one logger": """
+handler = logging.StreamHandler()
+handler.setFormatter(logging.Formatter("own: %(message)s"))
+for name in ("shoal.dht", "mine"):
+    logging.getLogger(name).addHandler(handler)
+""",
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("configured", CONFIGURED)
+def test_the_handlers_of_the_program_replace_those_lines(configured: str, is_first: bool) -> None:
+    parts = [CONFIGURED[configured], START] if is_first else [START, CONFIGURED[configured]]
+    lines = output_of("import logging.config\n" + "\n".join(parts) + SPEAK)
+    assert lines == ["own: a warning line of shoal.dht", "own: a warning line of mine"]
+
+
+def test_one_line_of_code_or_a_variable_shows_more() -> None:
+    for script, environment in (
+        ("\nlogging.getLogger('shoal').setLevel('INFO')", {}),
+        ("", {"SHOAL_LOGLEVEL": "info"}),
+    ):
+        lines = output_of(START + script + SPEAK, **environment)
+        assert [line.split(" ", 1)[1] for line in lines if "info line" in line] == [
+            "INFO shoal: an info line of shoal.dht"
+        ]
+
+
+def test_those_lines_can_be_turned_off() -> None:
+    assert output_of(START + "\nlogging.getLogger('shoal').addHandler(logging.NullHandler())" + SPEAK) == [
+        "a warning line of mine"
+    ]
+
+
+def test_a_terminal_without_utf_8_gets_plain_signs() -> None:
+    script = START + "\nlogging.getLogger('shoal').warning('of peer …x, 3 × 4 → 12')"
+    (line,) = output_of(script, PYTHONIOENCODING="ascii:strict")
+    assert line.endswith("shoal: of peer ...x, 3 x 4 -> 12")
+
+
+def short(text: str) -> list[str]:
+    record = logging.LogRecord("shoal.dht", logging.WARNING, __file__, 1, text, (), None)
+    return ShortFormatter().format(record).split("\n")
+
+
+def test_a_line_takes_at_most_two_rows_and_keeps_its_advice() -> None:
+    peer, advice = "12D3KooW" + "A" * 44, "Turn on NTP there, or leave that peer out"
+    for count in (1, 10, 30, 31, 32, 33, 34, 35, 60, 300):
+        rows = short(f"peer {peer}: {'word ' * count}is wrong. {advice}")
+        assert len(rows) <= 2
+        assert all(len(row) <= WIDTH for row in rows)
+        assert advice in " ".join(row.strip() for row in rows)
+    advice = "What to do: open TCP port 31337, or turn on UPnP or PCP in the router; or run `shoal dht` elsewhere"
+    rows = short(f"nobody can call this peer: {'not reachable at all, ' * 20} and so on. {advice}")
+    assert rows[0].startswith(f"{rows[0].split()[0]} WARNING shoal: nobody can call this peer")
+    assert advice in " ".join(row.strip() for row in rows)
+    for text in ("x" * 10_000, "word " * 10_000, ". ".join(["y" * 200] * 3), "two\nlines"):
+        rows = short(text)
+        assert len(rows) <= 2
+        assert all(len(row) <= WIDTH for row in rows)
+
+
+def test_peers_have_short_names_in_lines_and_whole_ids_in_records() -> None:
+    peer, address = "12D3KooW" + "B" * 44, "/ip4/1.2.3.4/tcp/5/p2p/12D3KooW" + "B" * 44
+    assert with_names(f"peer {peer}, at {address}") == f"peer …BBBBBBBB, at {address}"
+    note_name(peer, "laptop")
+    try:
+        assert with_names(f"{peer}: gone") == "laptop (…BBBBBBBB): gone"
+        record = logging.LogRecord("shoal.dht", logging.WARNING, __file__, 1, "peer %s", (peer,), None)
+        assert ShortFormatter().format(record).endswith("shoal: peer laptop (…BBBBBBBB)")
+        assert record.getMessage() == f"peer {peer}"
+    finally:
+        note_name(peer, "")
+    assert name_and_id(peer) == "…BBBBBBBB"
+
+
+def test_a_name_of_another_peer_is_short_and_harmless() -> None:
+    peers = [f"12D3KooW{number:044d}" for number in range(MOST_NAMES + 10)]
+    try:
+        note_name(peers[0], "\x1b[31mroot\x07\n\u202egnp " + "x" * 10**6)
+        shown = name_and_id(peers[0])
+        assert shown.isprintable()
+        assert len(shown) < MAX_NAME_CHARACTERS + 12
+        for peer in peers:
+            note_name(peer, "one of many")
+        assert name_and_id(peers[0]) == f"…{peers[0][-8:]}", "the oldest are forgotten"
+    finally:
+        for peer in peers:
+            note_name(peer, "")
+
+
+def test_no_color_is_honoured() -> None:
+    script = """
+        import sys
+        sys.stderr.isatty = lambda: True
+        import shoal
+        shoal.get_logger("shoal.dht").warning("hello")
+    """
+    assert "\033" in output_of(script)[0]
+    assert "\033" not in output_of(script, NO_COLOR="1")[0]
+    assert "\033" in output_of(script, NO_COLOR="1", SHOAL_COLORS="true")[0], "what is more specific counts"
 
 
 def test_the_first_logger_turns_the_lines_of_shoal_on() -> None:
@@ -110,6 +258,7 @@ def test_a_traceback_follows_its_line() -> None:
 
 
 def test_changing_ones_mind_leaves_everything_as_it_was() -> None:
+    use_hivemind_log_handler("nowhere")
     root, package = logging.getLogger(), logging.getLogger("shoal")
 
     def state() -> list[object]:

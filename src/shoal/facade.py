@@ -1,14 +1,32 @@
-"""Base class of the objects that users hold: they must be shut down, and cannot be copied."""
+"""Base class of the objects that users hold: they must be shut down, and cannot be copied.
+
+What a user can mend is told in a sentence, so the frames between that sentence and the user's own line are left out:
+:func:`at_the_door`. An argument that does not exist is told with the one that may be meant.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import gc
+import inspect
+import logging
+import sys
+import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
+from shoal.errors import ShoalError
+
+logger = logging.getLogger(__name__)
+
+_NOT_OF_USERS = {"shoal", "torch", *sys.stdlib_module_names}
+
+P = ParamSpec("P")
+T = TypeVar("T")
 Self = TypeVar("Self", bound="Facade")
 Options = TypeVar("Options")
 
@@ -16,11 +34,55 @@ Options = TypeVar("Options")
 _holders: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[str, Facade]] = weakref.WeakKeyDictionary()
 
 
+def at_the_door(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that users call. Its errors that they can mend end there, without the frames behind it.
+
+    The whole way of such an error is logged at level ``DEBUG``.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not _says_enough(error):
+                raise
+            logger.debug("%s ends with an error", method.__qualname__, exc_info=True)
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def _says_enough(error: Exception) -> bool:
+    """Whether the text of an error is meant for users, and none of their own code is behind the door."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
+    is_meant_for_users = isinstance(error, ShoalError) or (
+        isinstance(error, (ValueError, TypeError)) and packages[-1] == "shoal"
+    )
+    return is_meant_for_users and all(package in _NOT_OF_USERS for package in packages)
+
+
+def unknown_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
+    """The error for an argument that does not exist, with the one that may be meant."""
+    meant = difflib.get_close_matches(name, known, n=1)
+    return TypeError(f"{owner} has no argument {name!r}{f': did you mean {meant[0]}?' if meant else ''}")
+
+
 class Facade:
     """An object with connections and background work, which end with ``shutdown`` or at the end of a ``with`` block."""
 
     instead_of_a_copy: ClassVar[str] = "make a new one"
     """What users should do instead of copying or saving such an object."""
+
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        # Python names an unknown argument, too, but before 3.13 not the one that is meant.
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            for name in kwargs:
+                if name not in parameters:
+                    raise unknown_argument(cls.__name__, name, parameters)
+        return super().__new__(cls)
 
     def is_alive(self) -> bool:
         """Whether it is running."""
@@ -34,7 +96,7 @@ class Facade:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
 

@@ -1,7 +1,13 @@
-"""Readable log lines on the error output, for programs that ask for them.
+"""Readable log lines on the error output.
 
-shoal itself only writes to the standard loggers ``shoal.*``: importing or starting it prints and configures nothing. A
-program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets the lines printed::
+shoal writes to the standard loggers ``shoal.*``. Importing it configures nothing. In a program without any logging
+handlers, the first DHT makes warnings appear as lines of at most :data:`MOST_LINES` times :data:`WIDTH` columns::
+
+    15:14:08 WARNING shoal: peer laptop-4711 (…Cxkk9fQp) does not answer
+
+As soon as the program adds a handler, with ``logging.basicConfig`` for instance, that one gets the full text, and
+these lines end. A program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets more lines, in another
+form::
 
     Nov 21 15:14:07.123 [INFO] Optimizer: averaged with 3 peers
     Nov 21 15:14:08.456 [WARN] [shoal.dht.node._join:212] no initial peer has answered yet
@@ -11,12 +17,15 @@ Level, colors and callers can be set by the environment.
 Environment variables that change what shoal does.
 
 =================================  ====================================================================================
-``SHOAL_LOGLEVEL``                 least severe level that is printed; default ``INFO``
-``SHOAL_COLORS``                   ``true`` or ``false``; default: colors if the error output is a terminal
+``SHOAL_LOGLEVEL``                 least severe level that is printed; default ``INFO``, or ``WARNING`` in a program
+                                   that has not asked for lines
+``SHOAL_COLORS``                   ``true`` or ``false``; default: colors if the error output is a terminal and
+                                   ``NO_COLOR`` is not set
 ``SHOAL_ALWAYS_LOG_CALLER``        ``true``: lines of level ``INFO`` also show where they come from
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the DHT; default 4
 ``SHOAL_HOST_MADDRS``              where peers listen if the program gives no address, such as ``/ip4/127.0.0.1/tcp/0``
                                    for this machine alone; several are separated by commas; default: all networks
+``SHOAL_NAME``                     what peers call themselves if the program gives no name; empty: nothing
 ``SHOAL_TOKEN``                    token of a private run, or the path of a file with it, if the program gives none
 ``SHOAL_PROXY``                    proxy for connections to the outside, such as ``socks5://HOST:PORT``, instead of the
                                    one in ``HTTPS_PROXY`` or ``ALL_PROXY``; ``off``: none
@@ -33,14 +42,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import reprlib
 import sys
+import textwrap
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import Enum
 from types import NoneType
+from typing import TextIO
+
+from shoal.signs import as_far_as
 
 PACKAGE = "shoal"
 # The length of a quoted text.
@@ -49,6 +64,14 @@ QUOTED_CHARACTERS = 120
 TOLD_CHARACTERS = 800
 # Lines of one kind in a while, each about another peer: limited, because a stranger can be any number of peers.
 MOST_LINES_OF_A_KIND = 5
+# The size of a line of shoal's own in a program without handlers, in lines and columns of the terminal.
+MOST_LINES, WIDTH = 2, 100
+# What stays of the beginning of a line that is too long: time, level, and what it is about.
+LEAST_WORDS = 8
+# The names that peers give themselves: their length, and of how many peers they are remembered.
+MAX_NAME_CHARACTERS, MOST_NAMES = 32, 4096
+# Characters of a peer id that are shown: its end, which is what differs between peers.
+SHOWN_CHARACTERS = 8
 
 
 def setting(name: str, default: str = "") -> str:
@@ -85,6 +108,45 @@ def one_line(text: str) -> str:
     """A text from another peer, for a log: on one line, without terminal codes, and not too long."""
     line = "".join(each if each.isprintable() else " " for each in text[:TOLD_CHARACTERS])
     return f"{line}..." if len(text) > TOLD_CHARACTERS else line
+
+
+_PEER_ID = re.compile(r"(?<![\w/])12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
+_names: OrderedDict[str, str] = OrderedDict()
+
+
+def shown_name(name: str) -> str:
+    """A peer's name for people to read: on one line, without terminal codes, and not too long."""
+    return " ".join(one_line(name[:MAX_NAME_CHARACTERS]).split())
+
+
+def note_name(peer: str, name: str) -> None:
+    """Remember what a peer calls itself, for log lines; an empty name forgets it.
+
+    Args:
+        peer: its id.
+    """
+    _names.pop(peer, None)
+    name = shown_name(name)
+    if name:
+        _names[peer] = name
+        while len(_names) > MOST_NAMES:
+            _names.popitem(last=False)
+
+
+def short_id(peer: str) -> str:
+    """The end of a peer id, which is what differs between peers."""
+    return f"…{peer[-SHOWN_CHARACTERS:]}"
+
+
+def name_and_id(peer: str) -> str:
+    """A peer as log lines show it. Anybody can take any name, so the end of its id stands beside it."""
+    name = _names.get(peer)
+    return short_id(peer) if name is None else f"{name} ({short_id(peer)})"
+
+
+def with_names(text: str) -> str:
+    """A text with short names of peers in place of their ids, but not in addresses, which are there to be copied."""
+    return _PEER_ID.sub(lambda found: name_and_id(found[0]), text)
 
 
 class Seldom:
@@ -151,7 +213,9 @@ class HandlerMode(Enum):
     """Lines of the whole program."""
 
 
-_USES_COLORS = switch("COLORS", default=sys.stderr is not None and sys.stderr.isatty())
+_USES_COLORS = switch(
+    "COLORS", default=sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+)
 
 
 class TextStyle:
@@ -188,7 +252,67 @@ class ConsoleFormatter(logging.Formatter):
         caller = f" [{TextStyle.BOLD}{record.name}.{record.funcName}:{record.lineno}{TextStyle.RESET}]"
         tells_caller = record.levelno != logging.INFO or self._always_tells_caller
         reset = TextStyle.RESET if style else ""
-        return f"{when} [{style}{level}{reset}]{caller if tells_caller else ''} {record.message}"
+        return f"{when} [{style}{level}{reset}]{caller if tells_caller else ''} {with_names(record.message)}"
+
+
+def _in_few_lines(text: str) -> list[str]:
+    """A text in at most :data:`MOST_LINES` lines.
+
+    A text that is too long is cut before its last sentence, which usually says what to do.
+    """
+    wrapped = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines = wrapped.wrap(text)
+    start, _, advice = text.rpartition(". ")
+    words = start.split()
+    while len(lines) > MOST_LINES and len(words) > LEAST_WORDS:
+        words.pop()
+        lines = wrapped.wrap(" ".join([*words, "…", advice]))
+    if len(lines) > MOST_LINES:
+        wrapped.max_lines, wrapped.placeholder = MOST_LINES, " …"
+        lines = wrapped.wrap(text)
+    return lines
+
+
+class ShortFormatter(logging.Formatter):
+    """The time, the level and the text, in few short lines. A traceback follows in full."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        head = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname} {PACKAGE}: "
+        lines = _in_few_lines(head + with_names(record.message))
+        style = _STYLES.get(record.levelno, "")
+        if style:
+            lines[0] = lines[0].replace(record.levelname, f"{style}{record.levelname}{TextStyle.RESET}", 1)
+        return "\n".join(lines)
+
+
+class OwnHandler(logging.Handler):
+    """Prints shoal's lines in a program that has no handler for them, as Python's handler of last resort does.
+
+    It is silent while there is any other handler, so that a program can set up its logging before or after.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(ShortFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream: TextIO | None = sys.stderr
+        if stream is None or self._is_handled(record.name):
+            return
+        try:
+            stream.write(as_far_as(stream.encoding, f"{self.format(record)}\n"))
+            stream.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _is_handled(self, name: str) -> bool:
+        """Whether another handler gets the records of a logger."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
 
 
 class _Installation:
@@ -212,6 +336,19 @@ class _Installation:
 _lock = threading.Lock()
 _mode: HandlerMode | None = None
 _installation: _Installation | None = None
+_own_handler: OwnHandler | None = None
+
+
+def show_own_lines() -> None:
+    """Print shoal's lines if the program has no handlers of its own. Called when the first object is made."""
+    global _own_handler
+    with _lock:
+        if _own_handler is None and _mode is None:
+            _own_handler = OwnHandler()
+            logger = logging.getLogger(PACKAGE)
+            if setting("LOGLEVEL"):
+                logger.setLevel(setting("LOGLEVEL").upper())
+            logger.addHandler(_own_handler)
 
 
 def use_hivemind_log_handler(where: HandlerMode | str) -> None:
@@ -220,11 +357,14 @@ def use_hivemind_log_handler(where: HandlerMode | str) -> None:
     Raises:
         ValueError: ``where`` is none of these.
     """
-    global _mode, _installation
+    global _mode, _installation, _own_handler
     mode = HandlerMode(where.lower()) if isinstance(where, str) else HandlerMode(where)
     with _lock:
         if mode is _mode:
             return
+        if _own_handler is not None:
+            logging.getLogger(PACKAGE).removeHandler(_own_handler)
+            _own_handler = None
         if _installation is not None:
             _installation.undo()
             _installation = None

@@ -29,7 +29,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, ClassVar, TypeVar
 
 from shoal.errors import ReactorError
-from shoal.logs import setting
+from shoal.logs import setting, show_own_lines
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ class Reactor:
         """The reactor of this process; starts one if there is none."""
         with cls.lock:
             if cls.current is None or not cls.current.thread.is_alive():
+                show_own_lines()
                 cls.current = cls()
             return cls.current
 

@@ -51,6 +51,20 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_a_page_that_cannot_be_shown_is_told_before_any_peer_starts(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("shoal.monitor.page", "shoal.monitor.visitors"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["demo", "--web", "--folder", str(tmp_path / "report")]) == 1
+    assert capsys.readouterr().err == f"shoal demo: the page needs {package}: pip install 'shoal[monitor]'\n"
+    assert not (tmp_path / "report").exists(), "peers write their logs there"
+
+
 @pytest.mark.parametrize("method", mostly_drills(METHODS))
 def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
     start: Start, tmp_path: Path, method: str

@@ -171,7 +171,7 @@ def test_a_kept_port_that_somebody_else_has_now(named: Callable[..., Bootstrap])
     with socket.create_server((OWN_HOST, port)):
         out, errors = named("--name", "seed").process.communicate(timeout=120)
     assert out == ""
-    assert f"cannot listen on /ip4/{OWN_HOST}/tcp/{port}: Address already in use" in errors
+    assert f"cannot listen on /ip4/{OWN_HOST}/tcp/{port}: port {port} is in use: is an earlier run still" in errors
     assert "It is the port of the last time" in errors
     assert "--host-maddrs" in errors
     assert named("--name", "seed").line_that_matches(JOIN)[1].split("/")[4] == str(port), "it comes back to it"

@@ -58,6 +58,8 @@ def test_run_among_friends_from_the_first_token_to_the_last(tmp_path: Path, caps
     assert invitation.startswith(INVITATION)
     assert re.search(r"role: +train\n", described)
     shown, _ = output_of(capsys, "show", invitation)
+    assert output_of(capsys, "show", "--token", invitation)[0] == shown
+    assert "give the token once" in output_of(capsys, "show", "--token", invitation, invitation, status=1)[1]
     assert "name:     'anna'" in shown
     key = re.search(r"key: +(12D3\w+), to take it back: shoal token revoke", shown)
     assert key is not None

@@ -122,7 +122,7 @@ _PEER = IDENTITY.peer_id.to_bytes()
 _HOSTS = ["203.0.113.7", "8.8.8.8", "192.168.1.7", "2606:4700::1"]
 _COOKIES = [_rng.randbytes(32) for _ in range(2)]
 HEADERS: list[Header] = [
-    Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16)),
+    Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16), name="laptop-4711"),
     Open(handler="DHTProtocol.rpc_find"),
     Failure(type="ValueError", text="what went wrong"),
     PingRequest(node_id=_NODE_ID, validate=True),

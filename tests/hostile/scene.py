@@ -42,7 +42,8 @@ class Scene:
         return sum(each.user + each.system for each in times)
 
     def lines(self) -> list[list[str]]:
-        return [peer.errors().splitlines() for peer in self.trainers]
+        """What the trainers have logged. The second half of a long line is indented, and does not count."""
+        return [[line for line in peer.errors().splitlines() if not line.startswith("  ")] for peer in self.trainers]
 
 
 def check_undisturbed(epochs: list[list[Event]], trainers: list[Peer]) -> None:

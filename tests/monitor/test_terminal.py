@@ -81,6 +81,22 @@ def test_what_looks_like_markup_in_texts_of_peers_is_none():
     assert "[red]x" in shown(run.view)
 
 
+def test_peers_are_shown_by_the_names_that_they_give_themselves():
+    run = MadeUpRun(RunView("run"), 4)
+    names = ["laptop-4711", "twin", "twin", "\x1b[31m[red]evil\n"]
+    run.view.is_complete = True
+    for peer, name in zip(run.peers, names, strict=True):
+        record = msgspec.structs.replace(peer.record(run.now, 2), name=name)
+        run.view.hear_progress(record, run.now + 60, run.now)
+    text = shown(run.view)
+    table = [line.split()[0] for line in text.splitlines() if "training" in line]
+    assert {"laptop-4711", "[31m[red]evil"} <= set(table)
+    ends = [f"…{str(peer.peer)[-8:]}" for peer in run.peers]
+    assert set(ends[1:3]) <= set(table), "a name that two peers have says nothing"
+    assert "\x1b" not in text
+    assert f"laptop-4711 ({ends[0]}) has joined" in text
+
+
 def test_versions_are_told_if_they_differ():
     run = MadeUpRun(RunView("run"), 2)
     run.pass_second()

@@ -386,7 +386,7 @@ def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int, left_ou
     return values(model)
 
 
-def test_without_its_group_a_peer_trains_on_and_in_the_end_steps_with_its_own_mean_gradient(make_trainers, make_dhts, closing, caplog):
+def test_without_its_group_a_peer_trains_on_and_finally_steps_alone(make_trainers, make_dhts, closing, caplog):
     (trainer,) = make_trainers(
         1, matchmaking_time=0.2, averaging_timeout=1.0, averager_opts={"request_timeout": 0.1}, target=10**6
     )

@@ -15,6 +15,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
 from shoal.optim.lineage import BEGINNING, Lineage, Parting
+from shoal.optim.progress import parse_record
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.progress_schema import endorse
@@ -47,6 +48,15 @@ def test_peers_learn_of_each_other_and_of_the_end_of_the_epoch(trackers):
     assert a.ready_to_update_epoch
     assert a.estimated_next_update_time <= get_dht_time()
     wait_until(lambda: b.ready_to_update_epoch and observer.ready_to_update_epoch, "the others know, too")
+
+
+def test_a_record_tells_what_its_peer_calls_itself(trackers):
+    (a,) = trackers(1)
+    a.report_local_progress(0, 1)
+    wait_until(lambda: a.dht.get("run_progress", latest=True), "the record is there")
+    [record] = a.dht.get("run_progress", latest=True).value.values()
+    assert parse_record(record.value).name == a.dht.p2p.name
+    assert a.dht.p2p.name
 
 
 def test_word_travels_faster_than_records(trackers):

@@ -384,7 +384,7 @@ def test_what_to_do_when_nobody_can_call_back(announced: list[str], seen_at: str
     assert what.startswith(f"cannot be dialled back: peer {STRANGER} cannot call this node back at ")
     assert all(address in what for address in announced)
     assert words in advice
-    assert "client_mode=True" in advice
+    assert "`shoal dht`" in advice
 
 
 async def test_a_node_that_cannot_be_dialled_back_over_tcp(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,10 @@ import contextlib
 import datetime
 import errno
 import gc
+import re
 import socket
 import ssl
+import subprocess
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -320,8 +322,49 @@ async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_listening_on_a_taken_port() -> None:
     async with Listening() as listening:
-        with pytest.raises(P2PDaemonError, match=f"cannot listen on {listening.address}: Address already in use"):
+        with pytest.raises(P2PDaemonError, match=f"cannot listen on {listening.address}: port .* is in use"):
             await TcpTransport(Identity.generate()).listen(listening.address, listening.take)
+
+
+OUT_OF_FILES = """
+import os, resource, socket, threading
+import shoal
+from shoal.p2p import tcp_listener
+
+failures, enough, tell = [], threading.Event(), tcp_listener._warn_seldom
+
+def note(*values):
+    failures.append(values)
+    tell(*values)
+    if len(failures) >= 5:
+        enough.set()
+
+tcp_listener._warn_seldom = note
+dht = shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+caller = socket.socket()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+caller.connect(("127.0.0.1", int(dht.get_visible_maddrs()[0]["tcp"])))
+assert enough.wait(30)
+for each in held:
+    os.close(each)
+dht.shutdown()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_process_without_files_left_says_so_once() -> None:
+    """The listener tries again five times in a second, and each time in vain."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    told = " ".join(line.strip() for line in done.stderr.splitlines())
+    assert re.match(r"[\d:]+ WARNING shoal: cannot accept connections: Too many open files. Allow more: ulimit", told)
+    assert told.count("WARNING") == 1
 
 
 @pytest.mark.parametrize("address", ["/ip4/192.0.2.1/tcp/0", "/dns4/no-such-host.invalid/tcp/0"])

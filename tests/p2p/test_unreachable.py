@@ -28,7 +28,7 @@ def test_who_goes_on_living_is_told_of_once(caplog: pytest.LogCaptureFixture) ->
     fail(peers, 7, 8, 9)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    for words in (str(PEER), "run 'a'", "connection refused", "open port 4001", "client_mode=True", "shoal doctor"):
+    for words in (str(PEER), "run 'a'", "connection refused", "open port 4001", "`shoal dht`", "shoal doctor"):
         assert words in record.getMessage()
     peers.note_connection(PEER)
     fail(peers, *range(10, 20))

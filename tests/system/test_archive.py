@@ -29,6 +29,37 @@ def archived(archiver: Peer) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
+def test_an_archiver_that_is_told_to_end_keeps_the_state_first(tmp_path: Path) -> None:
+    signals = {"interrupted": signal.SIGINT, "terminated": signal.SIGTERM}
+    started = list[Peer]()
+    try:
+        started.append(trainer := Peer(*TRAIN))
+        address = trainer.wait_for("address", LIMIT_SECONDS)["address"]
+        trainer.wait_for("ready", LIMIT_SECONDS)
+        trainer.tell("go")
+        trainer.wait_for("epoch", LIMIT_SECONDS)
+        how = ("-m", "shoal.cli", "archive", "--run", "system_test", "--every", "1h", address)
+        archivers = {name: Peer(*how, tmp_path / name) for name in signals}
+        started += archivers.values()
+        for archiver in archivers.values():
+            archiver.wait_for_line(r"^archive of epoch", LIMIT_SECONDS)
+        first = {name: archived(archiver)[-1] for name, archiver in archivers.items()}
+        later = max(first.values()) + 2
+        trainer.wait_for("epoch", LIMIT_SECONDS, lambda event: event["epoch"] > later)
+        for name, archiver in archivers.items():
+            archiver.process.send_signal(signals[name])
+            archiver.wait_for_line(rf"^One last archive, because epoch {first[name]} is the latest", LIMIT_SECONDS)
+        for name, archiver in archivers.items():
+            assert archiver.wait(LIMIT_SECONDS) == 0, archiver.errors()
+            assert len(archived(archiver)) == 2
+            assert Store.open(tmp_path / name).epoch == archived(archiver)[-1] >= later
+            assert "Traceback" not in archiver.errors()
+    finally:
+        for peer in started:
+            peer.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
 def test_a_run_goes_on_from_its_archive_when_all_its_peers_were_killed(tmp_path: Path) -> None:
     folder, started = tmp_path / "kept", list[Peer]()
 

@@ -123,9 +123,29 @@ class Archiver:
                 is_cheap = isinstance(e, _NobodyGives)
                 told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
                 continue
-            total, seconds = sum(file.bytes for file in latest.files.values()), time.monotonic() - began_at
-            self._say(f"archive of epoch {latest.epoch}: {total / 1e6:.1f} MB in {seconds:.1f} s")
+            self._tell_written(latest, time.monotonic() - began_at)
             told, due = "", began_at + self._every
+
+    def write_last(self) -> None:
+        """Before the end, write one more archive if the run may have come on since the latest one.
+
+        What goes wrong is told.
+        """
+        if not self._is_news():
+            return
+        kept = "nothing is kept yet" if self.latest is None else f"epoch {self.latest.epoch} is the latest that is kept"
+        self._say(f"One last archive, because {kept}. To leave without it, interrupt again.")
+        began_at = time.monotonic()
+        try:
+            latest = self.write_one()
+        except (ShoalError, OSError) as e:
+            self._say(f"no archive: {e}")
+        else:
+            self._tell_written(latest, time.monotonic() - began_at)
+
+    def _tell_written(self, archive: Manifest, seconds: float) -> None:
+        total = sum(file.bytes for file in archive.files.values())
+        self._say(f"archive of epoch {archive.epoch}: {total / 1e6:.1f} MB in {seconds:.1f} s")
 
     def _is_news(self) -> bool:
         """Whether the run may be at another epoch than in the latest archive."""

@@ -29,7 +29,7 @@ from shoal.compression.base import check_codec, copies_of
 from shoal.compression.serialization import check_state_codec
 from shoal.dht.dht import check_dht
 from shoal.errors import AllreduceException, ReactorError
-from shoal.facade import Facade, options_from
+from shoal.facade import Facade, at_the_door, options_from
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 from shoal.serializer import MSGPackSerializer
@@ -103,6 +103,7 @@ class DecentralizedAverager(Facade):
     phases: str = "one all-reduce"
     """What :meth:`average_in_group` does, in words. Only peers that say the same form groups."""
 
+    @at_the_door
     def __init__(
         self,
         averaged_tensors: Sequence[torch.Tensor],

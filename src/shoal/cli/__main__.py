@@ -1,9 +1,8 @@
-"""The ``shoal`` command with its subcommands; run ``python -m shoal.cli`` if it is not on the path."""
+"""The ``shoal`` command with its subcommands; run ``python -m shoal`` if it is not on the path."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import shoal
 from shoal.cli import archive, dht, monitor, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
+from shoal.signs import make_output_plain
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,8 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
     monitor.add_parser(subparsers)
-    token.add_parser(subparsers)
     archive.add_parsers(subparsers)
+    token.add_parser(subparsers)
     return parser
 
 
@@ -44,19 +44,27 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     return parsed
 
 
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that wants to complete a command line, and end; otherwise do nothing."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
         The exit status.
     """
+    make_output_plain()
     parser = build_parser()
+    complete(parser)
     parsed = parse(parser, arguments)
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or file may lack a sign: no reason to end
-        sys.stdout.reconfigure(errors="replace")
     try:
         status: int = parsed.run(parsed)
     except KeyboardInterrupt:

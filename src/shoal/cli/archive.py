@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ARCHIVE = """\
 Downloads the state of a run now and then, as a newcomer does, and writes it to a folder or to any address that fsspec
 can open. Takes no part in the training, and nobody waits for it. If all peers of the run are lost, `shoal revive`
-brings it back. A private run needs a token that allows to train.
+brings it back. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token that allows to train.
 """
 REVIVE = """\
 Gives the newest good archive of a run to the peers that come, which then train on from there. Start it before them, on
@@ -57,7 +57,9 @@ def add_parsers(subparsers: Any) -> None:
 
     revive = subparsers.add_parser("revive", help="bring a run back from an archive", description=REVIVE)
     revive.add_argument("folder", metavar="DIR", help="what `shoal archive` has written to, or one archive in it")
-    revive.add_argument("addresses", nargs="*", metavar="ADDRESS", help="join these peers; none: begin a new swarm")
+    revive.add_argument(
+        "addresses", nargs="*", default=[], metavar="ADDRESS", help="join these peers; none: begin a new swarm"
+    )
     for name, what in (
         ("host-maddrs", "where to listen (default: SHOAL_HOST_MADDRS, or all networks on a free port)"),
         ("announce-maddrs", "what others are told instead of that"),
@@ -139,7 +141,11 @@ def _archive(arguments: argparse.Namespace, stop: threading.Event) -> int:
             if arguments.once:
                 _say(f"archive of epoch {archiver.write_one().epoch} in {store.url}")
             else:
-                archiver.run(stop)
+                try:
+                    archiver.run(stop)
+                except KeyboardInterrupt:
+                    archiver.write_last()
+                    raise
         finally:
             archiver.close()
     return 0

@@ -26,7 +26,7 @@ from shoal.cli import add_option, end_on_signals, number, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ShoalError
-from shoal.logs import counted
+from shoal.logs import counted, shown_name
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
@@ -177,6 +177,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "addresses",
         nargs="*",
+        default=[],
         metavar="ADDRESS",
         help="join the swarm of these peers; `local`: of those in the local network; none: start one",
     )
@@ -215,7 +216,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--name",
         metavar="WORD",
-        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME})",
+        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME}); other "
+        "peers see it, too",
     )
     parser.add_argument(
         "--ephemeral",
@@ -354,6 +356,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 token=arguments.token,
                 relay=False if arguments.no_relay else None,
                 relay_limits=RelayLimits(rate=arguments.relay_rate),
+                name=None if arguments.name is None else shown_name(arguments.name),
             )
             break
         except P2PDaemonError as error:
@@ -361,7 +364,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 raise
             if time.monotonic() > deadline:
                 raise P2PDaemonError(
-                    f"{error}. It is the port of the last time, a part of the address that others know: stop what has "
+                    f"{error}\nIt is the port of the last time, a part of the address that others know: stop what has "
                     "it now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
                 ) from error
             time.sleep(PORT_PAUSE_SECONDS)

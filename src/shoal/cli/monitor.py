@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import importlib.util
 import os
 import sys
@@ -38,7 +39,7 @@ T = TypeVar("T")
 def add_parser(subparsers: Any) -> None:
     """Add ``monitor`` to the subcommands."""
     parser = subparsers.add_parser("monitor", help="watch a run", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of one or more peers of the run")
+    parser.add_argument("addresses", nargs="*", default=[], metavar="ADDRESS", help="of one or more peers of the run")
     add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
     parser.add_argument(
         "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
@@ -63,8 +64,8 @@ def add_parser(subparsers: Any) -> None:
         parser,
         "web-host",
         default="127.0.0.1",
-        metavar="ADDRESS",
-        help="show it at this address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
+        metavar="HOST",
+        help="show it at this IP address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
     )
     add_option(
         parser,
@@ -153,6 +154,19 @@ def _show_page(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -
     return line
 
 
+def check_page() -> None:
+    """Check that the packages are there that the page needs.
+
+    Raises:
+        ModuleNotFoundError: they are not; the text says which.
+    """
+    try:
+        importlib.import_module("shoal.monitor.page")
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        raise ModuleNotFoundError(f"the page needs {package}: pip install 'shoal[monitor]'", name=package) from None
+
+
 def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: bool = True) -> Any:
     """Serve the page of a run.
 
@@ -163,10 +177,9 @@ def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: 
         ModuleNotFoundError: packages are missing; the text says which.
         OSError: the port is taken.
     """
-    try:
-        from shoal.monitor.page import PageServer
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"the page needs {e.name}: pip install 'shoal[monitor]'", name=e.name) from None
+    check_page()
+    from shoal.monitor.page import PageServer
+
     try:
         return PageServer(view, port, host)
     except OSError as e:

@@ -60,7 +60,10 @@ def add_parser(subparsers: Any) -> None:
     invite.set_defaults(run=lambda arguments: _guarded(_invite, arguments))
 
     show = commands.add_parser("show", help="tell what a token allows", description="Tells what a token allows.")
-    show.add_argument("token", nargs="?", metavar="TEXT", help="the token or its file (default: SHOAL_TOKEN)")
+    show.add_argument(
+        "shown", nargs="?", metavar="TOKEN", help="the token, as text or as a file (default: SHOAL_TOKEN)"
+    )
+    show.add_argument("--token", metavar="TOKEN", help="the same, as an option")
     show.set_defaults(run=lambda arguments: _guarded(_show, arguments))
 
     revoke = commands.add_parser(
@@ -68,7 +71,9 @@ def add_parser(subparsers: Any) -> None:
         help="take back what was granted",
         description="Expels peers, or all guests of an invitation. Needs the secret key of the run.",
     )
-    revoke.add_argument("keys", nargs="*", metavar="KEY", help="a peer id, or the key that `shoal token show` tells")
+    revoke.add_argument(
+        "keys", nargs="*", default=[], metavar="KEY", help="a peer id, or the key that `shoal token show` tells"
+    )
     revoke.add_argument("--via", required=True, metavar="ADDRESS", help="a peer of the run, which tells the others")
     add_token_option(revoke, "of the run: its secret key")
     revoke.set_defaults(run=lambda arguments: _guarded(_revoke, arguments))
@@ -170,7 +175,9 @@ def _describe(token: Token) -> list[str]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    token = read_token(_given(arguments.token))
+    if arguments.shown is not None and arguments.token is not None:
+        raise ValueError("give the token once: shoal token show TOKEN")
+    token = read_token(_given(arguments.token if arguments.shown is None else arguments.shown))
     print(*_describe(token), sep="\n")
     badge = token.content
     if badge is not None and badge.expires <= get_dht_time():

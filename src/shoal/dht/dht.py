@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import os
 import threading
 import weakref
@@ -17,10 +18,12 @@ from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
-from shoal.facade import Facade
+from shoal.facade import Facade, at_the_door, unknown_argument
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
+from shoal.p2p.names import checked_name, default_name
+from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.pasted import line_to_paste, split_addresses, wants_local
 from shoal.reactor import AwaitableFuture, Portal
 
@@ -45,6 +48,9 @@ class DHT(Facade):
         record_validators: decide which records may be stored and trusted; the same ones at every peer.
         shutdown_timeout: most seconds that :meth:`shutdown` waits.
         await_ready: wait until the node has joined, and raise the error if it could not.
+        name: what to call this peer in the logs of others and in the monitor; default: the environment variable
+            ``SHOAL_NAME``, or else the name of this machine with the number of this process. Others learn it, in a
+            private run only its members. ``""`` tells them nothing; so does the default with an ``authorizer``.
         kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`, such as ``token`` of a private
             run: the text of a token or the path of a file with it.
 
@@ -57,6 +63,7 @@ class DHT(Facade):
 
     instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"
 
+    @at_the_door
     def __init__(
         self,
         initial_peers: Sequence[Multiaddr | str] | str | None = None,
@@ -68,8 +75,19 @@ class DHT(Facade):
         record_validators: Iterable[RecordValidatorBase] = (),
         shutdown_timeout: float = 3,
         await_ready: bool = True,
+        name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        known = _names_of_settings()
+        for option in kwargs:
+            if option not in known:
+                raise unknown_argument("DHT", option, known)
+        if name is not None:
+            named = {"name": checked_name(name)}
+        elif p2p is None and kwargs.get("authorizer") is None:
+            named = {"name": default_name()}
+        else:
+            named = {}
         self.initial_peers = split_addresses(() if initial_peers is None else initial_peers)
         parse_peer_addresses(self.initial_peers)
         if wants_local(self.initial_peers):
@@ -85,6 +103,7 @@ class DHT(Facade):
             DHTHandle(self),
             {
                 **kwargs,
+                **named,
                 "initial_peers": self.initial_peers,
                 "p2p": p2p,
                 "num_workers": num_workers,
@@ -96,6 +115,7 @@ class DHT(Facade):
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
+    @at_the_door
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the node.
 
@@ -119,6 +139,7 @@ class DHT(Facade):
                 self._portal.begin_close()
                 raise
 
+    @at_the_door
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until the node has joined.
 
@@ -373,6 +394,15 @@ class DHT(Facade):
         """
         run = self.portal.submit if return_future else self.portal.call
         return run(self._service.run(coro))
+
+
+def _names_of_settings() -> set[str]:
+    """All arguments that a DHT takes, also those that it passes on."""
+    takers = (DHT.__init__, DHTNode.create, P2P.create)
+    named = [inspect.signature(taker).parameters.values() for taker in takers]
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = {each.name for parameters in named for each in parameters if each.kind not in variable}
+    return (names - {"self"}) | NatOptions.names()
 
 
 def check_dht(dht: object) -> None:

@@ -17,7 +17,7 @@ from enum import Enum
 from statistics import median, median_high
 from typing import Any
 
-from shoal.logs import counted, one_line
+from shoal.logs import counted, one_line, short_id, shown_name
 from shoal.monitor.history import History
 from shoal.optim.progress import ProgressRecord
 from shoal.optim.report import PeerReport, end_of_id
@@ -96,12 +96,12 @@ class PeerView:
     @property
     def told_name(self) -> str:
         """What it calls itself, readable and harmless; empty if it does not say."""
-        return one_line(getattr(self.record, "name", ""))
+        return shown_name(self.record.name)
 
     @property
     def name(self) -> str:
         """What it calls itself, and the end of its id: anybody can take any name."""
-        told, end = self.told_name, f"…{str(self.peer)[-8:]}"
+        told, end = self.told_name, short_id(str(self.peer))
         return f"{told} ({end})" if told else end
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.logs import counted, one_line
+from shoal.logs import counted, one_line, short_id
 from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ BY_IMPORTANCE = (
     *("averaging", "version"),
 )
 WIDEST_COLUMN, SPACE_BETWEEN_COLUMNS = 12, 3
+WIDEST_NAME = 20
 USUAL_WIDTH = 160
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
@@ -72,10 +74,19 @@ def span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def cells(view: PeerView) -> tuple[str, ...]:
+def labels_of(peers: Sequence[PeerView]) -> list[str]:
+    """What stands for each peer: its name, or the end of its id if it has none, or others have the same."""
+    names = [peer.told_name for peer in peers]
+    uses = Counter(names)
+    return [
+        name if name and uses[name] == 1 else short_id(str(peer.peer)) for name, peer in zip(names, peers, strict=True)
+    ]
+
+
+def cells(view: PeerView, label: str) -> tuple[str, ...]:
     """One peer's cells, in the order of ``COLUMNS``."""
     report, loss = view.report, view.loss
-    told = view.told_name or view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
+    told = label, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
     if report is None:
         return (*told, *["–"] * 6, view.link, "–")
     return (
@@ -142,11 +153,16 @@ def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     fitting, left = list[int](), width
     for index in map(COLUMNS.index, BY_IMPORTANCE):
-        left -= min(widths[index], WIDEST_COLUMN) + SPACE_BETWEEN_COLUMNS
+        left -= min(widths[index], widest(COLUMNS[index])) + SPACE_BETWEEN_COLUMNS
         if left < 0:
             break
         fitting.append(index)
     return sorted(fitting)
+
+
+def widest(column: str) -> int:
+    """The most characters that a column takes."""
+    return WIDEST_NAME if column == "peer" else WIDEST_COLUMN
 
 
 def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
@@ -157,11 +173,11 @@ def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
 
     table = Table(expand=True, box=box.SIMPLE_HEAD, pad_edge=False)
     peers = sorted(view.peers.values(), key=order_of)
-    told = [cells(peer) for peer in peers[:rows]]
+    told = [cells(peer, label) for peer, label in zip(peers, labels_of(peers[:rows]), strict=False)]
     fitting = columns_that_fit(told, width)
     for name in (COLUMNS[index] for index in fitting):
         is_text = name in ("peer", "state", "link", "version")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, max_width=WIDEST_COLUMN)
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, max_width=widest(name))
     for peer, row in zip(peers, told, strict=False):
         # Texts of peers are shown as they are: what looks like markup in them is none.
         shown = [Text(row[index], STATE_COLOURS[peer.state] if COLUMNS[index] == "state" else "") for index in fitting]

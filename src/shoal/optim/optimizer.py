@@ -15,6 +15,7 @@ from shoal.averaging import Aggregation, StepControl
 from shoal.averaging.state.download import State
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
+from shoal.facade import at_the_door
 from shoal.logs import counted
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.comparison import PeerComparison, Remainder
@@ -123,6 +124,7 @@ class Optimizer(JointOptimizer):
     kind = "Optimizer"
     instead_of_a_copy = "save its state_dict()"
 
+    @at_the_door
     def __init__(
         self,
         *,
@@ -267,6 +269,7 @@ class Optimizer(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @at_the_door
     @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None

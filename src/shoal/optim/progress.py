@@ -24,6 +24,7 @@ from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 from shoal.p2p import PeerID
 from shoal.p2p.identity import Identity, verify_signature
+from shoal.p2p.names import Name
 from shoal.p2p.transport import Count, Moment, PeerIDBytes
 
 # Seconds that a measurement of the speed takes at least, if batches are shorter.
@@ -184,9 +185,9 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
     """It does not train: it only has the state of this epoch for others, and comes to no round."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the DHT. Only donors say that they are."""
+        """Plain values, for the DHT. Only donors say that they are, and peers without a name say nothing of it."""
         values = msgspec.structs.asdict(self)
-        return values if self.is_donor else {name: value for name, value in values.items() if name != "is_donor"}
+        return {key: value for key, value in values.items() if value or key not in ("is_donor", "name")}
 
     def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
         """A copy of this record whose claims are cut to these limits."""
@@ -215,6 +216,8 @@ class ProgressRecord(LocalTrainingProgress, frozen=True):
     """The rounds behind its parameters, see :class:`~shoal.optim.lineage.Lineage`; empty if it has none."""
     depth: Depth = 0
     """Depth of the keys among which its peer spreads its records, see :mod:`shoal.dht.spread`."""
+    name: Name = ""
+    """What the peer calls itself, for the monitor."""
 
     @property
     def lineage(self) -> Lineage:

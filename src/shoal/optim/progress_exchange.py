@@ -232,7 +232,7 @@ class ProgressExchange(ServicerBase):
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
         rounds = self._board.kinship.lineage(get_dht_time()).pack()
         more: dict[str, Any] = {"endorsement": self._endorsement, "rounds": rounds, "depth": self.spread.depth}
-        record = ProgressRecord(**own.to_dict(), addresses=addresses, **more)
+        record = ProgressRecord(**own.to_dict(), addresses=addresses, name=self._p2p.name, **more)
         for place in self.spread.places_to_write():
             try:
                 key, expiration = key_at(self.key, place), get_dht_time() + self._metadata_expiration

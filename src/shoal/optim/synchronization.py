@@ -204,8 +204,8 @@ class Synchronization:
             logger.warning(
                 "this peer has downloaded the state %d times in a row without a step with others in between: its "
                 "batches take %.1f s, and others finish an epoch before that. Give all peers a larger matchmaking_time "
-                "or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are this slow. Until "
-                "this peer makes a step with others, its downloads become rare",
+                "or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are this slow. "
+                "Until this peer makes a step with others, its downloads become rare",
                 self._downloads_in_a_row,
                 self._tracker.board.batch_time,
             )

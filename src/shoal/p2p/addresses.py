@@ -300,7 +300,7 @@ def _forget_oldest(known: OrderedDict[PeerID, Any]) -> None:
 
 def what_to_do(addresses: Sequence[Multiaddr]) -> str:
     """Advice on how a peer that announces these addresses becomes reachable."""
-    client = "or start it with client_mode=True"
+    client = "or run `shoal dht` on a machine that can be called from outside, which then passes calls on"
     if addresses and all(map(is_loopback, addresses)):
         return (
             "it listens on its own machine alone: start it with host_maddrs=['/ip4/0.0.0.0/tcp/0'], or without "

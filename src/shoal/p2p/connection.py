@@ -20,6 +20,7 @@ from shoal.errors import (
 from shoal.logs import one_line
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
+from shoal.p2p.names import Name
 from shoal.p2p.transport import (
     MOST,
     PREFIX_BYTES,
@@ -69,6 +70,8 @@ class Hello(Header):
     """Random, chosen when the sender starts: tells two processes with the same identity apart."""
     relay: bool = False
     """The sender takes reservations of peers that cannot be called otherwise."""
+    name: Name = ""
+    """What the sender calls itself, for people to read; empty if it does not say."""
 
 
 class Open(Header):

@@ -185,7 +185,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     """
     where = ", ".join(announced) or "any address, because it announces none"
     what = f"cannot be dialled back: peer {witness} cannot call this node back at {where}"
-    client = "or use client_mode=True, which needs no open port"
+    client = "or run `shoal dht` on a machine that can be called from outside, and others call this one through it"
     addresses = [Multiaddr(address) for address in announced]
     ips = [ip for address in addresses if (ip := _ip_of(address)) is not None]
     seen = _ip_seen(seen_at)

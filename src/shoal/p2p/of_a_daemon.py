@@ -53,6 +53,11 @@ class NatOptions:
         return None if self.force_reachability is None else self.force_reachability == "public"
 
     @classmethod
+    def names(cls) -> set[str]:
+        """Of all parameters, also those without an effect."""
+        return {field.name for field in fields(cls)} | _WITHOUT_EFFECT.keys()
+
+    @classmethod
     def chosen(cls, arguments: Mapping[str, Any]) -> NatOptions:
         """Take what has an effect, and warn of parameters that ask for something that will not happen.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.clock import get_clock
 from shoal.errors import BootstrapError, DialError, IdentityTakenError, NoReservationError, P2PDaemonError
+from shoal.logs import note_name
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
 from shoal.p2p.answering import Answering
@@ -28,6 +29,7 @@ from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.names import checked_name
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.pasted import Target, read_addresses, short_form, wants_local
@@ -66,7 +68,10 @@ class P2P(Caller):
         relay: bool | None,
         relay_limits: RelayLimits,
         options: NatOptions,
+        name: str = "",
     ) -> None:
+        self.name = name
+        """What this peer calls itself."""
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
         self.transport = transport
@@ -145,6 +150,7 @@ class P2P(Caller):
         relay: bool | None = None,
         relay_limits: RelayLimits = DEFAULT_RELAY_LIMITS,
         token: str | os.PathLike[str] | None = None,
+        name: str = "",
         **of_a_daemon: Any,
     ) -> P2P:
         """Start a peer.
@@ -170,6 +176,8 @@ class P2P(Caller):
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
+            name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
+                run only if they are members.
             of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
                 of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
@@ -179,7 +187,7 @@ class P2P(Caller):
             P2PDaemonError: cannot listen, or the identity file or the token is unusable.
             ValueError, TypeError: an address is malformed, or there is no such parameter.
         """
-        options = NatOptions.chosen(of_a_daemon)
+        options, name = NatOptions.chosen(of_a_daemon), checked_name(name)
         assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
         given = () if initial_peers is None else initial_peers
         targets = parse_peer_addresses(given)
@@ -193,7 +201,7 @@ class P2P(Caller):
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
         relay = False if options.relay_hop_limit == 0 else relay
         rng = rng or random.Random()
-        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options)
+        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options, name)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
@@ -399,6 +407,7 @@ class P2P(Caller):
             reach=self.outlook.reach.value,
             instance=self.instance,
             relay=self.relay.serves,
+            name=self.name,
         )
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
@@ -406,6 +415,8 @@ class P2P(Caller):
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
         if hello.agent:  # otherwise it tells nothing of itself
+            if hello.name:
+                note_name(str(connection.remote), hello.name)
             self.reaches.note(connection.remote, hello.reach)
             self.reservations.note_greeting(connection.remote, hello.relay)
         self.clock.meet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import socket
@@ -28,6 +29,7 @@ from shoal.p2p.own_addresses import (
     chosen_host_maddrs,
     everywhere,
 )
+from shoal.p2p.port_holder import port_in_use
 from shoal.p2p.proxies import Proxies, connect_through
 from shoal.p2p.sessions import SESSION_BYTE, Splice, TcpSession
 from shoal.p2p.strangers import BACKSTOP_SECONDS, Strangers
@@ -106,7 +108,9 @@ class TcpTransport(Transport):
                 Listener(each, arrive, self.strangers.make_room) for each in await self._bind(host, port, family)
             ]
         except OSError as e:
-            raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
+            is_taken = e.errno == errno.EADDRINUSE and port
+            why = await asyncio.to_thread(port_in_use, port) if is_taken else e.strerror or e
+            raise P2PDaemonError(f"cannot listen on {address}: {why}") from e
         self.listeners += listeners
         if self._next_look is None:
             self._keep_looking()

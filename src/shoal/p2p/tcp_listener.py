@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from shoal.errors import allow_open_files
+from shoal.logs import Seldom
 from shoal.p2p.addresses import ip_text_of
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -135,7 +137,9 @@ ACCEPTED_AT_ONCE = 32
 # Seconds without accepting after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
 
-REFUSED_BY_SYSTEM = "cannot accept a connection: %s; trying again in %g s"
+REFUSED_BY_SYSTEM = "cannot accept connections: %s. Allow more: %s"
+WANTED_FILES = 4096
+_warn_seldom = Seldom(logger.warning)
 LOCAL_CALL_SECONDS = 1.0
 # Errors of the connection that was to be accepted, not of the listener; so is every ConnectionError.
 _ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
@@ -197,7 +201,7 @@ class Listener:
             connection.close()
 
     def _wait_for_sockets(self, error: OSError) -> None:
-        logger.warning(REFUSED_BY_SYSTEM, error.strerror, PAUSE_SECONDS)
+        _warn_seldom(REFUSED_BY_SYSTEM, error.strerror, allow_open_files(WANTED_FILES))
         self._on_exhaustion()
         descriptor = self._socket.fileno()
         self._loop.remove_reader(descriptor)
@@ -209,7 +213,7 @@ class Listener:
                 connection, address = await self._loop.sock_accept(self._socket)
             except OSError as e:
                 if not _is_of_connection(e):
-                    logger.warning(REFUSED_BY_SYSTEM, e.strerror, PAUSE_SECONDS)
+                    _warn_seldom(REFUSED_BY_SYSTEM, e.strerror, allow_open_files(WANTED_FILES))
                     self._on_exhaustion()
                     await asyncio.sleep(PAUSE_SECONDS)
             else:

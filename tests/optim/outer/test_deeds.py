@@ -27,7 +27,9 @@ STEPS = 10
 
 
 def make_board(now):
-    board = SlotBoard(ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now, make_guard=Evidence)
+    board = SlotBoard(
+        ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now, make_guard=Evidence
+    )
     board.patience = 5.0
     board.report(0, 1, now)
     board.note_introduction(now)

@@ -42,7 +42,7 @@ from shoal.cli.demo.messages import (
 )
 from shoal.cli.demo.page import show_page
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
-from shoal.cli.monitor import port_of
+from shoal.cli.monitor import check_page, port_of
 from shoal.errors import end_at_once, torch_is_missing
 
 # Seconds that all processes have to load torch and read the text; a cold disk can be slow.
@@ -319,6 +319,12 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2
+    if config.web is not None:
+        try:
+            check_page()
+        except ModuleNotFoundError as error:
+            print(f"shoal demo: {error}", file=sys.stderr)
+            return 1
     # A shell makes its background jobs ignore SIGINT: undo that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)

@@ -87,6 +87,7 @@ class Trainer:
 
     def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None], method: str = SYNCHRONOUS) -> None:
         self._tell, self._method = tell, method
+        self._name = f"peer {number}"
         self._text = corpus.shards[(number - 1) % len(corpus.shards)]
         self._held_out = corpus.held_out
         self._random = torch.Generator().manual_seed(number)
@@ -109,7 +110,13 @@ class Trainer:
 
     def connect(self, initial_peers: list[str]) -> None:
         """Join the swarm and download its state, or start a swarm if there are no addresses."""
-        self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK, token="")  # whatever the environment says
+        self._dht = DHT(
+            initial_peers,
+            start=True,
+            host_maddrs=LOOPBACK,
+            token="",  # whatever the environment says
+            name=self._name,
+        )
         optimizer = torch.optim.AdamW(demo_model.parameter_groups(self.model), betas=(0.9, 0.99), weight_decay=0.01)
         common: dict[str, Any] = {
             "dht": self._dht,

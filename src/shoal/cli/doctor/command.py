@@ -51,16 +51,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor", help="find out what may keep this machine from training with others", description=DESCRIPTION
     )
-    parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of peers that this machine should reach")
+    parser.add_argument(
+        "addresses", nargs="*", default=[], metavar="ADDRESS", help="of peers that this machine should reach"
+    )
     add_option(
         parser,
         "host-maddrs",
         nargs="*",
         default=None,
-        metavar="MADDR",
+        metavar="ADDRESS",
         help="where your peer will listen (default: SHOAL_HOST_MADDRS, or all networks of this machine on a free port)",
     )
-    add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="MADDR", help="what it will tell others")
+    add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="ADDRESS", help="what it will tell others")
     add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
     add_option(parser, "client-mode", action="store_true", help="your peer will not listen, only call others")
     add_token_option(parser)

@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import os
 import platform
+import shutil
 import stat
 import sys
 import textwrap
@@ -24,10 +25,9 @@ from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import describe_software
 from shoal.p2p.proxies import Proxies
 
-WIDTH = 80
 MAX_CHARACTERS = 1000
-# Column where texts begin, after the verdict and the name of the check.
-INDENT = 23
+# Column where texts begin, after the verdict and the name of the check; the least width of the texts.
+INDENT, LEAST_WIDTH = 26, 30
 
 IDENTITY_FILE = "identity file"
 PROXY = "proxy"
@@ -39,6 +39,8 @@ class Verdict(str, Enum):
     """Severity of a finding."""
 
     OK = "ok"
+    UNKNOWN = "unknown"
+    """It could not be found out."""
     WARN = "warn"
     FAIL = "FAIL"
 
@@ -57,7 +59,7 @@ class Finding:
 
     def lines(self) -> list[str]:
         """The finding as lines of a table."""
-        head = f"  {self.verdict.value:<5} {self.check:<15}"
+        head = f"  {self.verdict.value:<7}  {self.check:<15}"
         texts = [*_wrap(self.text), *_wrap(self.fix and f"-> {self.fix}", hanging="   ")]
         return [f"{(head if not number else ''):<{INDENT}}{line}".rstrip() for number, line in enumerate(texts)]
 
@@ -69,6 +71,11 @@ class Finding:
 def ok(check: str, text: str, **values: Any) -> Finding:
     """All is well."""
     return Finding(check, Verdict.OK, text, values=values)
+
+
+def unknown(check: str, text: str, **values: Any) -> Finding:
+    """It could not be found out; the text says what would help."""
+    return Finding(check, Verdict.UNKNOWN, text, values=values)
 
 
 def warn(check: str, text: str, fix: str, **values: Any) -> Finding:
@@ -84,10 +91,11 @@ def fail(check: str, text: str, fix: str, **values: Any) -> Finding:
 def _wrap(text: str, hanging: str = "") -> list[str]:
     """Wrap a text. Text from other peers may hold terminal control codes, so unprintable characters are replaced."""
     lines: list[str] = []
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - INDENT)
     for paragraph in text[:MAX_CHARACTERS].split("\n"):
         paragraph = "".join(character if character.isprintable() else "?" for character in paragraph)
         lines += textwrap.wrap(
-            paragraph, WIDTH - INDENT, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+            paragraph, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
         )
     return lines
 
@@ -97,7 +105,8 @@ def summary(findings: list[Finding]) -> str:
     failures = sum(finding.verdict is Verdict.FAIL for finding in findings)
     warnings = sum(finding.verdict is Verdict.WARN for finding in findings)
     if not failures and not warnings:
-        return "All is well."
+        open_questions = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
+        return f"All is well, as far as is known: {open_questions} unknown." if open_questions else "All is well."
     parts = [counted(failures, "problem")] * bool(failures) + [counted(warnings, "warning")] * bool(warnings)
     return f"{', '.join(parts)}: see the lines with an arrow."
 
@@ -183,8 +192,8 @@ def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
         fix = "to let other machines in: --host-maddrs /ip4/0.0.0.0/tcp/31337"
         return warn("listening", f"{text}\non this machine alone", fix, **values)
     fix = (
-        "to let peers from outside in, forward a port of the router to this machine: --host-maddrs "
-        "/ip4/0.0.0.0/tcp/PORT --announce-maddrs /ip4/PUBLIC_ADDRESS/tcp/PORT; or train with client_mode=True, which "
-        "needs no open port"
+        "nothing to do if one peer of the swarm can be called from outside, such as `shoal dht` on a rented machine: "
+        "others then reach this one through it. To be called directly, forward a port of the router to this machine: "
+        "--host-maddrs /ip4/0.0.0.0/tcp/PORT --announce-maddrs /ip4/PUBLIC_ADDRESS/tcp/PORT"
     )
     return warn("listening", f"{text}\nin the local network alone, as far as these addresses tell", fix, **values)

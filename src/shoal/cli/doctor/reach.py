@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from shoal.cli.doctor.findings import Finding, fail, ok, warn
+from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.dht.neighbours import FIRST_SECONDS
 from shoal.logs import counted
 from shoal.p2p import P2P, PeerID
@@ -68,9 +68,9 @@ def _reachable(p2p: P2P) -> Finding:
         witnesses = counted(max(outlook.evidence.witnesses, 1), "host")
         return ok("reachable", f"public: {', '.join(confirmed)} (asked: {witnesses})", **values)
     if outlook.state is Reachability.PUBLIC:
-        return ok("reachable", f"from this machine's own networks; from outside {NOT_KNOWN}", **values)
+        return unknown("reachable", f"from this machine's own networks; from outside {NOT_KNOWN}", **values)
     if outlook.state is Reachability.UNKNOWN:
-        return ok("reachable", NOT_KNOWN, **values)
+        return unknown("reachable", NOT_KNOWN, **values)
     if outlook.state is Reachability.RELAYED:
         through = counted(len(p2p.reservations.held), "relay")
         return ok("reachable", f"private: {seen}, and call it through {through}", **values)
@@ -88,10 +88,10 @@ async def _nat(p2p: P2P, peers: Sequence[PeerID]) -> Finding:
     ports = [there.get("tcp") for _, there in seen]
     values = {"seen_at": [str(there) for _, there in seen]}
     if not seen:
-        return ok("NAT", NOT_KNOWN, **values)
+        return unknown("NAT", NOT_KNOWN, **values)
     if len(seen) == 1:
         text = f"seen at {seen[0][1]}; the ADDRESS of one more peer, on another host, would tell what the router does"
-        return ok("NAT", text, **values)
+        return unknown("NAT", text, **values)
     if ports[0] != ports[1]:
         text = f"hard: one port of this machine is seen at ports {ports[0]} and {ports[1]}"
         fix = "some private peers will be called by a relay, unless the router opens a port"
@@ -112,7 +112,7 @@ def _ipv6(p2p: P2P) -> Finding:
         return ok("IPv6", "global, and reachable from outside", **values)
     if Standing.REFUTED in standings.values():
         return ok("IPv6", "global, behind a firewall: peers get through it together", **values)
-    return ok("IPv6", f"global; whether others can call it is {NOT_KNOWN}", **values)
+    return unknown("IPv6", f"global; whether others can call it is {NOT_KNOWN}", **values)
 
 
 async def _port_mapping(p2p: P2P) -> Finding:
@@ -134,7 +134,7 @@ async def _port_mapping(p2p: P2P) -> Finding:
         if Standing.REFUTED in standings:
             fix = "look for another firewall, in the router or at the provider, or open the port there by hand"
             return warn("port mapping", f"{told}, but others do not reach this machine there", fix, **values)
-        return ok("port mapping", f"{told}; nobody outside has tried it yet", **values)
+        return unknown("port mapping", f"{told}; nobody outside has tried it yet", **values)
     if confirmed:
         return ok("port mapping", f"not needed. {told}", **values)
     fix = "turn on UPnP or PCP in the router, or open the port by hand"

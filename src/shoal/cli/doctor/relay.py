@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from shoal.cli.doctor.findings import Finding, fail, ok, warn
+from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.cli.doctor.peer import ANSWER_SECONDS, NO_ANSWER, measure, milliseconds
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Multiaddr, PeerID
@@ -88,7 +88,7 @@ async def _through(address: Multiaddr, relay: PeerID, token: str | None) -> Find
     try:
         guest = await P2P.create(no_listen=True, token=token)
     except NO_ANSWER as error:  # the token is for one identity
-        return ok("circuit", f"not tried, it takes a second identity: {error}")
+        return unknown("circuit", f"not tried, it takes a second identity: {error}")
     caller = await P2P.create(no_listen=True, token=token)
     try:
         async with asyncio.timeout(RESERVE_SECONDS):

@@ -15,6 +15,7 @@ from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
+from shoal.facade import at_the_door
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.joint_optimizer import JointOptimizer, uncompiled
 from shoal.optim.optimizer_state import zero_gradients
@@ -121,6 +122,7 @@ class DiLoCo(JointOptimizer):
     kind = "DiLoCo"
     instead_of_a_copy = "save its state_dict()"
 
+    @at_the_door
     def __init__(
         self,
         *,
@@ -274,6 +276,7 @@ class DiLoCo(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @at_the_door
     @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
