@@ -17,6 +17,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.facade import Facade
+from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
     GlobalTrainingProgress,
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
 logger = logging.getLogger(__name__)
+
+# Seconds that the first step waits at most to learn which peers are there.
+FIRST_LOOK_SECONDS = 5.0
 
 
 def __getattr__(name: str) -> Any:
@@ -122,6 +126,8 @@ class ProgressTracker(Facade):
         )
         self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None
+        self._company: Company | None = None
+        self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
@@ -165,7 +171,7 @@ class ProgressTracker(Facade):
             metadata_expiration=self.metadata_expiration,
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
-        exchange.vouching = self._vouching
+        exchange.vouching, exchange.company = self._vouching, self._company
         await exchange.start()
         self._portal.on_close(exchange.stop)
         self.exchange = exchange
@@ -280,6 +286,26 @@ class ProgressTracker(Facade):
 
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
+    def compare_settings(self, company: Company) -> None:
+        """From now on, compare settings with other peers. Call this before the tracker starts."""
+        self._company, self.board.strangers = company, lambda: company.strangers
+
+    def look_at_company(self) -> None:
+        """Warn of peers that do not fit. Called by the training thread before each step.
+
+        Raises:
+            SettingsMismatch: this peer does not fit the others.
+        """
+        if self._company is None:
+            return
+        if not self._has_looked_at_company:
+            self._has_looked_at_company = True
+            # A peer that does not fit should stop before it has trained with others.
+            self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        now, board = get_dht_time(), self.board
+        host_of = lambda peer: self.dht.p2p.host_of(PeerID(peer))  # noqa: E731
+        self._company.look(lambda: board.present(now), board.last_members, now, host_of)
+
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.sides`) and note which peers are in them."""
         self.board.kinship.begin()
@@ -363,8 +389,8 @@ class ProgressTracker(Facade):
             tag = peer.to_bytes()
             if tag in verdict.losers or (gives_way and tag not in verdict.winners):
                 continue
-            if self.board.time_of_record(tag) is None:
-                ranks[peer] = -1.0  # it offers its state but does not train, or is not known yet
+            if self.board.time_of_record(tag) is None or tag in self.board.strangers():
+                ranks[peer] = -1.0  # it offers its state but does not train with this peer, or is not known yet
             elif tag in epochs:
                 ranks[peer] = epochs[tag]
         return ranks
