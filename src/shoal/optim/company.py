@@ -165,17 +165,16 @@ class Company:
         if self._alone_since is None:
             self._alone_since = now
         is_settled = all(peer in known and known[peer].differences is not None for peer in others)
-        is_urgent = any(each.is_urgent for each in misfits.values())
+        # Of several sides the one with most hosts is most likely right.
+        sides = Counter(digest for digest, _ in {(each.digest, host_of(peer)) for peer, each in misfits.items()})
+        [(largest, hosts)] = sides.most_common(1)
+        side = {peer: each for peer, each in misfits.items() if each.digest == largest}
+        is_urgent = any(each.is_urgent for each in side.values())
         patience = PATIENCE if not is_urgent else 0.0 if is_settled else SETTLING
-        if not self._must_stop(misfits, host_of):
+        if hosts < 2 and not any(each.was_first for each in misfits.values()):
             self._warn_of_strangers(known)
         elif now - self._alone_since >= patience:
-            self._stop(misfits, now - self._alone_since)
-
-    @staticmethod
-    def _must_stop(misfits: dict[bytes, Known], host_of: Callable[[bytes], Hashable]) -> bool:
-        sides = Counter(digest for digest, _ in {(each.digest, host_of(peer)) for peer, each in misfits.items()})
-        return max(sides.values()) > 1 or any(each.was_first for each in misfits.values())
+            self._stop(side, now - self._alone_since)
 
     def _warn_of_strangers(self, known: dict[bytes, Known]) -> None:
         """Also of those that have stopped by now, so that the users of both sides know."""
@@ -191,11 +190,8 @@ class Company:
                     about=shown,
                 )
 
-    def _stop(self, misfits: dict[bytes, Known], seconds: float) -> None:
-        # Of several sides the largest is most likely right.
-        sides = Counter(each.differences for each in misfits.values())
-        differences = list(sides.most_common(1)[0][0] or ())
-        peers = [peer for peer, each in misfits.items() if list(each.differences or ()) == differences]
+    def _stop(self, side: dict[bytes, Known], seconds: float) -> None:
+        peers, differences = list(side), list(next(iter(side.values())).differences or ())
         names = [str(PeerID(peer)) for peer in peers]
         shown = ", ".join(map(_name, peers[:PEERS_SHOWN]))
         whom = shown if len(peers) <= PEERS_SHOWN else f"{shown} and {counted(len(peers) - PEERS_SHOWN, 'more peer')}"

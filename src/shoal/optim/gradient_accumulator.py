@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.optim.devices import copy_all
+from shoal.optim.missing_gradients import MissingGradients
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class GradientAccumulator:
         self._first_batch_size = 0
         self._expected_batch_size: int | None = None
         self._warned = False
+        self._missing = MissingGradients()
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
         if reuse_grad_buffers:
@@ -84,6 +86,7 @@ class GradientAccumulator:
         if self._expected_batch_size not in (None, batch_size):
             batch_size = self._take_for_expected(batch_size)
         _check_gradients([p.grad for p in self.parameters if p.grad is not None])
+        self._missing.look(self.parameters, accumulated=self.samples if self.reuse_grad_buffers else 0)
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size

@@ -23,6 +23,7 @@ from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
+from shoal.optim.missing_gradients import MissingGradients
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
@@ -194,7 +195,7 @@ class Optimizer(JointOptimizer):
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
         self._closing, self._scaling = threading.Event(), LossScaling(in_place=settings.reuse_grad_buffers)
-        self._batches = BatchesAhead(main)
+        self._batches, self._missing = BatchesAhead(main), MissingGradients()
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -360,6 +361,8 @@ class Optimizer(JointOptimizer):
             samples = self.grad_averager.local_samples_accumulated
         else:
             progress = self.tracker.local_progress
+            if batch_size > 0:
+                self._missing.look(p for p in self.state_averager.main_parameters if p.requires_grad)
             samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
         self._batches.launched_one()
         self._reporting.count(batch_size if is_used else 0)

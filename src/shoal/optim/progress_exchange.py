@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -39,6 +39,7 @@ from shoal.optim.progress import (
     parse_record,
 )
 from shoal.optim.progress_message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
+from shoal.optim.run_list import RunList
 from shoal.optim.run_settings import RunSettings
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
@@ -141,6 +142,8 @@ class ProgressExchange(ServicerBase):
         self._call_again: set[PeerID] = set()
         self.company: Company | None = None
         """The settings of other peers; ``None``: they are not compared."""
+        self.runs: RunList | None = None
+        """The list of all runs in the swarm; ``None``: this run is not listed."""
         self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when settings were told, at most so many
         self.acquaintances = Acquaintances()
         self._telling: asyncio.TimerHandle | None = None
@@ -207,6 +210,9 @@ class ProgressExchange(ServicerBase):
             await self._publish()
             if not self._board.introduced:
                 await self._introduce()
+                if self.runs is not None:
+                    self._tasks.append(asyncio.get_running_loop().create_task(self.runs.keep()))
+                    self._tasks[-1].add_done_callback(_tell_failure)
             await asyncio.sleep(self._min_period)
 
     def _is_news(self, now: float) -> bool:
@@ -250,7 +256,11 @@ class ProgressExchange(ServicerBase):
     async def _withdraw(self) -> None:
         # The DHT keeps the entry that expires last: the goodbye must expire after all records of this peer.
         expiration = math.nextafter(get_dht_time() + self._metadata_expiration, math.inf)
-        stores = [self._node.store(key, None, expiration, subkey=self._owner_tag) for key in self._written_until]
+        stores: list[Awaitable[object]] = [
+            self._node.store(key, None, expiration, subkey=self._owner_tag) for key in self._written_until
+        ]
+        if self.runs is not None:
+            stores.append(self.runs.withdraw())
         await asyncio.gather(*stores)
 
     async def _keep_fetching(self) -> None:

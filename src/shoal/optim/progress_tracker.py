@@ -28,6 +28,7 @@ from shoal.optim.progress import (
 )
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
+from shoal.optim.run_list import RunList
 from shoal.optim.sides import Verdict, weights_of
 from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
@@ -172,9 +173,20 @@ class ProgressTracker(Facade):
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
         exchange.vouching, exchange.company = self._vouching, self._company
+        # The name of a private run is nobody else's business.
+        if self._company is not None and self.dht.p2p.membership is None:
+            exchange.runs = self._make_run_list()
         await exchange.start()
         self._portal.on_close(exchange.stop)
         self.exchange = exchange
+
+    def _make_run_list(self) -> RunList:
+        board = self.board
+
+        def num_peers() -> int:
+            return board.global_progress(get_dht_time()).num_peers
+
+        return RunList(self.dht.node, self.dht.p2p, self.prefix, num_peers, lambda: not board.present(get_dht_time()))
 
     def is_alive(self) -> bool:
         """Whether the tracker works in the background."""
