@@ -101,8 +101,23 @@ def test_differences_name_both_sides(change, told, can_average, is_option):
             [parameter("", 8, 6)],
             ["the optimizer has 2 parameters here and 1 there"],
         ),
+        (
+            [*TWO, TWO[0]],
+            ["the optimizer has 2 parameters here and 3 there"],
+        ),
     ],
-    ids=["same", "shape", "missing", "extra", "frozen", "order", "renamed", "without names", "fewer without names"],
+    ids=[
+        "same",
+        "shape",
+        "missing",
+        "extra",
+        "frozen",
+        "order",
+        "renamed",
+        "without names",
+        "fewer without names",
+        "one name twice",
+    ],
 )
 def test_parameters_are_compared_by_name(other, told):
     assert compare_parameters(TWO, other) == told

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -315,7 +315,10 @@ class ProgressTracker(Facade):
             # A peer that does not fit should stop before it has trained with others.
             self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
         now, board = get_dht_time(), self.board
-        host_of = lambda peer: self.dht.p2p.host_of(PeerID(peer))  # noqa: E731
+
+        def host_of(peer: bytes) -> Hashable:
+            return self.dht.p2p.host_of(PeerID(peer))
+
         self._company.look(lambda: board.present(now), board.last_members, now, host_of)
 
     def compare_rounds(self) -> None:

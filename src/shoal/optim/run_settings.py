@@ -156,8 +156,8 @@ def compare_parameters(own: Sequence[ParameterSettings], other: Sequence[Paramet
     """How the parameters of two peers differ in number, order, shape, or in what is frozen."""
     if not own or not other:
         return []
-    has_names = all(each.name for each in (*own, *other))
     names, their_names = [each.name for each in own], [each.name for each in other]
+    has_names = all((*names, *their_names)) and len(set(their_names)) == len(their_names)
     if [(p.shape, p.is_trained) for p in own] == [(p.shape, p.is_trained) for p in other]:
         # Wrappers rename parameters. Only if the names themselves are the same, their order means something.
         is_moved = has_names and names != their_names and Counter(names) == Counter(their_names)
