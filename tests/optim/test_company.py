@@ -190,6 +190,7 @@ def test_memory_is_bounded_and_the_log_is_not_filled(peer, caplog):
     with caplog.at_level(logging.WARNING):
         peer.train(2)
     assert len(caplog.messages) <= 5
+    assert len(peer.company._warned_of) <= MAX_PEERS
 
 
 def test_the_option_is_checked():

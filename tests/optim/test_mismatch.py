@@ -187,7 +187,7 @@ def test_another_optimizer_and_other_groups_are_named(peers):
     error = stops(peers.make(model, optimizer=torch.optim.Adam(groups)))
     assert error.differences == [
         "optimizer is Adam here and SGD there",
-        "parameter groups is [2, 2] here and [4] there",
+        "size of each parameter group is [2, 2] here and [4] there",
     ]
 
 

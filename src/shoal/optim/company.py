@@ -13,6 +13,7 @@ with others by other rules. One of two sides stops, and it must not be the healt
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
@@ -76,8 +77,9 @@ class Company:
         self.strangers: frozenset[bytes] = frozenset()
         """The peers with which this one cannot average."""
         self._known: dict[bytes, Known] = {}
+        self._warned_of = set[bytes]()
         self._alone_since: float | None = None
-        self._next_look = 0.0
+        self._next_look = -math.inf
         self._warn_seldom = Seldom(logger.warning, 3600.0)
 
     # --- what others tell ---------------------------------------------------------------------------------------------
@@ -122,8 +124,11 @@ class Company:
 
     def _note(self, peer: bytes, known: Known) -> None:
         self._known.pop(peer, None)
+        self._warned_of.discard(peer)
         while len(self._known) >= MAX_PEERS:
-            del self._known[next(iter(self._known))]
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._warned_of.discard(oldest)
         self._known[peer] = known
         self.strangers = frozenset(p for p, each in self._known.items() if each.differences and not each.can_average)
 
@@ -141,7 +146,7 @@ class Company:
         Args:
             present: the other peers that take part and can be reached.
             mates: the members of this peer's last round. They fit, even if they cannot tell their settings.
-            now: DHT time.
+            now: seconds of a clock that is never set.
             host_of: peers of one host have one vote.
 
         Raises:
@@ -166,7 +171,8 @@ class Company:
             self._alone_since = now
         is_settled = all(peer in known and known[peer].differences is not None for peer in others)
         # Of several sides the one with most hosts is most likely right.
-        sides = Counter(digest for digest, _ in {(each.digest, host_of(peer)) for peer, each in misfits.items()})
+        votes = dict.fromkeys((each.digest, host_of(peer)) for peer, each in misfits.items())
+        sides = Counter(digest for digest, _ in votes)
         [(largest, hosts)] = sides.most_common(1)
         side = {peer: each for peer, each in misfits.items() if each.digest == largest}
         is_urgent = any(each.is_urgent for each in side.values())
@@ -179,7 +185,8 @@ class Company:
     def _warn_of_strangers(self, known: dict[bytes, Known]) -> None:
         """Also of those that have stopped by now, so that the users of both sides know."""
         for peer, each in known.items():
-            if each.differences:
+            if each.differences and peer not in self._warned_of:
+                self._warned_of.add(peer)
                 shown = _joined(each.differences)
                 self._warn_seldom(
                     "peer %s has other settings than this one in run %r: %s. It is told so. If this peer is the wrong "

@@ -275,7 +275,7 @@ class Optimizer(JointOptimizer):
                 "target_batch_size": self.target_batch_size,
                 "average_state_every": self.settings.average_state_every,
                 "optimizer": type(self.opt).__name__,
-                "parameter groups": [len(group["params"]) for group in self.opt.param_groups],
+                "size of each parameter group": [len(group["params"]) for group in self.opt.param_groups],
                 "scheduler": describe_schedule(self.scheduler),
             }
             if grads is not None:

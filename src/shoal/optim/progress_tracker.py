@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -314,12 +315,15 @@ class ProgressTracker(Facade):
             self._has_looked_at_company = True
             # A peer that does not fit should stop before it has trained with others.
             self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        now, board = get_dht_time(), self.board
+        board = self.board
 
         def host_of(peer: bytes) -> Hashable:
             return self.dht.p2p.host_of(PeerID(peer))
 
-        self._company.look(lambda: board.present(now), board.last_members, now, host_of)
+        def present() -> Collection[bytes]:
+            return board.present(get_dht_time())
+
+        self._company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.sides`) and note which peers are in them."""
