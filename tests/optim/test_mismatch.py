@@ -78,6 +78,11 @@ def stops(trainer: Trainer) -> SettingsMismatch:
     return caught[0]
 
 
+def is_urgent(trainer: Trainer, other: Trainer) -> bool:
+    """Whether a peer does not wait for others that fit."""
+    return trainer.opt._company._known[other.opt.dht.peer_id.to_bytes()].is_urgent
+
+
 def warns(trainer: Trainer, caplog: pytest.LogCaptureFixture, *words: str) -> None:
     """Step until the peer has warned of the other one."""
 
@@ -134,7 +139,7 @@ def with_schedule(make: Callable[[torch.optim.Optimizer], Any]) -> dict[str, Any
 def test_another_schedule_is_named_at_once(peers, theirs, told, monkeypatch):
     monkeypatch.setattr(company, "PATIENCE", 1e9)
     begin(peers.make(**with_schedule(lambda o: CosineAnnealingLR(o, 100))))
-    error = stops(peers.make(**with_schedule(theirs)))
+    error = stops(peers.make(**with_schedule(theirs)))  # and not after a minute
     assert any(told in each for each in error.differences)
 
 
@@ -161,8 +166,10 @@ def test_another_model_is_named_by_its_parameters(peers, name, caplog):
     make, told = OTHER_MODELS[name]
     first = peers.make()
     begin(first)
-    error = stops(peers.make(make()))
+    newcomer = peers.make(make())
+    error = stops(newcomer)
     assert told in error.differences
+    assert not is_urgent(newcomer, first), "it waits for others that fit"
     warns(first, caplog, "parameter '")
 
 
@@ -197,6 +204,7 @@ def test_the_other_kind_of_optimizer_is_named(peers, kinds, caplog):
     begin(first)
     here, there = kinds[1].__name__, kinds[0].__name__
     assert stops(newcomer).differences == [f"this peer trains with {here}, and that one with {there}"]
+    assert not is_urgent(newcomer, first)
     warns(first, caplog, f"this peer trains with {there}, and that one with {here}")
     assert "shares a training state" not in caplog.text
 
@@ -224,16 +232,24 @@ def test_other_options_of_diloco_are_named_on_both_sides(peers, name, caplog):
     warns(first, caplog, told.split(" is ")[0].split(" has ")[0])
 
 
-def test_two_that_begin_together_both_stop(peers):
-    """Nothing tells which of them is wrong."""
-    one, other = peers.make(), peers.make(target_batch_size=128)
-    for trainer in (one, other):
-        backward_of(trainer)
-    errors = in_parallel(lambda: stops(one), lambda: stops(other))
-    assert [error.differences for error in errors] == [
-        ["target_batch_size is 64 here and 128 there"],
-        ["target_batch_size is 128 here and 64 there"],
-    ]
+def test_of_two_that_begin_together_at_least_one_stops(peers):
+    """Both do if each finds the other there, and nothing tells which of them is wrong."""
+    pair, errors = [peers.make(), peers.make(target_batch_size=128)], list[SettingsMismatch]()
+
+    def train(trainer: Trainer) -> None:
+        def is_over() -> bool:
+            try:
+                backward_of(trainer)
+                trainer.opt.step(batch_size=1)
+            except SettingsMismatch as e:
+                errors.append(e)
+            return bool(errors)
+
+        wait_until(is_over, "one of them stops")
+
+    in_parallel(*(lambda t=t: train(t) for t in pair))
+    told = ["target_batch_size is 64 here and 128 there"], ["target_batch_size is 128 here and 64 there"]
+    assert all(error.differences in told for error in errors)
 
 
 def test_a_run_goes_on_when_a_wrong_peer_comes(peers, caplog):

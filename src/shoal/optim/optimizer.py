@@ -29,7 +29,15 @@ from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.report import Reporting
-from shoal.optim.run_settings import GRADIENT_OPTIONS, STATE_OPTIONS, RunSettings, settings_of, settings_of_averager
+from shoal.optim.run_settings import (
+    GRADIENT_OPTIONS,
+    GROUPS,
+    OPTIMIZER,
+    STATE_OPTIONS,
+    RunSettings,
+    settings_of,
+    settings_of_averager,
+)
 from shoal.optim.schedules import describe_schedule
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
 from shoal.optim.synchronization import Synchronization
@@ -274,8 +282,8 @@ class Optimizer(JointOptimizer):
             shared = {
                 "target_batch_size": self.target_batch_size,
                 "average_state_every": self.settings.average_state_every,
-                "optimizer": type(self.opt).__name__,
-                "size of each parameter group": [len(group["params"]) for group in self.opt.param_groups],
+                OPTIMIZER: type(self.opt).__name__,
+                GROUPS: [len(group["params"]) for group in self.opt.param_groups],
                 "scheduler": describe_schedule(self.scheduler),
             }
             if grads is not None:

@@ -53,6 +53,9 @@ STATE_OPTIONS = {
     "aggregation": "state_aggregation",
     "phases": "phases of state averaging",
 }
+# Another model usually has others of these, too.
+OPTIMIZER, GROUPS = "optimizer", "size of each parameter group"
+_OF_THE_MODEL = {STATE_TENSORS, OPTIMIZER, GROUPS}
 
 
 class ParameterSettings(msgspec.Struct, array_like=True, frozen=True):
@@ -106,8 +109,11 @@ class RunSettings(Header):
         return mine == theirs and not other.hidden
 
     def differs_in_options(self, other: RunSettings) -> bool:
-        """Whether an option differs by which the others train. An auxiliary, which does not train, has none."""
-        return bool(self.shared and other.shared) and self.shared != other.shared
+        """Whether peers of one kind differ in an option that does not follow from their models."""
+        if self.kind != other.kind or not (self.shared and other.shared):
+            return False
+        names = (self.shared.keys() | other.shared.keys()) - _OF_THE_MODEL
+        return any(self.shared.get(name) != other.shared.get(name) for name in names)
 
     def differences(self, other: RunSettings) -> list[str]:
         """The settings that differ, in words for the user of this peer; empty if both peers fit.
@@ -120,7 +126,7 @@ class RunSettings(Header):
         told = compare_parameters(self.parameters, other.parameters)
         opaque = list[str]()
         compared = [(self.needed, other.needed)]
-        compared += [(self.shared, other.shared)] if self.differs_in_options(other) else []
+        compared += [(self.shared, other.shared)] if self.shared and other.shared else []
         for own, theirs in compared:
             for name in sorted(own.keys() | theirs.keys()):
                 mine, given = own.get(name), theirs.get(name)
