@@ -69,6 +69,17 @@ def test_a_newcomer_with_another_option_stops_at_once(peer):
         peer.train(1)
 
 
+def test_two_newcomers_that_find_each_other_both_stop(peer):
+    """Nothing tells which of them is wrong."""
+    other = Peer()
+    other.company = Company("digits", OTHER_TARGET)
+    peer.meet(A, OTHER_TARGET, was_first=True)
+    other.meet(B, OWN, was_first=True)
+    for each in (peer, other):
+        with pytest.raises(SettingsMismatch):
+            each.train(1)
+
+
 def test_it_waits_for_the_settings_of_all_peers_that_it_has_heard_of(peer):
     """The first that answers may be the stranger."""
     peer.meet(A, OTHER_TARGET, was_first=True)

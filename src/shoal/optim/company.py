@@ -7,7 +7,7 @@ with others by other rules. One of two sides stops, and it must not be the healt
 
 - The side that stops has fewer hosts than another side. So one liar stops nobody.
 - If no side has more hosts, the newcomer stops: the peer that found the other side there when it came. It has the least
-  to lose. Two peers that start together both stop, because nothing tells which of them is wrong.
+  to lose. Two peers that start together may both stop: nothing tells which of them is wrong.
 """
 
 from __future__ import annotations
