@@ -200,7 +200,7 @@ class SettingsMismatch(ShoalError, ValueError):
         told = "".join(f"\n  {difference}" for difference in differences)
         super().__init__(
             f"this peer does not fit run {run_id!r}: {why}. It differs from {whom}:{told}\n"
-            "Make these the same in all peers, or choose another run_id here. With on_mismatch='warn' this peer goes on"
+            "Make these the same in all peers, or choose another run_id here. To continue anyway: on_mismatch='warn'"
         )
 
     def __reduce__(self) -> tuple[type[SettingsMismatch], tuple[str, str, str, list[str], list[str]]]:

@@ -171,13 +171,13 @@ def test_the_largest_side_is_named(peer):
     assert "tensors differ" in caught.value.differences[0]
 
 
-def test_with_warn_it_trains_on_and_says_so_once(caplog):
+def test_with_warn_it_continues_with_one_warning(caplog):
     peer = Peer("warn")
     peer.meet(A, OTHER_MODEL, was_first=True)
     peer.train(10 * PATIENCE)
     [line] = caplog.messages
     assert "this peer does not fit run 'digits'" in line
-    assert "on_mismatch='warn'" in line
+    assert "on_mismatch is 'warn'" in line
 
 
 def test_only_peers_that_cannot_average_are_left_out(peer):

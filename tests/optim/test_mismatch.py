@@ -263,11 +263,11 @@ def test_a_run_goes_on_when_a_wrong_peer_comes(peers, caplog):
     assert len(lines) <= len(run), "one each"
 
 
-def test_with_warn_a_peer_trains_on(peers, caplog):
+def test_with_warn_a_peer_continues(peers, caplog):
     begin(peers.make())
     other = peers.make(make_model(hidden=16), on_mismatch="warn")
     other.train_until(2)
-    wait_until(lambda: (other.step(), "on_mismatch='warn'" in caplog.text)[1], "it says that it goes on")
+    wait_until(lambda: (other.step(), "on_mismatch is 'warn'" in caplog.text)[1], "it says that it continues")
 
 
 def test_an_auxiliary_needs_no_options_of_training(peers):

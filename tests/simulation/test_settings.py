@@ -112,7 +112,7 @@ def test_the_wrong_newcomer_stops_and_the_run_does_not(seed, caplog):
     assert len(lines) <= 6 * 2, "each difference once, at each peer"
 
 
-def test_of_two_sides_the_larger_one_goes_on_whoever_was_first(seed):
+def test_the_larger_of_two_sides_wins_even_if_it_came_later(seed):
     async def main() -> None:
         swarm = Run()
         [first] = await swarm.add(settings("large"))

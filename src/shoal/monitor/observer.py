@@ -47,7 +47,7 @@ BYTES_OF_RECORD = 600.0
 MAX_KEYS = 1024
 MAX_PEERS_REMEMBERED = 50_000
 TICK_SECONDS = 1.0
-# After so many seconds without a peer, the user is told which runs there are.
+# Seconds without a peer after which the user is told which runs exist.
 SECONDS_BEFORE_HELP = 20.0
 
 

@@ -206,7 +206,7 @@ class Company:
         if self.on_mismatch == RAISE:
             raise SettingsMismatch(self.run_id, why, whom, differences, names)
         self._warn_seldom(
-            "this peer does not fit run %r: %s. It differs from %s: %s. It trains on, as on_mismatch='warn' wants it",
+            "this peer does not fit run %r: %s. It differs from %s: %s. It continues, because on_mismatch is 'warn'",
             self.run_id,
             why,
             whom,

@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
-# So many peers are told this one's settings within so many seconds: these can be some hundred kilobytes.
+# The most peers that are told this peer's settings within this number of seconds. Settings may take several hundred
+# kilobytes.
 SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
@@ -144,7 +145,7 @@ class ProgressExchange(ServicerBase):
         """The settings of other peers; ``None``: they are not compared."""
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
-        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when settings were told, at most so many
+        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
         self.acquaintances = Acquaintances()
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)

@@ -174,7 +174,7 @@ class ProgressTracker(Facade):
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
         exchange.vouching, exchange.company = self._vouching, self._company
-        # The name of a private run is nobody else's business.
+        # A private run keeps its name to itself.
         if self._company is not None and self.dht.p2p.membership is None:
             exchange.runs = self._make_run_list()
         await exchange.start()

@@ -1,4 +1,4 @@
-"""A list of the runs in a swarm, for people who have mistyped the name of theirs.
+"""A list of the runs in a swarm, to show a user the runs that exist when the name of a run is mistyped.
 
 A few peers of each run keep a small record of it under one key of the DHT, signed by themselves: how many peers their
 run has. It is read only by a peer that finds nobody in its own run, and by a monitor. Runs with a token are not listed.
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 KEY = "shoal_runs"
 # Seconds for which a record is valid, and between two looks whether the run needs one.
 LIFETIME, PERIOD = 1800.0, 600.0
-# So many peers keep a record of a run. Of a large run, only about so many look whether one is missing.
+# The number of peers that keep a record of a run, and in a large run, the usual number of peers that look whether one
+# is missing.
 KEEPERS, LOOKERS = 3, 12
 # Seconds after which a peer that has met nobody reads the list.
 ALONE_SECONDS = 20.0
