@@ -27,6 +27,7 @@
     │   ├── MatchmakingException    no group could be formed
     │   └── AllreduceException      a step ended without a result, usually after a group was formed
     │       └── BannedException     a member of the group was excluded from the rest of the round
+    ├── SettingsMismatch        the settings of this peer are not those of its run; the text names what differs
     ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
@@ -182,6 +183,28 @@ class AllreduceException(AveragingError):
 
 class BannedException(AllreduceException):
     """A group member was excluded from the rest of the round."""
+
+
+class SettingsMismatch(ShoalError, ValueError):
+    """This peer has other settings than the peers of its run: it would train alone, or by other rules than they.
+
+    Attributes:
+        run_id: name of the run.
+        differences: what differs, in words.
+        peers: the ids of the peers from which this one differs.
+    """
+
+    def __init__(self, run_id: str, why: str, whom: str, differences: Sequence[str], peers: Sequence[str]) -> None:
+        self.run_id, self.differences, self.peers = run_id, list(differences), list(peers)
+        self._why, self._whom = why, whom
+        told = "".join(f"\n  {difference}" for difference in differences)
+        super().__init__(
+            f"this peer does not fit run {run_id!r}: {why}. It differs from {whom}:{told}\n"
+            "Make these the same in all peers, or choose another run_id here. To continue anyway: on_mismatch='warn'"
+        )
+
+    def __reduce__(self) -> tuple[type[SettingsMismatch], tuple[str, str, str, list[str], list[str]]]:
+        return type(self), (self.run_id, self._why, self._whom, self.differences, self.peers)
 
 
 class ArchiveError(ShoalError):

@@ -19,9 +19,11 @@ import shoal
 from shoal.cli.__main__ import main
 from shoal.cli.demo.page import RUN_ID, show_page
 from shoal.cli.monitor import serve_to_prometheus, start_page
+from shoal.monitor import observer
 from shoal.monitor.observer import Monitor
 from shoal.monitor.run import RunView
 from shoal.optim.outer.diloco import DiLoCo
+from shoal.optim.run_list import KEY
 from shoal.p2p import Identity
 from shoal.p2p.badges import Roles
 from shoal.p2p.tokens import Token
@@ -105,6 +107,16 @@ def test_it_shows_a_private_run_whose_monitor_may_only_read(tmp_path):
         finally:
             process.kill()
             process.communicate()
+
+
+def test_a_mistyped_run_is_told_which_runs_there_are(monkeypatch):
+    monkeypatch.setattr(observer, "SECONDS_BEFORE_HELP", 0.0)
+    with training("digits") as dht, shoal.DHT(dht.get_visible_maddrs(), start=True, client_mode=True) as watching:
+        wait_until(lambda: watching.get(KEY, latest=True), "the run is listed")
+        with Monitor(watching, "digit") as monitor:
+            wait_until(lambda: monitor.view.events, "the user is told something")
+            [event] = monitor.view.events
+            assert event.text == "1 peer here trains 'digits', none 'digit'. Check --run; private runs are not listed"
 
 
 def test_it_says_what_is_missing(capsys):

@@ -17,8 +17,10 @@ from shoal.dht.routing import DHTID
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
 from shoal.optim import progress_exchange
+from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage, Parting
 from shoal.optim.progress import parse_record
+from shoal.optim.run_settings import MAX_SETTINGS, PARAMETERS_SHOWN, TENSORS, ParameterSettings, RunSettings
 from shoal.p2p import Header, Identity, PeerID
 from shoal.p2p.transport import decode_header
 from shoal.serializer import MSGPackSerializer
@@ -44,6 +46,11 @@ GROUP = messages.GroupStart(
 _PART = messages.PartHeader(1, None, 4096)
 _ROUND = _rng.randbytes(21)
 _PROGRESS = progress_exchange.ProgressMessage(3, 64, 12.5, _LATER, False, ends_in=0.5, rounds=LINEAGE)
+_PARAMETERS = [
+    ParameterSettings("0.weight", (8, 6), "float32", True),
+    ParameterSettings("0.bias", (8,), "float32", True),
+]
+SETTINGS = RunSettings("Optimizer", {TENSORS: "1"}, {"target_batch_size": "64"}, {"data": "poems"}, 0, _PARAMETERS)
 HEADERS: list[Header] = [
     *_PEERS[:1],
     GROUP,
@@ -74,6 +81,7 @@ HEADERS: list[Header] = [
     messages.ChunkRequest(index=3),
     messages.StateChunk(index=3),
     _PROGRESS,
+    SETTINGS,
 ]
 PACKED = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
 RECORD = MSGPackSerializer.dumps(
@@ -124,6 +132,21 @@ def _progress_record(data: bytes) -> str:
         return "ValueError"
     assert record.samples_accumulated >= 0 <= record.samples_per_second
     return "parsed"
+
+
+def _settings(data: bytes) -> str:
+    """What a user is told of a peer whose settings differ: a few lines, without terminal codes."""
+    try:
+        told = decode_header(data, RunSettings)
+    except ProtocolError:
+        return "ProtocolError"
+    differences = SETTINGS.differences(told)
+    assert len(differences) <= 3 * MAX_SETTINGS + PARAMETERS_SHOWN + 2
+    assert all(len(each) < 1000 and each.isprintable() for each in differences)
+    company = Company("run", SETTINGS)
+    company.hear_settings(_OTHER.peer_id.to_bytes(), told, was_first=False)
+    assert bool(company.strangers) <= bool(differences)
+    return "differs" if differences else "fits"
 
 
 def _lineage(data: bytes) -> str:
@@ -209,6 +232,7 @@ def targets() -> list[Target]:
         *(_header(each) for each in sorted(PACKED, key=lambda each: each.__name__)),
         Target("a group's start", lambda m: m.packed(group, packed) if m.rng.random() < 0.9 else group, _group),
         Target("record of progress", lambda m: m.packed(RECORD, packed), _progress_record),
+        Target("settings", lambda m: m.packed(PACKED[RunSettings], packed), _settings),
         Target("lineage", lambda m: m.bytes(LINEAGE, [_ROUND]) if m.rng.random() < 0.9 else LINEAGE, _lineage),
         Target("owner's tag", lambda m: m.bytes(tags[0], tags) if m.rng.random() < 0.9 else tags[0], _tag),
         Target("declaration of an averager or donor", declarations.make, declarations.feed),

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal import DHT, DecentralizedAverager, Float16Compression, Optimizer, TopKCompression, TrainingAverager
-from shoal.errors import ReactorError
+from shoal import DHT, DecentralizedAverager, DiLoCo, Float16Compression, Optimizer, TopKCompression, TrainingAverager
+from shoal.errors import NotAMemberError, ReactorError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.state_averager import TrainingStateAverager
+from shoal.p2p.tokens import Token, roles_named
 from tests.optim.conftest import backward, make_model, sgd
 
 
@@ -315,3 +316,34 @@ def test_what_is_at_work_cannot_be_copied(dht: DHT, way: Any) -> None:
     for thing in things:
         if thing is not dht:
             thing.shutdown()
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+@pytest.mark.parametrize("role", ["monitor", "relay"])
+def test_a_token_that_does_not_allow_to_train_is_refused_at_once(kind, role):
+    """Otherwise the peer would train alone, because nobody lets it in."""
+    guest = Token.new_run("secret").invite(roles_named(role), 32_000_000_000)
+    own = {"target_batch_size": 32} if kind is Optimizer else {"sync_every": 4}
+    with DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], token=guest.text) as dht:
+        for auxiliary in (False, True):
+            options = {"run_id": "run", "optimizer": sgd, "params": make_model().parameters(), "auxiliary": auxiliary}
+            with pytest.raises(NotAMemberError, match=f"the token of this peer allows: {role}.*--role train"):
+                kind(dht=dht, **own, **options)
+        assert not any("run_" in name for name in handlers_of(dht))
+
+
+def test_what_to_do_about_a_mismatch_is_one_of_two_words(dht):
+    with pytest.raises(ValueError, match="on_mismatch must be 'raise' or 'warn', got 'ignore'"):
+        make(dht, on_mismatch="ignore")
+
+
+def test_a_private_run_is_in_no_list(dht):
+    """Its name is nobody else's business, not even that of others with the same token."""
+    secret = Token.new_run("secret")
+    with (
+        DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], token=secret.text) as private,
+        make(private) as optimizer,
+        make(dht) as open_one,
+    ):
+        assert optimizer.tracker.exchange.runs is None
+        assert open_one.tracker.exchange.runs is not None

@@ -31,6 +31,7 @@ from shoal.monitor.run import RunView
 from shoal.optim.progress import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
 from shoal.optim.progress_exchange import MOST_READ, Table
 from shoal.optim.report import key_of_reports, parse_report
+from shoal.optim.run_list import describe_runs, read_runs
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 
@@ -47,6 +48,8 @@ BYTES_OF_RECORD = 600.0
 MAX_KEYS = 1024
 MAX_PEERS_REMEMBERED = 50_000
 TICK_SECONDS = 1.0
+# Seconds without a peer after which the user is told which runs exist.
+SECONDS_BEFORE_HELP = 20.0
 
 
 @dataclass
@@ -76,6 +79,20 @@ class Observer:
         self._readings, self._warn_seldom = 0, Seldom(logger.warning)
         self.bytes_read = 0.0
         """An estimate, by the number of records."""
+
+    async def name_other_runs(self) -> None:
+        """Nobody may be in this run because its name is mistyped: after a while, tell which runs there are."""
+        await asyncio.sleep(SECONDS_BEFORE_HELP)
+        if self.view.peers:
+            return
+        try:
+            runs = await read_runs(self._table)
+        except ShoalError as e:
+            self._warn_seldom("the table cannot be read: %s", e)
+            return
+        with self.view.lock:
+            if not self.view.peers:
+                self.view.hear_of_runs(describe_runs(runs), get_dht_time())
 
     async def watch(self) -> None:
         """Read until cancelled."""
@@ -218,6 +235,7 @@ class Monitor(Facade):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(observer.watch())
             tasks.create_task(prober.watch())
+            tasks.create_task(observer.name_other_runs())
             tasks.create_task(tick())
 
     def is_alive(self) -> bool:

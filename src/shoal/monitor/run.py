@@ -11,7 +11,7 @@ import bisect
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median, median_high
@@ -300,6 +300,12 @@ class RunView:
         for kind, count in report.troubles.items():
             if count > before.troubles.get(kind, 0):
                 self._tell(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
+
+    def hear_of_runs(self, runs: Sequence[str], now: float) -> None:
+        """Nobody was found in this run, but in these, in words."""
+        name = one_line(self.run)
+        others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
+        self._tell(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
         """A peer has withdrawn its record."""

@@ -45,6 +45,8 @@ class Remainder:
     """Parameters that do not require gradients."""
     buffers: Named = field(default_factory=list)
     """Buffers that are part of checkpoints, such as running means of batch norms."""
+    names: tuple[str, ...] = ()
+    """Of the optimizer's parameters, in its order; empty if the model does not name all of them."""
 
     @classmethod
     def find(
@@ -70,8 +72,10 @@ class Remainder:
                 "no module was found that the parameters belong to, perhaps because this program has called "
                 "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
             )
-        found = outermost(modules) if model is None else [model]
-        return cls.of(map(unwrapped, found), [*parameters, *extra_tensors])
+        models = list(map(unwrapped, outermost(modules) if model is None else [model]))
+        found = cls.of(models, [*parameters, *extra_tensors])
+        found.names = _names_of(parameters, models)
+        return found
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> Remainder:
@@ -114,6 +118,12 @@ class Remainder:
         changing = [*self.trained, *self.buffers]
         self.trained, self.buffers = [], []
         return changing
+
+
+def _names_of(parameters: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
+    known = {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+    names = tuple(known.get(id(parameter), "") for parameter in parameters)
+    return names if all(names) else ()
 
 
 def owners_of(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.optim.devices import copy_all
+from shoal.optim.missing_gradients import MissingGradients
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class GradientAccumulator:
         self._first_batch_size = 0
         self._expected_batch_size: int | None = None
         self._warned = False
+        self._missing = MissingGradients()
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
         # Positions of parameters that no batch has had a gradient of, since the last reset.
@@ -90,6 +92,7 @@ class GradientAccumulator:
         _check_gradients([p.grad for p in self.parameters if p.grad is not None])
         if self._untouched:
             self._untouched = {index for index in self._untouched if not self._has_gradient(index)}
+        self._missing.look(self.parameters, accumulated=self.samples if self.reuse_grad_buffers else 0)
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size

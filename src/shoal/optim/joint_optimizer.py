@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
-from shoal.errors import ReactorError
+from shoal.errors import NotAMemberError, ReactorError
 from shoal.facade import Facade
+from shoal.p2p.badges import Roles, name_of
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -31,6 +32,21 @@ def check_run_id(run_id: object) -> None:
     if not run_id:
         raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
     assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
+
+
+def check_may_train(dht: DHT) -> None:
+    """Check that the token of this peer allows it to train, before it trains alone because nobody lets it in.
+
+    Raises:
+        NotAMemberError: it does not.
+    """
+    membership = dht.p2p.membership
+    if membership is not None and Roles.TRAIN not in membership.own.roles:
+        raise NotAMemberError(
+            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask who has invited "
+            "you for a token with the role train (shoal token invite --role train)",
+            reason="wrong role",
+        )
 
 
 def uncompiled(method: Callable[P, T]) -> Callable[P, T]:

@@ -133,6 +133,7 @@ class _FirstProcess(Optimizer):
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         self.state_averager.name_parameters(model, self._users_parameters)
+        self._note_names()
 
     def note_samples(self, samples: int) -> None:
         """All processes together have accumulated so many more samples, of which :meth:`step` is not told."""

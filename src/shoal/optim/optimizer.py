@@ -18,17 +18,29 @@ from shoal.dht.dht import check_dht
 from shoal.facade import at_the_door
 from shoal.logs import counted
 from shoal.optim.auxiliary import Auxiliary
+from shoal.optim.company import Company, check_on_mismatch
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer, check_run_id, uncompiled
+from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
+from shoal.optim.missing_gradients import MissingGradients
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.report import Reporting
+from shoal.optim.run_settings import (
+    GRADIENT_OPTIONS,
+    GROUPS,
+    OPTIMIZER,
+    STATE_OPTIONS,
+    RunSettings,
+    settings_of,
+    settings_of_averager,
+)
+from shoal.optim.schedules import describe_schedule
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
 from shoal.optim.synchronization import Synchronization
 from shoal.optim.training_setup import (
@@ -108,6 +120,8 @@ class Optimizer(JointOptimizer):
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
+        on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -122,6 +136,7 @@ class Optimizer(JointOptimizer):
     """
 
     kind = "Optimizer"
+    _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
@@ -169,9 +184,12 @@ class Optimizer(JointOptimizer):
         peer_momentum: float = 0.0,
         frozen_base: str | None = None,
         guard: str = "members",
+        on_mismatch: str = "raise",
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
+        check_may_train(dht)
+        self._on_mismatch = check_on_mismatch(on_mismatch)
         target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         client_mode = dht.client_mode if client_mode is None else client_mode
         matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
@@ -184,6 +202,7 @@ class Optimizer(JointOptimizer):
         if frozen_base is not None:
             remainder.leave_at_home(frozen_base, buffers=model is None)
         extra = [] if model is None else remainder.take_what_changes()
+        self._found_names = remainder.names
         extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
@@ -191,7 +210,7 @@ class Optimizer(JointOptimizer):
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
         self._closing, self._scaling = threading.Event(), LossScaling(in_place=settings.reuse_grad_buffers)
-        self._batches = BatchesAhead(main)
+        self._batches, self._missing = BatchesAhead(main), MissingGradients()
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -262,10 +281,38 @@ class Optimizer(JointOptimizer):
                 self.tracker.advise(averager.node, averager is self.grad_averager, self._compares_rounds)
             if not self._compares_rounds:
                 self.tracker.collect_receipts(self.grad_averager, self.state_averager)
+            self._company = Company(self.run_id, self._describe(), self._on_mismatch)
+            self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()
             raise
+
+    def _describe(self) -> RunSettings:
+        """What other peers must have in common with this one."""
+        state, grads = self.state_averager, self.grad_averager
+        shared: dict[str, Any] = {}
+        if not self.auxiliary:
+            shared = {
+                "target_batch_size": self.target_batch_size,
+                "guard": self.tracker.guard,
+                "average_state_every": self.settings.average_state_every,
+                OPTIMIZER: type(self.opt).__name__,
+                GROUPS: [len(group["params"]) for group in self.opt.param_groups],
+                "scheduler": describe_schedule(self.scheduler),
+            }
+            if grads is not None:
+                averager = settings_of_averager(state.node, STATE_OPTIONS)
+                shared |= {name: averager[name] for name in STATE_OPTIONS.values()}
+        names = state.names["parameters"] or self._found_names
+        return settings_of(
+            self.kind if grads is not None else f"{self.kind}(use_local_updates=True)",
+            (grads or state).node,
+            state.main_parameters,
+            names,
+            GRADIENT_OPTIONS if grads is not None else STATE_OPTIONS,
+            shared=shared,
+        )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -287,9 +334,11 @@ class Optimizer(JointOptimizer):
 
         Raises:
             TypeError, ValueError: wrong arguments.
+            SettingsMismatch: this peer's settings are not those of its run.
             ReactorError: this Optimizer or its DHT is shut down.
         """
         self._check_open()
+        self.tracker.look_at_company()
         batch_size = self.settings.check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
             self._auxiliary.step()
@@ -338,6 +387,8 @@ class Optimizer(JointOptimizer):
             samples = self.grad_averager.local_samples_accumulated
         else:
             progress = self.tracker.local_progress
+            if batch_size > 0:
+                self._missing.look(p for p in self.state_averager.main_parameters if p.requires_grad)
             samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
         self._batches.launched_one()
         self._reporting.count(batch_size if is_used else 0)
@@ -398,6 +449,11 @@ class Optimizer(JointOptimizer):
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Let archives of the run know the parameters by their names in this model, unless they came with names."""
         self.state_averager.name_parameters(model)
+        self._note_names()
+
+    def _note_names(self) -> None:
+        if self._company is not None:
+            self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
         """Go on from a state as another peer would have given it, such as one from an archive.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -84,6 +84,8 @@ class ProgressBoard:
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
+        self.strangers: Callable[[], Collection[bytes]] = tuple
+        """The peers that have other settings, so that this one cannot average with them."""
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
         self._departed: dict[bytes, float] = {}
@@ -268,6 +270,16 @@ class ProgressBoard:
         with self.lock:
             companions = self._companions.items()
             return [peer for peer, c in companions if c.unreachable_since is not None and c.is_valid(now)]
+
+    def present(self, now: float) -> list[bytes]:
+        """All other peers that train and can be reached, whether or not they count."""
+        with self.lock:
+            return [p for p, c in self._companions.items() if c.is_reachable(now) and not c.record.is_donor]
+
+    @property
+    def last_members(self) -> frozenset[bytes]:
+        """The other members of the last round."""
+        return self._last_members
 
     def time_of_record(self, peer: bytes) -> float | None:
         """DHT time of a peer's latest record; ``None`` if this peer has none."""
@@ -501,7 +513,8 @@ class ProgressBoard:
     def _kin(self, now: float) -> dict[bytes, Companion]:
         """The peers that count: without those that train another model and will give way, or claim false epochs."""
         verdict = self._settled(now)
-        kin = {peer: c for peer, c in self._companions.items() if peer not in verdict.losers}
+        foreign = {*verdict.losers, *self.strangers()}
+        kin = {peer: c for peer, c in self._companions.items() if peer not in foreign}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
         # A peer that has declared its epoch over itself believes others that say the same.
         return self.guard.credible(

@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -23,9 +24,10 @@ import msgspec
 from shoal.clock import get_dht_time
 from shoal.dht.spread import TOO_MANY, Spread, key_at
 from shoal.dht.validation import is_short_lived
-from shoal.errors import P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
+from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
 from shoal.logs import Seldom
 from shoal.optim.acquaintances import Acquaintances
+from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
     HOLDERS_READ,
@@ -37,6 +39,8 @@ from shoal.optim.progress import (
     parse_record,
 )
 from shoal.optim.progress_message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
+from shoal.optim.run_list import RunList
+from shoal.optim.run_settings import RunSettings
 from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.p2p.addresses import Notes
@@ -49,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
+# The most peers that are told this peer's settings within this number of seconds. Settings may take several hundred
+# kilobytes.
+SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
 # The same for a peer that has said something itself since the call was made, and nothing since then.
@@ -138,6 +145,11 @@ class ProgressExchange(ServicerBase):
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._heard_at: Notes[float] = Notes()  # by these calls, of either side
         self._call_again: set[PeerID] = set()
+        self.company: Company | None = None
+        """The settings of other peers; ``None``: they are not compared."""
+        self.runs: RunList | None = None
+        """The list of all runs in the swarm; ``None``: this run is not listed."""
+        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
         self.acquaintances = Acquaintances()
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)
@@ -145,7 +157,7 @@ class ProgressExchange(ServicerBase):
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
         """The name of the method on the wire. It is short because it makes up a large part of a call."""
-        return str(namespace)
+        return str(namespace) if method == "rpc_exchange_progress" else f"{namespace}.{method.removeprefix('rpc_')}"
 
     async def start(self) -> None:
         await self.add_p2p_handlers(self._p2p, namespace=self.key)
@@ -203,6 +215,9 @@ class ProgressExchange(ServicerBase):
             await self._publish()
             if not self._board.introduced:
                 await self._introduce()
+                if self.runs is not None:
+                    self._tasks.append(asyncio.get_running_loop().create_task(self.runs.keep()))
+                    self._tasks[-1].add_done_callback(_tell_failure)
             await asyncio.sleep(self._min_period)
 
     def _is_news(self, now: float) -> bool:
@@ -246,7 +261,11 @@ class ProgressExchange(ServicerBase):
     async def _withdraw(self) -> None:
         # The DHT keeps the entry that expires last: the goodbye must expire after all records of this peer.
         expiration = math.nextafter(get_dht_time() + self._metadata_expiration, math.inf)
-        stores = [self._node.store(key, None, expiration, subkey=self._owner_tag) for key in self._written_until]
+        stores: list[Awaitable[object]] = [
+            self._node.store(key, None, expiration, subkey=self._owner_tag) for key in self._written_until
+        ]
+        if self.runs is not None:
+            stores.append(self.runs.withdraw())
         await asyncio.gather(*stores)
 
     async def _keep_fetching(self) -> None:
@@ -421,9 +440,11 @@ class ProgressExchange(ServicerBase):
             # After one more call both have said all about receipts. A liar would have something new to say each time.
             if await self._call(peer):
                 await self._call(peer)
+            await self._compare_settings(peer)
             while peer in self._call_again:
                 self._call_again.discard(peer)
                 await self._call(peer)
+                await self._compare_settings(peer)
         finally:  # at once: news that come a moment later need a call of their own
             del self._calls[peer]
 
@@ -461,14 +482,17 @@ class ProgressExchange(ServicerBase):
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
         return False
 
-    def _message(self, to: PeerID, leaving: bool = False) -> ProgressMessage:
+    def _message(self, to: PeerID, leaving: bool = False, *, is_asked: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
         ends_in = board.seconds_to_end(now) if board.updating else None
         rounds = board.kinship.news_for(to.to_bytes(), now)
         # A goodbye must be later than all records of this peer: older ones no longer count after it.
         own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
         receipts = None if self.vouching is None else self.vouching.word_for(to.to_bytes())
-        told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts}
+        settings = None
+        if self.company is not None and (is_asked or not self.company.knows(to.to_bytes())):
+            settings = self.company.digest
+        told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts, "settings": settings}
         return ProgressMessage.of(own, taking_part=board.published, **told)
 
     def _hear_receipts(self, peer: PeerID, message: ProgressMessage) -> bool:
@@ -491,6 +515,9 @@ class ProgressExchange(ServicerBase):
         except ValueError:
             self._p2p.compare_clocks()  # one of the two has the wrong time, and it may be this one
             raise
+        if self.company is not None and message.settings is not None:
+            was_first = not self._board.introduced
+            self.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
         if message.leaving:
             self.acquaintances.forget(peer)
             self._board.forget(progress.peer_id, math.inf, progress.time)
@@ -505,7 +532,41 @@ class ProgressExchange(ServicerBase):
         """Another peer tells its progress, and gets this one's in return."""
         self._hear(context.remote_id, request)
         self._hear_receipts(context.remote_id, request)
-        return self._message(context.remote_id)
+        return self._message(context.remote_id, is_asked=request.settings is not None)
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+
+    async def _compare_settings(self, peer: PeerID) -> None:
+        """If a peer has other settings, exchange them, so that both sides can tell what differs."""
+        if self.company is None or not self.company.wants_settings_of(peer.to_bytes()):
+            return
+        stub = self.get_stub(self._p2p, peer, namespace=self.key)
+        try:
+            theirs = await stub.rpc_exchange_settings(self.company.own, timeout=CALL_TIMEOUT)
+        except (ShoalError, TimeoutError) as e:  # the next call tries again
+            logger.debug("peer %s has other settings, and does not tell them: %s", peer, e)
+            return
+        self._hear_settings(peer, theirs)
+
+    def _hear_settings(self, peer: PeerID, settings: RunSettings) -> None:
+        assert self.company is not None
+        self.company.hear_settings(peer.to_bytes(), settings, was_first=not self._board.introduced)
+        self._board.call_watchers()
+
+    async def rpc_exchange_settings(self, request: RunSettings, context: P2PContext) -> RunSettings:
+        """Another peer tells its settings, and gets this one's in return.
+
+        Raises:
+            BusyError: too many have asked in the last seconds.
+        """
+        if self.company is None:
+            raise ShoalError("this peer compares no settings")
+        now = asyncio.get_running_loop().time()
+        if len(self._answers) == SETTINGS_AT_ONCE and now - self._answers[0] < SETTINGS_SECONDS:
+            raise BusyError("too many peers ask for settings")
+        self._answers.append(now)
+        self._hear_settings(context.remote_id, request)
+        return self.company.own.shown_to(request)
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. It calls that peer first if its knowledge may be old."""

@@ -9,6 +9,7 @@ import msgspec
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from shoal.optim.lineage import MAX_LINEAGE_BYTES
 from shoal.optim.progress import LocalTrainingProgress, Speed
+from shoal.optim.run_settings import DIGEST_BYTES
 from shoal.optim.vouching import Word
 from shoal.p2p import Header, PeerID
 from shoal.p2p.transport import Count, Moment
@@ -34,6 +35,9 @@ class ProgressMessage(Header, array_like=True):
     """In runs of several groups: proofs that peers were in rounds."""
     is_donor: bool = False
     """The sender only has a state for others, and comes to no round."""
+    settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
+    """A hash of the sender's settings, for a receiver whose own it does not know; see
+    :mod:`~shoal.optim.run_settings`."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:

@@ -8,7 +8,8 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.facade import Facade
+from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage
 from shoal.optim.members import Members
 from shoal.optim.progress import (
@@ -29,6 +31,7 @@ from shoal.optim.progress import (
 )
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
+from shoal.optim.run_list import RunList
 from shoal.optim.sides import Verdict, weights_of
 from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
 logger = logging.getLogger(__name__)
+
+# Seconds that the first step waits at most to learn which peers are there.
+FIRST_LOOK_SECONDS = 5.0
 
 
 def __getattr__(name: str) -> Any:
@@ -153,6 +159,8 @@ class ProgressTracker(Facade):
         )
         self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None
+        self._company: Company | None = None
+        self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
@@ -196,10 +204,21 @@ class ProgressTracker(Facade):
             metadata_expiration=self.metadata_expiration,
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
-        exchange.vouching = self._vouching
+        exchange.vouching, exchange.company = self._vouching, self._company
+        # A private run keeps its name to itself.
+        if self._company is not None and self.dht.p2p.membership is None:
+            exchange.runs = self._make_run_list()
         await exchange.start()
         self._portal.on_close(exchange.stop)
         self.exchange = exchange
+
+    def _make_run_list(self) -> RunList:
+        board = self.board
+
+        def num_peers() -> int:
+            return board.global_progress(get_dht_time()).num_peers
+
+        return RunList(self.dht.node, self.dht.p2p, self.prefix, num_peers, lambda: not board.present(get_dht_time()))
 
     def is_alive(self) -> bool:
         """Whether the tracker works in the background."""
@@ -333,6 +352,32 @@ class ProgressTracker(Facade):
 
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
+    def compare_settings(self, company: Company) -> None:
+        """From now on, compare settings with other peers. Call this before the tracker starts."""
+        self._company, self.board.strangers = company, lambda: company.strangers
+
+    def look_at_company(self) -> None:
+        """Warn of peers that do not fit. Called by the training thread before each step.
+
+        Raises:
+            SettingsMismatch: this peer does not fit the others.
+        """
+        if self._company is None:
+            return
+        if not self._has_looked_at_company:
+            self._has_looked_at_company = True
+            # A peer that does not fit should stop before it has trained with others.
+            self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        board = self.board
+
+        def host_of(peer: bytes) -> Hashable:
+            return self.dht.p2p.host_of(PeerID(peer))
+
+        def present() -> Collection[bytes]:
+            return board.present(get_dht_time())
+
+        self._company.look(present, board.last_members, time.monotonic(), host_of)
+
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.sides`) and note which peers are in them."""
         self.board.kinship.begin()
@@ -424,8 +469,8 @@ class ProgressTracker(Facade):
             tag = peer.to_bytes()
             if tag in verdict.losers or (gives_way and tag not in verdict.winners):
                 continue
-            if self.board.time_of_record(tag) is None:
-                ranks[peer] = -1.0  # it offers its state but does not train, or is not known yet
+            if self.board.time_of_record(tag) is None or tag in self.board.strangers():
+                ranks[peer] = -1.0  # it offers its state but does not train with this peer, or is not known yet
             elif tag in epochs:
                 ranks[peer] = epochs[tag]
         return ranks

@@ -8,6 +8,7 @@ any epoch; see :func:`catch_up` for the others.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import math
 from collections import Counter
@@ -122,6 +123,57 @@ class HiveMindScheduler:
         if name == "scheduler":  # not set yet, such as while the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+# At these epochs the factors of a function are compared whose constants cannot be read.
+_SAMPLED_EPOCHS = (1, 10, 100, 1000, 10_000)
+
+
+def describe_schedule(scheduler: Any) -> str:
+    """The kind of a schedule and its constants. Peers with the same schedule get the same text."""
+    if scheduler is None:
+        return "none"
+    name = type(scheduler).__name__
+    if not _is_of_torch(scheduler):
+        return name  # what is constant in its state is not known
+    told = [describe_schedule(part) for part in getattr(scheduler, "_schedulers", ())]
+    values = {"milestones": getattr(scheduler, "_milestones", None), **vars(scheduler)}
+    for key, value in sorted(values.items()):
+        if not key.startswith("_") and key not in _MOVING and key != "verbose" and _is_constant(value):
+            told.append(f"{key}={_written(value)}")
+    told += [_describe_function(function) for function in getattr(scheduler, "lr_lambdas", ())]
+    return f"{name}({', '.join(told)})"
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_constant(each) for each in value)
+    if isinstance(value, (list, tuple)):
+        return all(_is_constant(each) for each in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):  # a counter of milestones
+        return f"[{', '.join(_written(each) for each in sorted(value))}]"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_written, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _describe_function(function: Any) -> str:
+    """A function of the epoch: the arguments that were bound to it, or else its values."""
+    if isinstance(function, functools.partial):
+        bound: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
+        if bound and all(map(_is_constant, bound.values())):
+            return ", ".join(f"{name}={_written(value)}" for name, value in bound.items())
+    factors = list[str]()
+    for epoch in _SAMPLED_EPOCHS:
+        try:
+            factors.append(f"{round(float(function(epoch)), 10):.5g}")  # rounding differs between machines
+        except Exception:  # a function of the user's, which may know no such epoch
+            factors.append("–")
+    return f"factors {', '.join(factors)} at epochs {', '.join(map(str, _SAMPLED_EPOCHS))}"
 
 
 def forget_schedule(optimizer: torch.optim.Optimizer) -> None:

@@ -80,6 +80,11 @@ def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:
     return wanted if wanted is not AveragingMode.NODE or p2p.is_callable else AveragingMode.CLIENT
 
 
+def advice_on(name: str) -> str:
+    """What to do if a setting differs; empty if there is nothing special."""
+    return _ADVICE.get(name, "")
+
+
 def difference_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     """The settings that differ, in words for the other side to read; empty if none does.
 

@@ -16,8 +16,9 @@ from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.facade import at_the_door
+from shoal.optim.company import Company, check_on_mismatch
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.joint_optimizer import JointOptimizer, uncompiled
+from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
@@ -36,6 +37,8 @@ from shoal.optim.outer.slot_tracker import make_tracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
 from shoal.optim.report import Reporting
+from shoal.optim.run_settings import RunSettings, describe_optimizer, settings_of
+from shoal.optim.schedules import describe_schedule
 from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory, default_silence
 from shoal.optim.training_state import OWN
@@ -107,6 +110,8 @@ class DiLoCo(JointOptimizer):
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
+        on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -120,6 +125,7 @@ class DiLoCo(JointOptimizer):
     """
 
     kind = "DiLoCo"
+    _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
@@ -165,8 +171,11 @@ class DiLoCo(JointOptimizer):
         shutdown_timeout: float = 5.0,
         verbose: bool = False,
         guard: str = "members",
+        on_mismatch: str = "raise",
     ) -> None:
         check_dht(dht)
+        check_may_train(dht)
+        self._on_mismatch = check_on_mismatch(on_mismatch)
         client_mode = dht.client_mode if client_mode is None else client_mode
         if target_batch_size is not None:
             target_batch_size = count_of_samples("target_batch_size", target_batch_size)
@@ -269,10 +278,37 @@ class DiLoCo(JointOptimizer):
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
             if self.tracker.guard == "open":
                 self._rounds.deeds.advise(self.averager.node)
+            self._company = Company(self.run_id, self._describe(), self._on_mismatch)
+            self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()
             raise
+
+    def _describe(self) -> RunSettings:
+        """What other peers must have in common with this one."""
+        settings, schedule = self.settings, self.schedule
+        outer = self._fragments[0].state
+        shared = {
+            "sync_every": schedule.sync_every,
+            "guard": self.tracker.guard,
+            "target_batch_size": schedule.target_batch_size,
+            "outer_optimizer": describe_optimizer(outer.optimizer),
+            "outer_scheduler": describe_schedule(outer.scheduler),
+        }
+        return settings_of(
+            self.kind,
+            self.averager.node,
+            self.inner.parameters,
+            self.inner.names,
+            {},
+            needed={
+                "average": settings.average,
+                "fragments": schedule.fragments,
+                "weighting": settings.weighting,
+            },
+            shared={} if self.auxiliary else shared,
+        )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -294,8 +330,10 @@ class DiLoCo(JointOptimizer):
 
         Raises:
             RuntimeError: the model holds the outer parameters.
+            SettingsMismatch: this peer's settings are not those of its run.
         """
         self._check_open()
+        self.tracker.look_at_company()
         if self._auxiliary is not None:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("an auxiliary peer has no batches: call step() without arguments")
@@ -393,6 +431,8 @@ class DiLoCo(JointOptimizer):
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Let archives of the run know the parameters by their names in this model, unless they came with names."""
         self.inner.name_parameters(model)
+        if self._company is not None:
+            self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
         """Go on from a state as another peer would have given it, such as one from an archive.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.finite import first_not_finite
+from shoal.optim.missing_gradients import MissingGradients
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
@@ -77,6 +78,7 @@ class InnerOptimizers:
         """Of the parameters, for archives; empty if they came without names."""
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise ValueError("a parameter is trained by two optimizers: give each of them its own")
+        self._missing = MissingGradients()
         # Their positions: no fragment has them.
         self._frozen = [n for n, parameter in enumerate(self.parameters) if not parameter.requires_grad]
 
@@ -108,6 +110,7 @@ class InnerOptimizers:
                 f"parameter {which} was frozen when this optimizer was made, so it is not exchanged, and peers would "
                 "train it apart: make the optimizer while it requires gradients, and freeze it afterwards"
             )
+        self._missing.look(parameter for parameter in self.parameters if parameter.requires_grad)
         if scaler is not None:
             if not scaler.unscale_batch(trainer, ends=True):
                 return False

@@ -67,7 +67,8 @@ class OuterBoard(ProgressBoard):
         with self.lock:
             self._drop_expired(now)
             present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
-            return {peer for peer, companion in present.items() if not companion.record.is_donor}
+            strangers = self.strangers()
+            return {p for p, companion in present.items() if not companion.record.is_donor and p not in strangers}
 
     def electorate(self, now: float, earliest: int) -> set[bytes]:
         """Other peers that count when it is asked whether most have come to a round.

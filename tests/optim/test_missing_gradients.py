@@ -1,0 +1,105 @@
+"""Loops that call step(), backward() and zero_grad() in the wrong order are told so, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shoal import DHT, DiLoCo, Optimizer
+from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.missing_gradients import BATCHES_READ
+from tests.optim.conftest import backward, make_model
+
+KINDS = ["gradients", "local updates", "DiLoCo"]
+
+
+@pytest.fixture(scope="module")
+def dht() -> Iterator[DHT]:
+    with DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) as dht:
+        yield dht
+
+
+@pytest.fixture(params=KINDS)
+def training(request, dht, closing) -> tuple[torch.nn.Module, Optimizer | DiLoCo]:
+    model = make_model()
+    options = {"dht": dht, "run_id": "run", "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    if request.param == "DiLoCo":
+        return model, closing(DiLoCo(sync_every=1000, **options))
+    use_local_updates = request.param == "local updates"
+    return model, closing(Optimizer(target_batch_size=10**6, use_local_updates=use_local_updates, **options))
+
+
+def batch(model: torch.nn.Module) -> None:
+    backward(model, torch.randn(8, 6))
+
+
+def step_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(batch_size=8)
+    batch(model)
+    optimizer.zero_grad()
+
+
+def zero_between(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    batch(model)
+    optimizer.zero_grad()
+    optimizer.step(batch_size=8)
+
+
+def zeros_between(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    batch(model)
+    model.zero_grad(set_to_none=False)
+    optimizer.step(batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (step_first, "no parameter has a gradient"),
+        (zero_between, "no parameter has a gradient"),
+        (zeros_between, "all of its gradients are zero"),
+    ],
+)
+def test_a_wrong_order_is_told_once(training, loop: Callable[..., None], told, caplog):
+    for _ in range(5):
+        loop(*training)
+    [line] = [line for line in caplog.messages if "backward()" in line]
+    assert told in line
+    assert "call loss.backward() before step(), and zero_grad() after step()" in line
+
+
+def test_a_right_order_is_not_told(training, caplog):
+    model, optimizer = training
+    for _ in range(BATCHES_READ + 2):
+        optimizer.zero_grad()
+        batch(model)
+        optimizer.step(batch_size=8)
+    optimizer.step(lambda: batch(model), batch_size=8)
+    optimizer.zero_grad()
+    optimizer.step(batch_size=0)  # only takes part
+    assert not [line for line in caplog.messages if "backward()" in line]
+
+
+def test_gradients_that_accumulate_in_the_parameters_and_are_thrown_away_are_told(caplog):
+    model = make_model()
+    accumulator = GradientAccumulator(list(model.parameters()), reuse_grad_buffers=True)
+    batch(model)
+    accumulator.add(8)
+    model.zero_grad()
+    accumulator.add(8)
+    accumulator.close()
+    [line] = caplog.messages
+    assert line.startswith("the gradients of 8 samples are gone: with reuse_grad_buffers=True")
+
+
+def test_zeros_are_looked_for_in_the_first_batches_only(caplog):
+    """Later they may be right, and to look means to wait for the device."""
+    model = make_model()
+    accumulator = GradientAccumulator(list(model.parameters()))
+    for _ in range(BATCHES_READ):
+        batch(model)
+        accumulator.add(8)
+    model.zero_grad(set_to_none=False)
+    accumulator.add(8)
+    assert caplog.messages == []
