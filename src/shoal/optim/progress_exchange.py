@@ -450,6 +450,7 @@ class ProgressExchange(ServicerBase):
         own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
         receipts = None if self.vouching is None else self.vouching.word_for(to.to_bytes())
         told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts}
+        told["in_advance"] = board.updating and board.contributed_in_advance
         return ProgressMessage.of(own, taking_part=board.published, **told)
 
     def _hear_receipts(self, peer: PeerID, message: ProgressMessage) -> bool:
@@ -475,7 +476,9 @@ class ProgressExchange(ServicerBase):
                 self.acquaintances.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in
             lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
-            self._board.hear(progress, now + self._metadata_expiration, now, end=end, lineage=lineage)
+            self._board.hear(
+                progress, now + self._metadata_expiration, now, end=end, lineage=lineage, in_advance=message.in_advance
+            )
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress, and gets this one's in return."""

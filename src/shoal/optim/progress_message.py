@@ -34,6 +34,9 @@ class ProgressMessage(Header, array_like=True):
     """In runs of several groups: proofs that peers were in rounds."""
     is_donor: bool = False
     """The sender only has a state for others, and comes to no round."""
+    in_advance: bool = False
+    """The sender waits elsewhere, and has contributed to the round of gradients that ends its epoch in advance. It does
+    not end the epoch before it is back."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
