@@ -18,7 +18,7 @@ import pytest
 from tests.documents.pages import ROOT
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # each wait has a limit of its own
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,9 @@ EXAMPLES = [
     ("huggingface", "transformers"),
     ("lora", "peft"),
 ]
-TOGETHER = r"^\d+ s: .*?(?:epoch|slot|step) (\d+),.*peers: 2"
+STEP = r"^\d+ s: .*?(?:epoch|slot|step) (\d+),"
+"""How many steps the run has made, in a line that tells how it goes."""
+TOGETHER = STEP + ".*peers: 2"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
@@ -82,12 +84,13 @@ def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, name: s
         (tmp_path / folder).mkdir()
     peers = [Peer(program, cwd=tmp_path / "first", **options)]
     try:
+        reached = int(peers[0].wait_for_line(STEP, START_LIMIT_SECONDS)[1])
         peers.append(join(program, peers[0], cwd=tmp_path / "second", **options))
-        begin = peers[1].wait_for_line(r"(?:epoch|slot|step) (\d+).*, peers: \d", START_LIMIT_SECONDS)
+        begins = peers[1].wait_for_line(r"(?:epoch|slot|step) (\d+).*, peers: \d", START_LIMIT_SECONDS)
+        assert int(begins[1]) >= reached, "it has the state of the first one"
         for peer in peers:
             steps = int(peer.wait_for_line(TOGETHER, START_LIMIT_SECONDS)[1])
-            assert steps >= int(begin[1])
-            peer.wait_for("line", START_LIMIT_SECONDS, lambda event, steps=steps: steps < steps_together(event["line"]))
+            peer.wait_for("line", START_LIMIT_SECONDS, lambda event, before=steps: steps_of(event["line"]) > before)
         for peer in peers:
             peer.process.send_signal(signal.SIGINT)
         for peer in peers:
@@ -102,8 +105,8 @@ def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, name: s
             peer.close()
 
 
-def steps_together(line: str) -> int:
-    """How many steps the run has made, by a line of two peers that train together; otherwise 0."""
+def steps_of(line: str) -> int:
+    """How many steps a line says that two peers have made together; 0 if it says nothing of that."""
     match = re.search(TOGETHER, line)
     return 0 if match is None else int(match[1])
 

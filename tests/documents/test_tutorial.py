@@ -23,7 +23,7 @@ from tests.nat.laboratory import NEEDS_LABORATORY, Laboratory
 from tests.system.swarm import Peer
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),  # each wait has a limit of its own
     pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals"),
 ]
 PAGE = ROOT / "docs" / "tutorial.md"
