@@ -1,16 +1,18 @@
 """A small GPT-2 with the Trainer of Hugging Face that two terminals, or two machines, train together.
 
-First terminal:   python examples/huggingface.py
-Second terminal:  python examples/huggingface.py ADDRESS, with the address that the first one prints
+First one:   python examples/huggingface.py
+Second one:  python examples/huggingface.py ADDRESS      (the address that the first one prints)
 
-The model begins with random weights, and learns to count; nothing is downloaded. Start the second one while the first
-trains: it takes over the first one's state. Needs: pip install 'shoal[transformers]'
+The model begins with random weights, and learns to count; nothing is downloaded. The second one takes over the state of
+the first. They train until you stop them with Ctrl-C. Needs: pip install 'shoal[transformers]'
 """
 
 import sys
+import time
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import shoal
 from shoal.transformers import SwarmTrainer
@@ -24,7 +26,7 @@ model = GPT2LMHeadModel(
 arguments = TrainingArguments(
     "huggingface_checkpoints",
     per_device_train_batch_size=16,
-    num_train_epochs=100,  # of this peer; the run ends after its swarm steps
+    max_steps=10**9,  # of this peer; the run ends after its swarm steps
     learning_rate=3e-3,
     lr_scheduler_type="cosine",
     logging_steps=20,
@@ -33,9 +35,24 @@ arguments = TrainingArguments(
     report_to=[],
     use_cpu=True,
 )
+
+
+class Tell(TrainerCallback):
+    """Says how it goes, in place of the usual callback."""
+
+    began = time.monotonic()
+
+    def on_log(self, args, state, control, logs, **others):
+        if "loss" in logs:
+            told = "step {swarm_epoch:.0f}, loss {loss:.3f}, peers: {swarm_peers:.0f}, this one {rate:,.0f} samples/s"
+            figures = {name: float(value) for name, value in logs.items()}
+            told = told.format(rate=figures["swarm_samples_per_second"], **figures)
+            print(f"{time.monotonic() - self.began:.0f} s: {told}", flush=True)
+
+
 try:
     with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
-        print("Others join with: python", sys.argv[0], dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/huggingface.py", dht.get_visible_maddrs()[0], flush=True)
         trainer = SwarmTrainer(
             model,
             arguments,
@@ -43,9 +60,11 @@ try:
             dht=dht,
             run_id="huggingface_example",  # peers with the same name train together
             target_batch_size=128,  # samples that all peers together gather for one step
-            swarm_steps=200,  # the length of the schedule; then training ends
+            swarm_steps=20_000,  # the length of the schedule; then training ends
             swarm_options={"matchmaking_time": 2.0},  # seconds to wait for peers that are late
+            callbacks=[Tell()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
 except KeyboardInterrupt:
     print("Stopped. The others carry on.")  # the end of train() has told them

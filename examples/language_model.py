@@ -4,12 +4,14 @@ First one:   python examples/language_model.py
 Second one:  python examples/language_model.py ADDRESS      (the address that the first one prints)
 
 The text is that of Python's help(), half a megabyte of English that every machine has. Each peer makes 50 steps of its
-own between two exchanges, and what it then sends has 4 bits per parameter instead of 32 in each step.
+own between two exchanges, and what it then sends has 4 bits per parameter instead of 32 in each step. They train until
+you stop them with Ctrl-C.
 """
 
 import argparse
 import functools
 import pydoc_data.topics
+import time
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -50,34 +52,31 @@ def loss_of(model, source, count):
     return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-@torch.no_grad()
-def write(model, prompt, count=120):
-    """Continue a text."""
-    written = list(prompt.encode())
-    for _ in range(count):
-        scores = model(torch.tensor([written[-WINDOW:]]))[0, -1]
-        written.append(torch.multinomial(torch.softmax(scores / 0.7, 0), 1).item())
-    return bytes(written).decode(errors="replace")
-
-
 def train(model, optimizer, slots):
-    slot = optimizer.local_epoch
+    began = last = time.monotonic()
+    slot, joined = optimizer.local_epoch, False
     while slot < slots:
         loss = loss_of(model, training, 16)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # 50 steps are a slot; after each, all peers average how far they have come
         optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run language_model`
-        if optimizer.local_epoch > slot:
-            slot = optimizer.local_epoch
+        peers, slots_made = optimizer.tracker.global_progress.num_peers, optimizer.local_epoch - slot
+        if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+            joined, slot, last = True, optimizer.local_epoch, time.monotonic()
+            print(f"training from slot {slot} on, peers: {peers}", flush=True)
+        elif joined and slots_made > 0:
+            slot, now = optimizer.local_epoch, time.monotonic()
             with torch.no_grad(), optimizer.use_outer_parameters():  # those on which all peers agree
                 held_out_loss = loss_of(model, held_out, 64)
-            print(f"slot {slot}: loss {held_out_loss:.3f} nats per byte on text held out", flush=True)
+            rate, last = slots_made * 50 * 16 * peers / (now - last), now
+            told = f"slot {slot}, loss {held_out_loss:.3f} nats per byte on text held out, peers: {peers}"
+            print(f"{now - began:.0f} s: {told}, together {rate:,.0f} samples/s", flush=True)
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("initial_peers", nargs="*", metavar="ADDRESS")
-parser.add_argument("--slots", type=int, default=40, help="train for so many times 50 steps (default: 40)")
+parser.add_argument("--slots", type=int, default=10**9, help="times 50 steps (default: until it is stopped)")
 arguments = parser.parse_args()
 
 model = LanguageModel()
@@ -94,6 +93,5 @@ try:
             compression=shoal.Blockwise4BitQuantization(),
         ) as optimizer:
             train(model, optimizer, arguments.slots)
-    print(write(model, "The statement "))
 except KeyboardInterrupt:
     print("Stopped. The others carry on.")  # the end of each block has told them

@@ -3,10 +3,12 @@
 First terminal:   python examples/lightning_digits.py
 Second terminal:  the line with PL_INITIAL_PEERS=... that the first one prints
 
-A LightningModule needs no change: only the Trainer gets a strategy. Start the second one while the first trains: it
-takes over the first one's state, and from then on both do half of the work. Needs Lightning, and scikit-learn for the
+A LightningModule needs no change: only the Trainer gets a strategy. The second one takes over the state of the first,
+and from then on both do half of the work, until you stop them with Ctrl-C. Needs Lightning, and scikit-learn for the
 data: pip install 'shoal[lightning,examples]'
 """
+
+import time
 
 import lightning
 import torch
@@ -38,6 +40,20 @@ class Classifier(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)]
 
 
+class Tell(lightning.Callback):
+    """Says how it goes, a line every two seconds."""
+
+    began, last = time.monotonic(), None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        now, progress = time.monotonic(), trainer.strategy.swarm_progress()
+        if self.last is None or now > self.last + 2:
+            self.last = now
+            told = "step {global_epoch:.0f}, peers: {peers:.0f}, this one {samples/s:,.0f} samples/s"
+            loss = float(outputs["loss"])
+            print(f"{now - self.began:.0f} s: {told.format(**progress)}, loss {loss:.3f}", flush=True)
+
+
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
 training, validation = random_split(
@@ -50,7 +66,16 @@ strategy = HivemindStrategy(
     matchmaking_time=2.0,  # seconds to wait for peers that are late
 )
 logger = CSVLogger(".")  # writes lightning_logs/version_0/metrics.csv
-trainer = lightning.Trainer(strategy=strategy, logger=logger, max_epochs=100, accelerator="cpu", devices=1)
+trainer = lightning.Trainer(
+    strategy=strategy,
+    logger=logger,
+    callbacks=[Tell()],
+    max_epochs=-1,  # until it is stopped
+    enable_progress_bar=False,
+    enable_checkpointing=False,
+    accelerator="cpu",
+    devices=1,
+)
 trainer.fit(
     Classifier(),
     DataLoader(training, batch_size=32, shuffle=True),  # every peer shuffles in its own way

@@ -3,12 +3,14 @@
 First one:   python examples/lora.py
 Second one:  python examples/lora.py ADDRESS      (the address that the first one prints)
 
-Only the adapters travel. Each peer has the model itself: with --base a checkpoint of your own or a name on the hub, the
-same one at all peers. Without it, they make the same small model with random weights, and nothing is downloaded. At the
-end the adapters are in the folder lora_adapters. Needs: pip install 'shoal[transformers]'
+They train until you stop them with Ctrl-C; the adapters are in the folder lora_adapters then. Only the adapters travel.
+Each peer has the model itself: with --base a checkpoint of your own or a name on the hub, the same one at all peers.
+Without it, they make the same small model with random weights, and nothing is downloaded.
+Needs: pip install 'shoal[transformers]'
 """
 
 import argparse
+import time
 
 import peft
 import torch
@@ -23,7 +25,7 @@ torch.set_num_threads(1)  # the model is small, and the peers may share one mach
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("initial_peers", nargs="*", metavar="ADDRESS")
 parser.add_argument("--base", help="folder of a checkpoint, or a name on the hub (default: a small model)")
-parser.add_argument("--steps", type=int, default=100, help="steps that all peers make together (default: 100)")
+parser.add_argument("--steps", type=int, default=20_000, help="steps that all peers make together")
 options = parser.parse_args()
 
 if options.base:
@@ -41,7 +43,7 @@ rows = [(torch.arange(32) * step + start) % 100 for start in range(100) for step
 arguments = TrainingArguments(
     "lora_checkpoints",
     per_device_train_batch_size=16,
-    max_steps=1_000_000,  # of this peer; the run ends after its swarm steps
+    max_steps=10**9,  # of this peer; the run ends after its swarm steps
     learning_rate=2e-2,
     lr_scheduler_type="cosine",
     logging_steps=10,
@@ -55,10 +57,14 @@ arguments = TrainingArguments(
 class Tell(TrainerCallback):
     """Says how it goes, in place of the usual callback."""
 
+    began = time.monotonic()
+
     def on_log(self, args, state, control, logs, **others):
         if "loss" in logs:
-            told = "step {swarm_epoch:.0f}: loss {loss:.3f}, peers {swarm_peers:.0f}"
-            print(told.format(**{name: float(value) for name, value in logs.items()}), flush=True)
+            told = "step {swarm_epoch:.0f}, loss {loss:.3f}, peers: {swarm_peers:.0f}, this one {rate:,.0f} samples/s"
+            figures = {name: float(value) for name, value in logs.items()}
+            told = told.format(rate=figures["swarm_samples_per_second"], **figures)
+            print(f"{time.monotonic() - self.began:.0f} s: {told}", flush=True)
 
 
 try:
@@ -77,8 +83,10 @@ try:
             callbacks=[Tell()],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        model.save_pretrained("lora_adapters")  # the adapters alone: a small file
-        print("The adapters are in lora_adapters.", flush=True)
+        try:
+            trainer.train()
+        finally:
+            model.save_pretrained("lora_adapters")  # the adapters alone: a small file
+            print("The adapters are in lora_adapters.", flush=True)
 except KeyboardInterrupt:
     print("Stopped. The others carry on.")  # the end of train() has told them

@@ -3,11 +3,13 @@
 First one:   python examples/quickstart.py
 Second one:  python examples/quickstart.py ADDRESS      (the address that the first one prints)
 
-The second starts where the first one is, and from then on both do half of the work. Start a third, stop one with
-Ctrl-C: the others carry on. Needs scikit-learn for the data: pip install 'shoal[examples]'
+The second starts where the first one is, and from then on both do half of the work: twice the samples per second. They
+train until you stop them with Ctrl-C; the others carry on. Needs scikit-learn for the data:
+pip install 'shoal[examples]'
 """
 
 import sys
+import time
 
 import torch
 from sklearn.datasets import load_digits
@@ -26,19 +28,30 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 
 
 def train(optimizer):
-    epoch = 0
-    while epoch < 300:
+    began = last = time.monotonic()
+    joined, epoch = False, 0
+    while True:
         batch = torch.randint(0, training, (32,))
         loss = cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # a newcomer downloads the state; everybody counts samples, and steps when there are enough
-        if optimizer.local_epoch >= epoch + 10:
-            epoch = optimizer.local_epoch
+        if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+            joined, epoch, last = True, optimizer.local_epoch, time.monotonic()
+            print(f"training from epoch {epoch} on, peers: {count_peers(optimizer)}", flush=True)
+        if joined and optimizer.local_epoch > epoch and (now := time.monotonic()) > last + 2:
+            rate = (optimizer.local_epoch - epoch) * optimizer.target_batch_size / (now - last)
             accuracy = (model(images[training:]).argmax(dim=1) == labels[training:]).float().mean()
-            peers = optimizer.tracker.global_progress.num_peers
-            others = "1 peer" if peers == 1 else f"{peers} peers"
-            print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {accuracy:.1%}, {others}", flush=True)
+            epoch, last = optimizer.local_epoch, now
+            print(
+                f"{now - began:.0f} s: epoch {epoch}, loss {loss:.3f}, test accuracy {accuracy:.1%}, "
+                f"peers: {count_peers(optimizer)}, together {rate:,.0f} samples/s",
+                flush=True,
+            )
+
+
+def count_peers(optimizer):
+    return optimizer.tracker.global_progress.num_peers
 
 
 try:

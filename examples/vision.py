@@ -3,10 +3,11 @@
 First one:   python examples/vision.py
 Second one:  python examples/vision.py ADDRESS      (the address that the first one prints)
 
-Needs scikit-learn for the data, handwritten digits: pip install 'shoal[examples]'
+They train until you stop them with Ctrl-C. Needs scikit-learn for the data: pip install 'shoal[examples]'
 """
 
 import argparse
+import time
 
 import torch
 from sklearn.datasets import load_digits
@@ -24,9 +25,8 @@ training = TensorDataset(images[:1500], labels[:1500])  # the rest is for testin
 
 
 def convolution(inputs, outputs):
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), torch.nn.BatchNorm2d(outputs), torch.nn.ReLU()
-    )
+    layer = torch.nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return torch.nn.Sequential(layer, torch.nn.BatchNorm2d(outputs), torch.nn.ReLU())
 
 
 model = torch.nn.Sequential(
@@ -48,26 +48,35 @@ def augment(batch):
 
 @torch.no_grad()
 def accuracy():
-    model.eval()
-    found = model(images[1500:]).argmax(dim=1)
+    found = model.eval()(images[1500:]).argmax(dim=1)
     model.train()
     return (found == labels[1500:]).float().mean()
 
 
 def train(optimizer, shared, passes):
-    for number in range(1, passes + 1):
+    began, joined = time.monotonic(), False
+    while shared.number < passes:
+        number, pass_began, before = shared.number, time.monotonic(), optimizer.local_epoch
         for batch, truth in shared.loader():  # ends when all peers together have passed over everything
             optimizer.zero_grad()
             loss = cross_entropy(model(augment(batch)), truth)
             loss.backward()
             optimizer.step(batch_size=len(batch))
             optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run vision`
-        print(f"pass {number}: epoch {optimizer.local_epoch}, test accuracy {accuracy():.1%}", flush=True)
+            if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+                joined, before = True, optimizer.local_epoch
+                print(
+                    f"training from epoch {before} on, peers: {optimizer.tracker.global_progress.num_peers}", flush=True
+                )
+        now, epoch, peers = time.monotonic(), optimizer.local_epoch, optimizer.tracker.global_progress.num_peers
+        rate = (epoch - before) * optimizer.target_batch_size / (now - pass_began)
+        told = f"pass {number} is over, epoch {epoch}, test accuracy {accuracy():.1%}, peers: {peers}"
+        print(f"{now - began:.0f} s: {told}, together {rate:,.0f} samples/s", flush=True)
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("initial_peers", nargs="*", metavar="ADDRESS")
-parser.add_argument("--passes", type=int, default=30, help="pass over the data so many times (default: 30)")
+parser.add_argument("--passes", type=int, default=10**9, help="passes over the data (default: until it is stopped)")
 arguments = parser.parse_args()
 
 try:

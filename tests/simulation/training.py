@@ -108,7 +108,7 @@ class SimulatedTracker(ProgressTracker):
 
     def __init__(self, node: DHTNode, board: ProgressBoard, exchange: ProgressExchange, course: Course) -> None:
         self.dht: Any = SimpleNamespace(peer_id=node.peer_id, node=node, p2p=node.p2p)
-        self.prefix, self.target_batch_size, self.guard = RUN, course.target_batch_size, course.guard
+        self.prefix, self.target_batch_size, self.guard = exchange._run, course.target_batch_size, course.guard
         self.client_mode, self.performance_ema = board.own.client_mode, board.performance_ema
         self.status_loglevel = 10
         self.board = board
@@ -140,6 +140,8 @@ class SimulatedTracker(ProgressTracker):
 class Trainer:
     """One peer. What a subclass may change: :meth:`seconds_of_a_batch`, :meth:`gradient`, :meth:`report`."""
 
+    run = RUN
+
     def __init__(self, swarm: Swarm, host: Host, node: DHTNode, samples_per_second: float) -> None:
         self.swarm, self.course, self.host, self.node = swarm, swarm.course, host, node
         self.samples_per_second = samples_per_second
@@ -150,6 +152,8 @@ class Trainer:
         self.record = Record()
         self._sum = torch.zeros(self.course.values)
         self._control: StepControl | None = None
+        self.begun: tuple[StepControl | None, torch.Tensor, int] | None = None
+        """A round under way, with this peer's own mean gradient and the number of its samples."""
         self._hold = Hold(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
         self.tracker.board.moves_together = True
@@ -183,7 +187,7 @@ class Trainer:
         exchange = ProgressExchange(
             node,
             node.p2p,
-            RUN,
+            self.run,
             board,
             owner_tag=tag,
             endorsement=endorse(node.p2p.identity, tag),
@@ -199,7 +203,7 @@ class Trainer:
             [self.averaged],
             self.node,
             get_state=self._state,
-            prefix=f"{RUN}_grad_averager",
+            prefix=f"{self.run}_grad_averager",
             target_group_size=course.group_size,
             initial_group_bits=course.group_bits,
             min_matchmaking_time=course.matchmaking_time,
@@ -359,19 +363,22 @@ class Trainer:
     async def _make_global_step(self) -> None:
         course, tracker = self.course, self.tracker
         with tracker.pause_updates():
-            await self._wait_for_newcomers()
-            tracker.declare_epoch_over(course.matchmaking_time)
-            own_mean = self._sum / max(1, self.samples)
-            mates = await self._average(own_mean)
+            if self.begun is None:
+                await self._wait_for_newcomers()
+                tracker.declare_epoch_over(course.matchmaking_time)
+                self._begin_round()
+            assert self.begun is not None
+            (control, own_mean, samples), self.begun = self.begun, None
+            mates = await self._finish_round(control, samples)
             if mates is None and tracker.others_can_come():
                 tracker.train_on()
+                self._sum += own_mean * samples
+                self.samples += samples
                 return
             self.record.alone += mates is None
             self.record.alone_in_company += mates is None and self._has_company()
             self.parameters -= course.learning_rate * (own_mean if mates is None else self.averaged)
             self.epoch += 1
-            self._sum.zero_()
-            self.samples = 0
             tracker.update_epoch(self.epoch, members=mates or ())
         self.averager.state_sharing.set(priority=self.epoch)
 
@@ -389,13 +396,25 @@ class Trainer:
         newcomers = self.averager.state_sharing.places.on_their_way(asyncio.get_running_loop().time())
         return awaits_newcomers(self.tracker, self.epoch, self.epoch, newcomers)
 
-    async def _average(self, own_mean: torch.Tensor) -> set[PeerID] | None:
-        """Average with others; returns them, or ``None`` if it came to nothing."""
+    def begin_round_if_awaited(self) -> None:
+        """While this peer waits elsewhere, contribute to a round in which others wait for it."""
+        if self.begun is None and self.tracker.is_awaited(self.course.matchmaking_time):
+            self.tracker.declare_epoch_over(in_advance=True)
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Begin to average with others. What this peer makes from now on counts in the next epoch."""
+        own_mean, samples = self._sum / max(1, self.samples), self.samples
+        self.begun = self._begin_to_average(own_mean), own_mean, samples
+        self._sum = torch.zeros_like(self._sum)
+        self.samples = 0
+
+    def _begin_to_average(self, own_mean: torch.Tensor) -> StepControl | None:
+        """Returns ``None`` if nobody else is expected."""
         control, self._control = self._control, None
         if not self.tracker.expected_members(self.epoch):
             if control is not None:
                 control.cancel()
-            self.tracker.note_round(None)
             return None
         if control is None or control.done() or control.deadline - get_dht_time() < self.course.matchmaking_time:
             if control is not None:
@@ -406,6 +425,13 @@ class Trainer:
         control.keep_open = False
         RoundWatch(control, self.tracker)
         control.allow_allreduce()
+        return control
+
+    async def _finish_round(self, control: StepControl | None, samples: int) -> set[PeerID] | None:
+        """Returns the other members, or ``None`` if the round came to nothing."""
+        if control is None:
+            self.tracker.note_round(None)
+            return None
         try:
             async with asyncio.timeout(self.course.averaging_timeout):
                 await asyncio.wrap_future(control)
@@ -420,14 +446,14 @@ class Trainer:
         result = control.round
         assert result is not None
         self.tracker.note_round(result)
-        self._count(result)
+        self._count(result, samples)
         return set(result.peers) - {*result.failed_peers, self.node.peer_id}
 
-    def _count(self, result: RoundResult) -> None:
+    def _count(self, result: RoundResult, samples: int) -> None:
         self.record.rounds += 1
         self.record.group_sizes[len(result.peers)] += 1
         if len(result.peers) - len(result.failed_peers) > 1:
-            self.record.used += self.samples
+            self.record.used += samples
 
 
 TrainerFactory = Callable[["Swarm", Host, DHTNode, float], Trainer]

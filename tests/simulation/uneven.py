@@ -191,8 +191,8 @@ class BusyTrainer(Trainer):
     def gradient(self) -> torch.Tensor:
         return torch.zeros(self.course.values)
 
-    def _count(self, result: RoundResult) -> None:
-        super()._count(result)
+    def _count(self, result: RoundResult, samples: int) -> None:
+        super()._count(result, samples)
         self.sizes.append(sum(result.weights))
 
 

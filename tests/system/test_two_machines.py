@@ -232,7 +232,7 @@ def test_two_computers_run_the_quickstart_together(hosts: list[Host]) -> None:
     assert (python, program) == ("python", "examples/quickstart.py")
     second = hosts[1].start(ROOT / program, *arguments)
     for peer in (first, second):
-        peer.wait_for_line("2 peers", LIMIT)
+        peer.wait_for_line("^\\d+ s: .*peers: 2", LIMIT)
 
 
 @pytest.mark.slow_drill

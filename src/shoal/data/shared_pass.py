@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
+from shoal import standby
 from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, order_of, pack_bits, parse_state, shuffler, unpack_bits
 from shoal.data.leases import WAITING, Leases
 from shoal.dht import DHT
@@ -40,7 +41,8 @@ class SharedPass(Facade, Sampler[list[int]]):
     Each iteration is one pass, or the rest of one that was left early. It ends when the whole swarm has passed over
     everything, so peers get different numbers of batches, and there is no ``len()``. A peer that comes later begins
     with the pass that the others are at; the iterations of earlier passes have no batches. Wherever the network is cut
-    in two, either side may repeat the other's work.
+    in two, either side may repeat the other's work. A peer that waits for the last chunks of others still
+    takes part in the steps of its optimizers.
 
     A chunk is done when the loop asks for the batch after its last one. A loop that ends early gets the chunks that it
     has begun once more in the next iteration.
@@ -200,8 +202,9 @@ class SharedPass(Facade, Sampler[list[int]]):
         return True
 
     def next_chunk(self, wait: bool) -> int | None:
-        """As :meth:`Leases.next`."""
-        return self._portal.call(self.leases().next(wait))
+        """As :meth:`Leases.next`. A thread that waits here for other peers still takes part in their rounds."""
+        chunk = self._portal.submit(self.leases().next(wait))
+        return standby.wait_between_batches(chunk, chunk.cancel)
 
     def mark(self, chunks: Iterable[int]) -> None:
         """These chunks are done. Without any, it is a sign of life."""

@@ -46,6 +46,18 @@ logger = logging.getLogger(__name__)
 LAST_RESORT = "Proceeding with local gradients"
 
 
+@dataclass(frozen=True)
+class GradientRound:
+    """A round of gradients that this peer has begun."""
+
+    control: StepControl | None
+    """``None``: nobody else is expected."""
+    has_samples: bool
+    """Whether this peer has contributed samples."""
+    own_mean: Sequence[torch.Tensor] | None
+    """Takes the place of the average if the round fails; ``None``: it is still in the accumulators."""
+
+
 @dataclass
 class GlobalStep:
     """Makes global steps, and schedules their rounds in advance. Used only by the training thread."""
@@ -60,6 +72,8 @@ class GlobalStep:
     """Set when the optimizer shuts down."""
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
+    begun: GradientRound | None = None
+    """A round that began while the training thread was waiting elsewhere. The next step uses its result."""
 
     def __post_init__(self) -> None:
         self.state_averager.on_averaged = self._note_averaged_parameters
@@ -128,8 +142,8 @@ class GlobalStep:
 
     def let_go_of_rounds(self, timeout: float) -> None:
         """Withdraw from scheduled rounds without making others wait."""
-        controls = self.scheduled_grads, self.scheduled_state
-        self.scheduled_grads = self.scheduled_state = None
+        controls = self.scheduled_grads, self.scheduled_state, None if self.begun is None else self.begun.control
+        self.scheduled_grads = self.scheduled_state = self.begun = None
         let_go(controls, timeout)
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -144,36 +158,37 @@ class GlobalStep:
             Whether the epoch is over. It is not if the round failed, and others can still be met.
         """
         with self.tracker.pause_updates():
-            self._wait_for_newcomers()
-            self._tell_of_long_batches()
-            self.tracker.declare_epoch_over(self.settings.matchmaking_time)
+            if self.begun is None:
+                self._wait_for_newcomers()
+                self._tell_of_long_batches()
+                self.tracker.declare_epoch_over(self.settings.matchmaking_time)
             if self.settings.delay_optimizer_step:
                 # The previous step may still be reading the averaged gradients, which the next round overwrites.
                 self.state_averager.finish_jobs(self.settings.averaging_timeout)
             mates: dict[PeerID, int] | None = None
             trigger: Callable[[], object] | None = None
-            has_gradients = self.grad_averager is not None
+            has_gradients, keeps_accumulators = self.grad_averager is not None, False
             if self.grad_averager is not None:
-                has_gradients = self.grad_averager.local_samples_accumulated > 0
-                own_mean = self.grad_averager.own_mean() if self.settings.delay_grad_averaging else None
-                control = self._begin_gradient_round(self.grad_averager)
-                if own_mean is not None and control is not None:
-                    self.grad_averager.notify_used_averaged_gradients()
+                begun, self.begun = self.begun or self._begin_gradient_round(self.grad_averager), None
+                control, own_mean, has_gradients = begun.control, begun.own_mean, begun.has_samples
+                if self.settings.delay_grad_averaging and own_mean is not None and control is not None:
                     trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
-                    mates = self._finish_gradient_round(control)
-                    if mates is None and self._tries_again():
+                    mates = self._finish_gradient_round(control, own_mean)
+                    if mates is None and self._tries_again(own_mean):
                         self.tracker.train_on()
                         return False
-                    self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
+                    self._give_gradients_to_optimizer(self.grad_averager, mates is not None, own_mean)
                     has_gradients = has_gradients or mates is not None
+                # They have gradients of the next epoch already.
+                keeps_accumulators = control is not None and own_mean is not None
                 if control is None:
                     # Nobody is expected. A peer that appears now would have to average gradients first: do not wait.
                     mates = {}
             if mates is None:
                 mates = dict.fromkeys(self._expected_members(), self.state_averager.local_epoch)
             self._update_state(mates, has_gradients, trigger, grad_scaler)
-            if self.grad_averager is not None and trigger is None:
+            if self.grad_averager is not None and not keeps_accumulators:
                 self.grad_averager.reset_accumulated_grads_()
             self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
         return True
@@ -191,35 +206,70 @@ class GlobalStep:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def _begin_gradient_round(self, averager: GradientAverager) -> StepControl | None:
-        """Start averaging with all expected peers; returns ``None`` if none is expected."""
+    def begin_round_if_awaited(self) -> bool:
+        """If others wait for this peer in a round of gradients, contribute what has been accumulated.
+
+        Called in another thread, while the training thread waits elsewhere. The model stays as it is. Returns whether
+        the round has begun; :meth:`run` must then be called at the next step.
+        """
+        averager, settings = self.grad_averager, self.settings
+        if averager is None or self.begun is not None or not self.tracker.is_awaited(settings.matchmaking_time):
+            return False
+        # Gradients that accumulate in place may have those of a batch that has not been counted yet. And a step in the
+        # background may still be reading the averaged gradients; there this peer's thread hardly ever waits for others.
+        if averager.reuse_grad_buffers or settings.delay_optimizer_step:
+            return False
+        self.tracker.declare_epoch_over(in_advance=True)
+        begun = self._begin_gradient_round(averager, in_advance=True)
+        if begun.control is None:
+            self.tracker.board.cancel_update()
+            return False
+        logger.debug("contributed to the round that ends epoch %d, in advance", self.state_averager.local_epoch)
+        self.begun = begun
+        return True
+
+    def _begin_gradient_round(self, averager: GradientAverager, *, in_advance: bool = False) -> GradientRound:
+        """Start averaging with all expected peers.
+
+        Args:
+            in_advance: the next batches go into the accumulators before the round is finished.
+        """
         control, self.scheduled_grads = self.scheduled_grads, None
-        expected = self._expected_members()
+        has_samples, expected = averager.local_samples_accumulated > 0, self._expected_members()
+        # Keep the accumulators for the case of a failure, unless the next batches go into them meanwhile.
+        resets = in_advance or self.settings.delay_grad_averaging
         if not expected:
             let_go([control], self.settings.averaging_timeout)
             averager.load_accumulators_into_averager_()
-            return None
+            return GradientRound(None, has_samples, None)
+        own_mean = averager.own_mean() if resets else None
         if control is None or not self._in_time(control):
             let_go([control], self.settings.averaging_timeout)
             timeout = self.settings.averaging_timeout
             control = averager.schedule_step(gather=self.comparison.describe(), timeout=timeout)
         control.keep_open = False
-        # Keep the accumulators for the case of a failure, unless the next batches go into them meanwhile.
-        averager.step(control=control, reset_accumulators=self.settings.delay_grad_averaging, wait=False)
+        averager.step(control=control, reset_accumulators=resets, wait=False)
+        if resets:
+            averager.notify_used_averaged_gradients()
         # With delayed averaging, peers announce the next epoch during the round: that does not mean that they left it.
         if self.settings.delay_grad_averaging:
             RoundWatch(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
         else:
             RoundWatch(control, self.tracker)
-        return control
+        return GradientRound(control, has_samples, own_mean)
 
     def _in_time(self, control: StepControl) -> bool:
         """Whether a scheduled step has a group, or enough time left to find one."""
         has_group = control.stage > AveragingStage.LOOKING_FOR_GROUP
         return usable(control) and (has_group or control.deadline - get_dht_time() > self.settings.matchmaking_time)
 
-    def _finish_gradient_round(self, control: StepControl | None) -> dict[PeerID, int] | None:
+    def _finish_gradient_round(
+        self, control: StepControl | None, own_mean: Sequence[torch.Tensor] | None
+    ) -> dict[PeerID, int] | None:
         """Wait for the average.
+
+        Args:
+            own_mean: as in :class:`GradientRound`.
 
         Returns:
             The other members that have parameters, and their epochs. ``None`` if the round failed; then this peer uses
@@ -233,7 +283,7 @@ class GlobalStep:
         except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             self.tracker.note_round(None)
-            what_next = "Training on, to meet the others a little later" if self._tries_again() else LAST_RESORT
+            what_next = "Training on, to meet the others a little later" if self._tries_again(own_mean) else LAST_RESORT
             message = f"gradients of epoch %d were not averaged (%s). {what_next}"
             log_failure(message, self.state_averager.local_epoch, e)
             return None
@@ -250,22 +300,30 @@ class GlobalStep:
         mates = set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
         return {peer: self.comparison.epoch_of(gathered.get(peer)) for peer in mates}
 
-    def _tries_again(self) -> bool:
-        """Whether this peer, whose round has failed, keeps its gradients for another round of this epoch."""
-        return not self.settings.delay_grad_averaging and self.tracker.others_can_come()
+    def _tries_again(self, own_mean: Sequence[torch.Tensor] | None) -> bool:
+        """Whether this peer, whose round has failed, keeps its gradients for another round of this epoch.
+
+        It cannot if the accumulators have gradients of the next epoch already.
+        """
+        return own_mean is None and self.tracker.others_can_come()
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
         """Wait for the average in the background. If the round fails, ``own_mean`` takes its place: the accumulators
         already have gradients of the next epoch."""
         assert self.grad_averager is not None
-        if self._finish_gradient_round(control) is None:
+        if self._finish_gradient_round(control, own_mean) is None:
             self.grad_averager.use_own_mean(own_mean)
 
-    def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
+    def _give_gradients_to_optimizer(
+        self, averager: GradientAverager, averaged: bool, own_mean: Sequence[torch.Tensor] | None
+    ) -> None:
         """Give the optimizer the average gradient; after a failed round, this peer's own mean."""
         averager.notify_used_averaged_gradients()
-        if not averaged:
-            # A round that fails late may have changed a part of the tensors.
+        # A round that fails late may have changed a part of the tensors.
+        if not averaged and own_mean is not None:
+            with averager.get_tensors() as tensors:
+                copy_all(tensors, own_mean)
+        elif not averaged:
             averager.load_accumulators_into_averager_()
         if self.state_averager.offload_optimizer:
             return  # there the averaged tensors are the optimizer's gradients
@@ -303,7 +361,9 @@ class GlobalStep:
         """
         settings = self.settings
         control, self.scheduled_state = self.scheduled_state, None
-        averages = bool(mates) and self._will_average_state()
+        how = {"overlaps": settings.overlaps, "delay_state_averaging": settings.delay_state_averaging}
+        last_epochs = {peer: last_epoch_in_second_round(epoch, **how) for peer, epoch in mates.items()}
+        averages = self._will_average_state() and bool(self.tracker.still_expected(last_epochs))
         if self.grad_averager is None and self._will_average_state() and not averages:
             self.tracker.note_round(None)  # this round was due, and nobody else is there
         if control is not None and not (averages and self._in_time(control)):
@@ -314,8 +374,6 @@ class GlobalStep:
                 options = {"gather": self._next_epoch, "timeout": settings.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
-            how = {"overlaps": settings.overlaps, "delay_state_averaging": settings.delay_state_averaging}
-            last_epochs = {peer: last_epoch_in_second_round(epoch, **how) for peer, epoch in mates.items()}
             RoundWatch(control, self.tracker, last_epochs)
         self.state_averager.step(
             increment_epoch=True,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
+from shoal import standby
 from shoal.errors import NotAMemberError, ReactorError
 from shoal.facade import Facade
 from shoal.p2p.badges import Roles, name_of
@@ -80,11 +82,14 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.
     _groups_under_construction: list[dict[str, Any]] | None
+    _thread_lock: threading.Lock
+    """Held to change :attr:`thread`, and while a helper acts for that thread."""
     _closing: threading.Event
     """Set when this begins to shut down."""
 
     def _become_torch_optimizer(self, defaults: dict[str, Any]) -> None:
         """The last thing of a constructor before others hear of this peer."""
+        self._thread_lock = threading.Lock()
         self._groups_under_construction = []
         torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
         self._groups_under_construction = None
@@ -126,6 +131,44 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         if self._groups_under_construction is None:
             raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
         super().add_param_group(param_group)
+
+    # --- while its thread waits elsewhere -----------------------------------------------------------------------------
+
+    thread: threading.Thread | None = None
+    """The thread that called :meth:`step` last."""
+
+    def _note_thread(self) -> None:
+        """The first thing of a step: this thread looks after this optimizer, see :mod:`shoal.standby`."""
+        thread = threading.current_thread()
+        if self.thread is not thread:
+            with self._thread_lock:
+                self.thread = thread
+            standby.add(self)
+
+    def begin_round_if_awaited(self, thread: threading.Thread) -> None:
+        """See :class:`~shoal.standby.Trained`."""
+        with self._thread_lock:
+            if self.thread is thread and self.is_alive():
+                self._begin_round_if_awaited()
+
+    def _begin_round_if_awaited(self) -> None:
+        """The model stays as it is, because its thread may be using it."""
+
+    def _is_awaited(self) -> bool:
+        """Whether others wait for this peer to take part in what :meth:`step` does without a batch."""
+        return False
+
+    def step_if_awaited(self) -> None:
+        """See :class:`~shoal.standby.Trained`."""
+        if self.is_alive() and self._is_awaited():
+            step: Any = self.step
+            with self._gradients_kept():
+                step(batch_size=0)
+
+    def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which ``.grad`` of the parameters may change: a program may be adding gradients of some batches
+        there before it calls :meth:`step`."""
+        return _kept([parameter for group in self.param_groups for parameter in group["params"]])
 
     # --- to those who watch -------------------------------------------------------------------------------------------
 
@@ -184,3 +227,15 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     def __del__(self) -> None:
         if self.is_alive():
             self.shutdown()
+
+
+@contextlib.contextmanager
+def _kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, kept, strict=True):
+            parameter.grad = grad

@@ -139,6 +139,9 @@ class _FirstProcess(Optimizer):
         """All processes together have accumulated so many more samples, of which :meth:`step` is not told."""
         self._reporting.count(samples)
 
+    def _note_thread(self) -> None:
+        """Only together with the other processes can it take part in a round, so it does not stand by."""
+
     def _make_global_step(self, scaler: GradScaler | None) -> None:
         if self.grad_averager is not None:
             self._fetch_gradients()

@@ -3,6 +3,7 @@ when to step and when to catch up; :class:`~shoal.optim.global_step.GlobalStep` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal import standby
 from shoal.averaging import Aggregation, StepControl
 from shoal.averaging.state.download import State
 from shoal.compression import CompressionBase
@@ -345,6 +347,7 @@ class Optimizer(JointOptimizer):
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.follow_parameters()
+        self._note_thread()
         self._comparison.before_batch()
         epoch = self.local_epoch
         # Between two batches: only here the results of background work may change the model.
@@ -353,11 +356,19 @@ class Optimizer(JointOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # A round began while this thread was waiting elsewhere, so this batch belongs to the next epoch.
+        is_late = self.global_step.begun is not None
+        is_used = self._accumulate(batch_size, scaler) if is_late else False
+        if is_late:
+            self._make_global_step(scaler)
         if self._catch_up():
             if self.grad_averager is not None and batch_size > 0:
                 self._scaling.leave_out(self.grad_averager)
             return loss
-        if not self._count_samples(batch_size, scaler):
+        if not is_late:
+            is_used = self._accumulate(batch_size, scaler)
+        self._count_samples(batch_size, is_used)
+        if not is_used:
             return loss
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
@@ -373,17 +384,20 @@ class Optimizer(JointOptimizer):
         if not self._synchronization.is_needed():
             return False
         if self._synchronization.is_time():
-            with self._reporting.joint_work():
+            with self._reporting.joint_work(), standby.standing_by(self):
                 if self.load_state_from_peers():
                     self.tracker.announce()
         return True
 
-    def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
-        """Add a batch to this epoch, unless its gradients have overflowed; returns whether it is used."""
-        is_used = True
+    def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> bool:
+        """Add the gradients of a batch to those of this epoch, unless they have overflowed; returns whether it is
+        used."""
+        if self.grad_averager is None or batch_size == 0:
+            return True
+        return self._scaling.accumulate(self.grad_averager, self, batch_size, scaler)
+
+    def _count_samples(self, batch_size: int, is_used: bool) -> None:
         if self.grad_averager is not None:
-            if batch_size > 0:
-                is_used = self._scaling.accumulate(self.grad_averager, self, batch_size, scaler)
             samples = self.grad_averager.local_samples_accumulated
         else:
             progress = self.tracker.local_progress
@@ -393,7 +407,6 @@ class Optimizer(JointOptimizer):
         self._batches.launched_one()
         self._reporting.count(batch_size if is_used else 0)
         self.tracker.report_local_progress(self.local_epoch, samples)
-        return is_used
 
     def _make_local_step(self, scaler: GradScaler | None) -> None:
         if scaler is not None:
@@ -407,7 +420,7 @@ class Optimizer(JointOptimizer):
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
         own = self.local_progress.samples_accumulated
-        with self._reporting.joint_work():
+        with self._reporting.joint_work(), standby.standing_by(self):
             is_over = self.global_step.run(scaler)
         if not is_over:
             return
@@ -425,6 +438,20 @@ class Optimizer(JointOptimizer):
             self.tracker.board.samples_of_last_step = round(samples)
             target, peers = self.tracker.target_batch_size, self.tracker.global_progress.num_peers
             logger.info("step %d: %d of %d samples, %s", self.local_epoch, samples, target, counted(peers, "peer"))
+
+    # --- while the thread waits elsewhere -----------------------------------------------------------------------------
+
+    def _is_awaited(self) -> bool:
+        return self.global_step.begun is not None or self.tracker.is_awaited(self.matchmaking_time)
+
+    def _begin_round_if_awaited(self) -> None:
+        if self._auxiliary is None:
+            self._batches.finish()
+            self.global_step.begin_round_if_awaited()
+
+    def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
+        # Gradients that accumulate in place are those that the round needs.
+        return contextlib.nullcontext() if self.settings.reuse_grad_buffers else super()._gradients_kept()
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 

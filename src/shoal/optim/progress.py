@@ -399,6 +399,8 @@ class Companion:
     """DHT time after which the record no longer counts."""
     end: float | None = None
     """It has declared its epoch over and is ready for the next one; others may go on until this DHT time."""
+    in_advance: bool = False
+    """It has contributed to the round of gradients that ends its epoch, but waits elsewhere."""
     heard_at: float = field(default=-math.inf)
     """DHT time of its last direct sign of life."""
     called_at: float = field(default=-math.inf)

@@ -91,6 +91,8 @@ class ProgressBoard:
         self._departed: dict[bytes, float] = {}
         self._last_members: frozenset[bytes] = frozenset()
         self._declared_end: float | None = None
+        self.contributed_in_advance = False
+        """While :attr:`updating`: this peer waits elsewhere, and others have its gradients already."""
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
@@ -201,6 +203,19 @@ class ProgressBoard:
             guessed = sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
             return len(kin) <= MAX_CALLED and guessed > MOST_GUESSED * self._target_batch_size
 
+    def is_awaited(self, now: float, patience: float) -> bool:
+        """Whether it is time for the next global step, and another peer is ready for it and waits.
+
+        Args:
+            patience: as for :meth:`should_stop`.
+        """
+        expected = self.expected_members(now)
+        with self.lock:
+            present = [self._companions[peer] for peer in expected if peer in self._companions]
+            if not any(each.end is not None and each.record.epoch == self.own.epoch for each in present):
+                return False
+        return self.should_stop(now, patience)
+
     def _longest_wait(self, patience: float) -> float:
         return min(patience, self.batch_time / 2)
 
@@ -263,7 +278,9 @@ class ProgressBoard:
         if (companion := self._companions.get(peer)) is None:
             return peer in self._departed
         record = companion.record
-        return record.is_donor or companion.unreachable_since is not None or record.epoch > until_epoch
+        # With its gradients in the round, a peer that waits elsewhere is half a step beyond its epoch.
+        epoch = record.epoch + companion.in_advance / 2
+        return record.is_donor or companion.unreachable_since is not None or epoch > until_epoch
 
     def unreachable_peers(self, now: float) -> list[bytes]:
         """Peers with valid records that this peer could not call, and has not heard of since."""
@@ -354,12 +371,14 @@ class ProgressBoard:
             self.own, self._contributed = msgspec.structs.replace(self.own, is_donor=True), True
             self._set_own(epoch, 0, now)
 
-    def begin_update(self, now: float, patience: float) -> None:
+    def begin_update(self, now: float, patience: float, in_advance: bool = False) -> None:
         """This peer declares its epoch over and begins no more batches. Others may, until the end of the epoch.
 
         Args:
             patience: as for :meth:`should_stop`.
+            in_advance: it waits elsewhere, and only contributes to the round of gradients.
         """
+        self.contributed_in_advance = in_advance
         self._declared_end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
         expected = self.expected_members(now)
         with self.lock:
@@ -405,11 +424,13 @@ class ProgressBoard:
         *,
         end: float | None = None,
         lineage: Lineage | None = None,
+        in_advance: bool = False,
     ) -> None:
         """A peer has told its progress itself, so it is alive.
 
         Args:
             end: it has declared its epoch over, and others may go on until this DHT time.
+            in_advance: see :class:`~shoal.optim.progress.Companion`.
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
         with self.lock:
@@ -419,7 +440,7 @@ class ProgressBoard:
             self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
             companion.heard_at, companion.unreachable_since = now, None
             if companion.record.epoch == record.epoch:  # else this answer is older than what it has told since
-                companion.end = end
+                companion.end, companion.in_advance = end, in_advance
         self.tell_change()
 
     def hear_many(
@@ -460,7 +481,8 @@ class ProgressBoard:
             if lineage is not None:
                 self.kinship.changed |= (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
                 companion.lineage, companion.lineage_time = lineage, record.time
-            companion.end = companion.end if record.epoch == companion.record.epoch else None
+            if record.epoch != companion.record.epoch:
+                companion.end, companion.in_advance = None, False
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 # A record from after the failed call: the peer is alive, though this one could not call it.

@@ -493,6 +493,7 @@ class ProgressExchange(ServicerBase):
         if self.company is not None and (is_asked or not self.company.knows(to.to_bytes())):
             settings = self.company.digest
         told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts, "settings": settings}
+        told["in_advance"] = board.updating and board.contributed_in_advance
         return ProgressMessage.of(own, taking_part=board.published, **told)
 
     def _hear_receipts(self, peer: PeerID, message: ProgressMessage) -> bool:
@@ -526,7 +527,9 @@ class ProgressExchange(ServicerBase):
                 self.acquaintances.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in
             lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
-            self._board.hear(progress, now + self._metadata_expiration, now, end=end, lineage=lineage)
+            self._board.hear(
+                progress, now + self._metadata_expiration, now, end=end, lineage=lineage, in_advance=message.in_advance
+            )
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress, and gets this one's in return."""

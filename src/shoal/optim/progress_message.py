@@ -38,6 +38,9 @@ class ProgressMessage(Header, array_like=True):
     settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
     """A hash of the sender's settings, for a receiver whose own it does not know; see
     :mod:`~shoal.optim.run_settings`."""
+    in_advance: bool = False
+    """The sender waits elsewhere, and has contributed to the round of gradients that ends its epoch in advance. It does
+    not end the epoch before it is back."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:

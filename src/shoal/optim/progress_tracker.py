@@ -298,6 +298,14 @@ class ProgressTracker(Facade):
             with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):  # what is known has to do
                 self._portal.submit(exchange.ask_all(seconds)).result(2 * seconds)
 
+    def is_awaited(self, patience: float) -> bool:
+        """Whether another peer is ready for the next global step, and waits for this one.
+
+        Args:
+            patience: as for :meth:`should_stop`.
+        """
+        return self.board.is_awaited(get_dht_time(), patience)
+
     @property
     def knows_others(self) -> bool:
         """Whether this peer has a record of any other one that can be called."""
@@ -539,13 +547,14 @@ class ProgressTracker(Facade):
             self._in_pause = False
             self.board.cancel_update()
 
-    def declare_epoch_over(self, patience: float = 0.0) -> None:
+    def declare_epoch_over(self, patience: float = 0.0, *, in_advance: bool = False) -> None:
         """Tell the others at once that this peer is ready for the global step, and until when they may go on.
 
         Args:
             patience: as for :meth:`should_stop`; by default they should stop at once.
+            in_advance: this peer waits elsewhere, and only contributes to the round of gradients.
         """
-        self.board.begin_update(get_dht_time(), patience)
+        self.board.begin_update(get_dht_time(), patience, in_advance)
         self._wake(calls=True)
 
     def announce(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal import standby
 from shoal.averaging.state.download import State
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
@@ -344,6 +345,7 @@ class DiLoCo(JointOptimizer):
                 "the model holds the outer parameters, which only exchanges may change: leave use_outer_parameters(), "
                 "or call show_own_parameters(), before step()"
             )
+        self._note_thread()
         batch_size = self.settings.batch_size(batch_size)
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
@@ -357,7 +359,7 @@ class DiLoCo(JointOptimizer):
         if batch_size:
             self._make_inner_step(batch_size, scaler)
         slot = self.local_epoch
-        with self._reporting.joint_work():
+        with self._reporting.joint_work(), standby.standing_by(self):
             if self._slot_is_over() and not self._catching_up.is_needed_before_round():
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
@@ -378,6 +380,9 @@ class DiLoCo(JointOptimizer):
         self.inner.move_schedules(self._counter.position)
         self._rounds.has_trained = True
         self._rounds.report()
+
+    def _is_awaited(self) -> bool:
+        return self._set_aside is None and self.tracker.is_awaited(self.settings.straggler_patience)
 
     def _slot_is_over(self) -> bool:
         if self._counter.is_full:

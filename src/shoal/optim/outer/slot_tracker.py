@@ -209,8 +209,8 @@ class SlotBoard(OuterBoard):
             self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
             return max(now, self._deadline[1])
 
-    def begin_update(self, now: float, patience: float) -> None:
-        super().begin_update(now, patience)
+    def begin_update(self, now: float, patience: float, in_advance: bool = False) -> None:
+        super().begin_update(now, patience, in_advance)
         if self.has_made_all:
             self._declared_end = now + patience
 
