@@ -133,6 +133,9 @@ class SimulatedTracker(ProgressTracker):
         if calls:
             self.exchange.call_due.set()
 
+    def _ask_others(self, seconds: float) -> None:
+        """Here no thread can wait, see :meth:`Trainer._should_stop`."""
+
     def __del__(self) -> None:
         """There is no thread to end."""
 
@@ -333,6 +336,8 @@ class Trainer:
         """What :meth:`ProgressTracker.should_stop` does in a thread."""
         board, patience = self.tracker.board, self.course.matchmaking_time
         if not board.should_stop(get_dht_time(), patience):
+            if board.should_ask(get_dht_time()):
+                self.tracker.look_after_others()
             return False
         if board.rests_on_guesses(get_dht_time()):
             assert self.tracker.exchange is not None

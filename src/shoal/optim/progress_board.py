@@ -28,8 +28,8 @@ from shoal.optim.sides import Kinship, Verdict
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
-# What a peer has told within this many seconds is taken as it is.
-LATEST_SECONDS = 0.1
+# What a peer has told within this many seconds, or since this peer's last batch began, is taken as it is.
+LATEST_SECONDS = 0.15
 # If a larger share of the target is extrapolated from older records, this peer asks before it ends the epoch.
 MOST_GUESSED = 0.05
 # How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
@@ -68,6 +68,7 @@ class ProgressBoard:
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
         self.samples_of_last_step = 0
+        self._asked_at = -math.inf
         self.moves_together = False
         """Whether peers announce an epoch only after the round that ends the one before, so that all are in it."""
         self.published = False
@@ -198,10 +199,19 @@ class ProgressBoard:
             is_known = progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
             if is_known or self.guard.called_end(kin, self.own.epoch, now, now) <= now:
                 return False
-            records = [c.record for c in kin.values() if c.is_reachable(now) and c.heard_at < now - LATEST_SECONDS]
+            latest = now - max(LATEST_SECONDS, 1.2 * self.batch_time)
+            records = [c.record for c in kin.values() if c.is_reachable(now) and c.heard_at < latest]
             present = self.guard.limited([r for r in records if r.epoch == self.own.epoch], now, self.batch_size)
             guessed = sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
             return len(kin) <= MAX_CALLED and guessed > MOST_GUESSED * self._target_batch_size
+
+    def should_ask(self, now: float) -> bool:
+        """Whether the next batch is probably the last one, and others should tell meanwhile how far they are."""
+        is_near = self.introduced and self.end_of_epoch(now) - now <= self.batch_time + LATEST_SECONDS
+        if not is_near or now < self._asked_at + max(LATEST_SECONDS, self.batch_time) or not self.rests_on_guesses(now):
+            return False
+        self._asked_at = now
+        return True
 
     def is_awaited(self, now: float, patience: float) -> bool:
         """Whether it is time for the next global step, and another peer is ready for it and waits.

@@ -285,6 +285,8 @@ class ProgressTracker(Facade):
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
         if not self.board.should_stop(get_dht_time(), patience):
+            if self.board.should_ask(get_dht_time()):
+                self._wake(calls=True)
             return False
         if self.board.rests_on_guesses(get_dht_time()):
             self._ask_others(min(patience, SECONDS_TO_ASK))
