@@ -147,7 +147,6 @@ def test_a_peer_that_waits_for_a_lease_takes_part_in_rounds(make_trainers, closi
     monkeypatch.setattr(leases, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.05)
     trainers = make_trainers(2, target=64, matchmaking_time=PATIENCE, averaging_timeout=2 * PATIENCE)
-    for trainer in trainers:
     data = torch.randn(800, 6)
     passes = [closing(SharedPass(data, trainer.opt.dht, "run", batch_size=8, chunk=80)) for trainer in trainers]
     meet(*trainers)

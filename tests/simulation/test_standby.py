@@ -50,6 +50,7 @@ class Pair:
             await trainer.tracker.exchange.start()
             await trainer.tracker.has_looked.wait()
             trainer.record.began = asyncio.get_running_loop().time()
+            trainer.averager.state_sharing.set(allowed=True, priority=trainer.epoch)
         while True:
             for trainer in self.trainers:
                 await self.make_batch(trainer)

@@ -129,8 +129,8 @@ class Lives:
     matchmaking_time: float
 
 
-# They are true, and accuse nobody: all others have left, or this peer's batches are long.
-OF_ITSELF = ("no peer has answered for", "a batch takes this peer")
+# They are true, and accuse nobody: all others, or a donor, have left, or this peer's batches are long.
+OF_ITSELF = ("no peer has answered for", "a batch takes this peer", "could not download the state of")
 
 
 def live_through_bursts(seed: int, *, epochs: int = 12) -> Lives:
