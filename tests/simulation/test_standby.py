@@ -122,7 +122,7 @@ def check(measured: Measured, peers: int) -> None:
         assert longest_step < COURSE.matchmaking_time / 2, "nobody waits for a peer that waits elsewhere"
         assert (record.failed, record.alone, record.downloads) == (0, 0, 0)
         assert set(record.group_sizes) == {peers}
-        assert record.rounds >= 0.7 * EPOCHS
+        assert record.rounds >= 0.6 * EPOCHS, "a round takes a few tenths of a second on these lines"
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["same order", "other order"])

@@ -557,8 +557,8 @@ class Optimizer(JointOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint from which this peer can resume the run. Save the model beside it.
 
-        It is the state of the optimizer that makes the steps, with the epoch as ``"local_epoch"`` in each parameter
-        group. Under ``"shoal"`` it has the epoch, the state of the scheduler, the averager's buffers, and the single
+        It is the state of the optimizer that makes the steps, with the epoch as ``state["local_epoch"]`` and in each
+        parameter group. Under ``"shoal"`` it has the state of the scheduler, the averager's buffers, and the single
         precision parameters of an offloaded optimizer. Background work is finished first.
         """
         self.state_averager.finish_jobs(self.averaging_timeout)

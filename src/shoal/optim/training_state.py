@@ -2,14 +2,15 @@
 
 - :class:`StateTensors` moves values between the user's model, the optimizer and the tensors that are averaged.
 - :func:`describe_state` copies the state for a newcomer; :class:`TrainingState` is such a copy, received and checked.
-- A checkpoint is the state dictionary of the optimizer that makes the steps, with one more entry, ``"shoal"``, and the
-  epoch in each parameter group. There torch's own tools keep it, which know nothing of ``"shoal"``. A plain torch
-  optimizer of the same kind can load it, too, and ignores these additions.
+- A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]``, one more
+  entry, ``"shoal"``, and the epoch in each parameter group. There torch's own tools keep it, which know nothing of the
+  other two. A plain torch optimizer of the same kind can load it, too, and ignores these additions.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -457,11 +458,29 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
         "gradients": gradients,
     }
     groups = [{**group, EPOCH: epoch} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups, OWN: own}
+    # Programs know the epoch as state["local_epoch"]. torch's tools for checkpoints take each key there for a parameter.
+    state = state_dict["state"] if _is_for_torch() else {**state_dict["state"], EPOCH: epoch}
+    return {**state_dict, "state": state, "param_groups": groups, OWN: own}
+
+
+def _is_for_torch() -> bool:
+    """Whether torch's tools for distributed checkpoints ask for the checkpoint, rather than a program."""
+    frame = sys._getframe(1)
+    for _ in range(_MOST_CALLS_INSIDE):
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+# From an optimizer's state_dict() to the place where its checkpoint is made.
+_MOST_CALLS_INSIDE = 6
 
 
 def epoch_in(state_dict: Mapping[str, Any]) -> Any:
-    """The epoch of a checkpoint. Older ones have it among the statistics. ``None``: it has none."""
+    """The epoch of a checkpoint; ``None``: it has none."""
     places = [state_dict.get(OWN) or {}, state_dict["state"], *state_dict["param_groups"]]
     return next((place[EPOCH] for place in places if place.get(EPOCH) is not None), None)
 
