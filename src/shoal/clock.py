@@ -413,14 +413,18 @@ class SwarmClock:
         if abs(offset) < WORTH_A_WARNING_SECONDS:
             logger.warning("the clock of this machine agrees with the other peers now")
             return
+        side = "ahead of" if offset > 0 else "behind"
+        if jump:
+            logger.warning(
+                "the clock of this machine has jumped by %+.1f seconds. It is now %.1f seconds %s the time of the swarm "
+                "(peers compared: %d). shoal corrects for that, other programs do not: turn on NTP (%s)",
+                *(jump, abs(offset), side, len(self.samples), set_the_clock()),
+            )
+            return
         logger.warning(
-            "the clock of this machine %s %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
-            "for that, other programs do not: turn on NTP (%s)",
-            f"has jumped by {jump:+.1f} seconds. It is now" if jump else "is",
-            abs(offset),
-            "ahead of" if offset > 0 else "behind",
-            len(self.samples),
-            set_the_clock(),
+            "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects for "
+            "that, other programs do not: turn on NTP (%s)",
+            *(abs(offset), side, len(self.samples), set_the_clock()),
         )
 
 

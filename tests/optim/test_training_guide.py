@@ -52,7 +52,7 @@ def messages() -> set[str]:
 @pytest.mark.parametrize("line", LINES)
 def test_lines_are_logged(line, messages):
     parts = line.replace(" % ", " %% ").split("…")
-    pattern = re.compile(r"%[.\d]*\w".join(map(re.escape, parts)))
+    pattern = re.compile(r"%[+.\d]*\w".join(map(re.escape, parts)))
     assert any(pattern.match(message) for message in messages), f"no such log line: {line}"
 
 

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_RESORT = "Proceeding with local gradients"
+TRYING_AGAIN = "gradients of epoch %d were not averaged (%s). Training on, to meet the others a little later"
+LAST_RESORT = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,7 @@ class GlobalStep:
         except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             self.tracker.note_round(None)
-            what_next = "Training on, to meet the others a little later" if self._tries_again(own_mean) else LAST_RESORT
-            message = f"gradients of epoch %d were not averaged (%s). {what_next}"
+            message = TRYING_AGAIN if self._tries_again(own_mean) else LAST_RESORT
             log_failure(message, self.state_averager.local_epoch, e)
             return None
         except BaseException:
