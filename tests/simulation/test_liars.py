@@ -22,7 +22,7 @@ EPOCHS = 5
 @pytest.mark.parametrize("kinds", mostly_drills([(Boaster, Prophet), (Hasty, Hasty), (), (Boaster, Boaster)]))
 def test_epochs_end_when_they_should(kinds):
     async def main() -> None:
-        course = Course(round(PEERS * SPEED * EPOCH_SECONDS), group_size=GROUP_SIZE)
+        course = Course(round(PEERS * SPEED * EPOCH_SECONDS), group_size=GROUP_SIZE, guard="open")
         swarm = Swarm(Network(LINK), course)
         honest = [await swarm.add(SPEED) for _ in range(PEERS - len(kinds))]
         for kind in kinds:

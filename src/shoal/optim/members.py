@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from shoal.averaging.majorities import votes_by_host
 from shoal.logs import Seldom, counted
 from shoal.optim.deeds import remember
+from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.pace import EPOCHS_TIMED, Pace
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
@@ -101,8 +102,8 @@ class Members:
         self._alone = 0
         self.troubles: Counter[str] = Counter()
         """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
-        # Nothing of it is a fault for sure, and nobody has to do anything about it.
-        self._tell_seldom = Seldom(logger.info)
+        # What may be nobody's fault, so that nobody has to do anything about it, is no warning.
+        self._tell_seldom, self._warn_seldom = Seldom(logger.info), Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
@@ -213,11 +214,11 @@ class Members:
                 PeerID(min(others)),
             )
 
-    def _tell_once(self, peer: bytes, kind: str, *values: object) -> bool:
+    def _tell_once(self, peer: bytes, kind: str, *values: object, tell: Seldom | None = None) -> bool:
         """Tell the user of a peer, but only once. Returns whether this was the first time."""
         if (peer, kind) in self._told:
             return False
-        self._tell_seldom(kind, PeerID(peer), *values, about=peer)
+        (tell or self._tell_seldom)(kind, PeerID(peer), *values, about=peer)
         remember(self._told, (peer, kind), None)
         return True
 
@@ -304,4 +305,19 @@ class Members:
         # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
         next_one = own + 1 if any(self.is_proven(peer) for peer in ahead if peer in voters) else own
         last = max(run, next_one)
+        self._name_the_impossible(
+            {peer: c.record.epoch for peer, c in ahead.items() if peer in voters and c.record.epoch > last}, last
+        )
         return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
+
+    def _name_the_impossible(self, epochs: Mapping[bytes, int], run: int) -> None:
+        """Warn of strangers that claim to be far beyond the run. A member may have been cut off with others."""
+        for peer, epoch in epochs.items():
+            if self._met and epoch > run + EPOCHS_AHEAD and not self.has_met(peer):
+                self.troubles["epochs that cannot be"] += self._tell_once(
+                    peer,
+                    "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless "
+                    "most peers say the same",
+                    *(epoch, run),
+                    tell=self._warn_seldom,
+                )

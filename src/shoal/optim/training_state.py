@@ -458,7 +458,8 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
         "gradients": gradients,
     }
     groups = [{**group, EPOCH: epoch} for group in state_dict["param_groups"]]
-    # Programs know the epoch as state["local_epoch"]. torch's tools for checkpoints take each key there for a parameter.
+    # Programs know the epoch as state["local_epoch"]. torch's tools for checkpoints take each key there for a
+    # parameter.
     state = state_dict["state"] if _is_for_torch() else {**state_dict["state"], EPOCH: epoch}
     return {**state_dict, "state": state, "param_groups": groups, OWN: own}
 
