@@ -159,7 +159,7 @@ class Trainer:
         """A round under way, with this peer's own mean gradient and the number of its samples."""
         self._hold = Hold(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
-        self.tracker.board.moves_together = True
+        self.tracker.board.moves_together = not self.course.group_size
         self.averager = self._make_averager()
         is_one_group = not self.course.group_size
         self.tracker.advise(self.averager, weighs_samples=True, trains_one=is_one_group)

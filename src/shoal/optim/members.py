@@ -316,8 +316,8 @@ class Members:
             if self._met and epoch > run + EPOCHS_AHEAD and not self.has_met(peer):
                 self.troubles["epochs that cannot be"] += self._tell_once(
                     peer,
-                    "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless "
-                    "most peers say the same",
+                    "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count "
+                    "unless most peers say the same",
                     *(epoch, run),
                     tell=self._warn_seldom,
                 )

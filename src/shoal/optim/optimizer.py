@@ -238,7 +238,8 @@ class Optimizer(JointOptimizer):
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )
-        self.tracker.board.moves_together = not settings.overlaps
+        # Groups of one run end an epoch at different times.
+        self.tracker.board.moves_together = not settings.overlaps and not (averager_opts or {}).get("target_group_size")
         self.grad_averager = settings.make_grad_averager(
             main, self.state_averager, prefix=f"{run_id}_grad_averager", **gradient_options
         )
