@@ -9,6 +9,8 @@ import pytest
 
 from tests.drills import mostly_drills
 from tests.simulation.uneven import SLOW, Outcome, live_through_bursts, sizes_of_steps, train
+from tests.simulation.uneven_facades import MATCHMAKING_SECONDS, MakeOptimizer, Program, low_communication, synchronous
+from tests.simulation.uneven_facades import train as train_programs
 
 SEEDS = 3
 
@@ -56,3 +58,41 @@ def test_a_step_has_the_samples_that_it_should_have_although_machines_are_busy(p
     assert len(sizes) >= 15
     assert 0.9 <= statistics.median(sizes) <= 1.1
     assert min(sizes) >= 0.8, "no step begins early because a peer was thought to be faster than it is"
+
+
+@pytest.mark.parametrize("fast_is", ["first", "last"])
+@pytest.mark.parametrize("make", [synchronous, low_communication])
+def test_real_optimizers_of_different_speeds_make_the_same_epochs(make: MakeOptimizer, fast_is: str) -> None:
+    """Eight peers, one of them a hundred times as fast as each other one."""
+    slow, fast = [Program(10, 20 / 12) for _ in range(7)], Program(1000, 20 / 12)
+    programs = [fast, *slow] if fast_is == "first" else [*slow, fast]
+    warnings = train_programs(
+        programs, make, target=round(20 * sum(program.speed for program in programs)), seconds=160
+    )
+    assert warnings == ()
+    assert [program.epoch for program in programs] == [programs[0].epoch] * 8
+    assert programs[0].epoch >= 7, "of eight, if nothing is lost"
+    assert max(program.longest_step for program in programs) < MATCHMAKING_SECONDS + 1
+
+
+@pytest.mark.parametrize("joins_at", [0.0, 14.0])
+def test_a_fast_newcomer_is_welcome_at_once(joins_at: float) -> None:
+    """A graphics card joins four processors. One of its batches is an epoch."""
+    processors = [Program(8, 0.05) for _ in range(4)]
+    card = Program(2048, 0.4, joins_at)
+    assert train_programs([*processors, card], synchronous, target=2000, seconds=40) == ()
+    assert {program.epoch for program in processors} == {card.epoch}
+    assert card.epoch >= 15, "many epochs of less than two seconds"
+    assert max(program.longest_step for program in (*processors, card)) < MATCHMAKING_SECONDS + 1
+
+
+@pytest.mark.parametrize(("batch_seconds", "target"), [(1.5, 192), (3.0, 640)])
+def test_a_slow_newcomer_is_waited_for_after_its_download(batch_seconds: float, target: int) -> None:
+    """Its first batch takes longer than an epoch of the others."""
+    quick, slow = [Program(8, 0.05) for _ in range(2)], Program(8, batch_seconds, joins_at=5.0)
+    warnings = train_programs([*quick, slow], synchronous, target=target, seconds=40)
+    assert all(line.startswith("a batch takes this peer") for line in warnings), warnings
+    assert slow.epoch == quick[0].epoch == quick[1].epoch
+    epochs = [epoch for _, epoch in slow.epochs[2:]]
+    assert epochs == list(range(epochs[0], epochs[0] + len(epochs))), "it is in each round, and downloads only once"
+    assert len(epochs) >= 7
