@@ -12,6 +12,7 @@ that download its state (:mod:`shoal.optim.hold`).
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import logging
 import math
@@ -25,6 +26,7 @@ import torch
 
 from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
+from shoal.errors import AveragingError
 from shoal.logs import Seldom
 from shoal.optim.devices import copy_all
 from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
@@ -45,6 +47,14 @@ logger = logging.getLogger(__name__)
 
 TRYING_AGAIN = "gradients of epoch %d were not averaged (%s). Training on, to meet the others a little later"
 LAST_RESORT = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
+
+
+# The group was not found, or did not come to an end.
+_NO_ROUND = (AveragingError, TimeoutError, concurrent.futures.CancelledError)
+
+
+class _TryAgain(Exception):
+    """The round failed, and others can still be met: this peer trains on."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +185,9 @@ class GlobalStep:
                 if self.settings.delay_grad_averaging and own_mean is not None and control is not None:
                     trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
-                    mates = self._finish_gradient_round(control, own_mean)
-                    if mates is None and self._tries_again(own_mean):
+                    try:
+                        mates = self._finish_gradient_round(control, own_mean)
+                    except _TryAgain:
                         self.tracker.train_on()
                         return False
                     self._give_gradients_to_optimizer(self.grad_averager, mates is not None, own_mean)
@@ -275,17 +286,25 @@ class GlobalStep:
         Returns:
             The other members that have parameters, and their epochs. ``None`` if the round failed; then this peer uses
             its own mean gradient.
+
+        Raises:
+            _TryAgain: it failed, and this peer keeps its gradients for another round of this epoch.
         """
         if control is None:
             self.tracker.note_round(None)
+            if self._can_try_again(own_mean):
+                raise _TryAgain
             return None
         try:
             gathered = control.result(self.settings.averaging_timeout)
         except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             self.tracker.note_round(None)
-            message = TRYING_AGAIN if self._tries_again(own_mean) else LAST_RESORT
-            log_failure(message, self.state_averager.local_epoch, e)
+            # After any other error another round would end alike: if no member has gradients that count, for example.
+            tries_again = isinstance(e, _NO_ROUND) and self._can_try_again(own_mean)
+            log_failure(TRYING_AGAIN if tries_again else LAST_RESORT, self.state_averager.local_epoch, e)
+            if tries_again:
+                raise _TryAgain from None
             return None
         except BaseException:
             control.cancel()
@@ -300,11 +319,8 @@ class GlobalStep:
         mates = set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
         return {peer: self.comparison.epoch_of(gathered.get(peer)) for peer in mates}
 
-    def _tries_again(self, own_mean: Sequence[torch.Tensor] | None) -> bool:
-        """Whether this peer, whose round has failed, keeps its gradients for another round of this epoch.
-
-        It cannot if the accumulators have gradients of the next epoch already.
-        """
+    def _can_try_again(self, own_mean: Sequence[torch.Tensor] | None) -> bool:
+        """Whether there may be another round of this epoch. Not if the accumulators have gradients of the next one."""
         return own_mean is None and self.tracker.others_can_come()
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
