@@ -65,9 +65,7 @@ def train(optimizer, shared, passes):
             optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run vision`
             if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
                 joined, before = True, optimizer.local_epoch
-                print(
-                    f"training from epoch {before} on, peers: {optimizer.tracker.global_progress.num_peers}", flush=True
-                )
+                print(f"training from epoch {before} on, peers: {optimizer.tracker.expected_group_size}", flush=True)
         now, epoch, peers = time.monotonic(), optimizer.local_epoch, optimizer.tracker.global_progress.num_peers
         rate = (epoch - before) * optimizer.target_batch_size / (now - pass_began)
         told = f"pass {number} is over, epoch {epoch}, test accuracy {accuracy():.1%}, peers: {peers}"

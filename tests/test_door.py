@@ -31,7 +31,7 @@ MISTAKES = {
         "must end with /p2p/<peer id>",
     ),
     "no address at all": ("dht = shoal.DHT(initial_peers=['there'], start=True)", "ValueError: "),
-    "one address instead of a list": (f"dht = shoal.DHT(initial_peers='{NOBODY}', start=True)", "TypeError: "),
+    "a number instead of addresses": ("dht = shoal.DHT(initial_peers=4012, start=True)", "TypeError: "),
     "nowhere to listen": ("dht = shoal.DHT(host_maddrs=['/ip4/198.51.100.1/tcp/1'], start=True)", "cannot listen on"),
     "no such token": ("dht = shoal.DHT(start=True, token='no-token')", "cannot use"),
     "waiting later": (

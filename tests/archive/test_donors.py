@@ -47,10 +47,12 @@ def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:
     board = make_board()
     board.hear(record(b"donor", 0, is_donor=True), NOW + 60, NOW)
     board.note_round({}, NOW)
-    assert board.evidence.troubles["alone"] == 0
+    assert board.guard.troubles["alone"] == 0
     board.hear(record(b"other", 0), NOW + 60, NOW)
-    board.note_round({}, NOW)
-    assert board.evidence.troubles["alone"] == 1
+    for now in (NOW, NOW + 10, NOW + 20):  # it is waited for three times
+        board.begin_update(now, 5.0)
+        board.note_round({}, now + 5)
+    assert board.guard.troubles["alone"] == 1
 
 
 def test_who_donates_says_so_in_records_and_calls() -> None:

@@ -530,7 +530,7 @@ def test_the_command_with_a_short_address() -> None:
         short = f"127.0.0.1:{place['tcp']}"
         done = doctor("--", f"'{short}',")
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"\nThe peer at {short}\n  ok    connection " in done.stdout
+        assert f"\nThe peer at {short}\n  ok       connection " in done.stdout
         assert place["p2p"] in done.stdout
         assert "  circuit " in done.stdout
 
@@ -540,12 +540,12 @@ def test_the_command_looks_around(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("shoal.p2p.local_network.SERVICE", f"_d{os.getpid()}._tcp.local.")
     hosts = ["--host-maddrs", "127.0.0.1:0"]
     assert main(["doctor", "local", *hosts]) == 0
-    assert "  warn  local network  no peer is announced\n" in capsys.readouterr().out
+    assert "  warn     local network  no peer is announced\n" in capsys.readouterr().out
     monkeypatch.setattr("shoal.dht.neighbours.FIRST_SECONDS", 0.0)
     with DHT("local", start=True) as there:
         assert main(["doctor", "local", *hosts]) == 0
         out = capsys.readouterr().out
-        assert "  ok    local network  1 peer found\n" in out
+        assert "  ok       local network  1 peer found\n" in out
         assert f"\nPeer {there.peer_id}\n  at /ip4/127.0.0.1/tcp/" in out
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     assert main(["doctor", "local", *hosts]) == 1

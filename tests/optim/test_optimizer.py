@@ -77,7 +77,7 @@ def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
     (trainer,) = make_trainers(1, target=32)
     trainer.train_until(3, pace=0.02)
     assert 96 <= trainer.samples <= 96 * 1.2
-    assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 1.1 * 8 / 0.02  # clocks are not exact
+    assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 1.25 * 8 / 0.02  # clocks are not exact
 
 
 @over_sockets
@@ -334,7 +334,8 @@ def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_
     assert (newcomer.opt.local_epoch, first.opt.local_epoch) == (4, 5)
     check_identical([first, newcomer])
     newcomer.step()
-    assert newcomer.opt.grad_averager.local_samples_accumulated == 8, "it goes on, and downloads nothing more"
+    joins = newcomer.opt.local_epoch == 5  # others may know already that it takes part
+    assert joins or newcomer.opt.grad_averager.local_samples_accumulated == 8, "it goes on, and downloads nothing more"
 
 
 def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
