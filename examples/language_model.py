@@ -62,7 +62,7 @@ def train(model, optimizer, slots):
         optimizer.step()  # 50 steps are a slot; after each, all peers average how far they have come
         optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run language_model`
         peers, slots_made = optimizer.tracker.global_progress.num_peers, optimizer.local_epoch - slot
-        if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+        if not joined and optimizer.tracker.is_introduced and optimizer.is_synchronized_with_peers():
             joined, slot, last = True, optimizer.local_epoch, time.monotonic()
             print(f"training from slot {slot} on, peers: {peers}", flush=True)
         elif joined and slots_made > 0:

@@ -36,7 +36,7 @@ def train(optimizer):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # a newcomer downloads the state; everybody counts samples, and steps when there are enough
-        if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+        if not joined and optimizer.tracker.is_introduced and optimizer.is_synchronized_with_peers():
             joined, epoch, last = True, optimizer.local_epoch, time.monotonic()
             print(f"training from epoch {epoch} on, peers: {count_peers(optimizer)}", flush=True)
         if joined and optimizer.local_epoch > epoch and (now := time.monotonic()) > last + 2:

@@ -63,7 +63,7 @@ def train(optimizer, shared, passes):
             loss.backward()
             optimizer.step(batch_size=len(batch))
             optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run vision`
-            if not joined and optimizer.tracker.is_introduced:  # it has the state, and the others know it
+            if not joined and optimizer.tracker.is_introduced and optimizer.is_synchronized_with_peers():
                 joined, before = True, optimizer.local_epoch
                 print(f"training from epoch {before} on, peers: {optimizer.tracker.expected_group_size}", flush=True)
         now, epoch, peers = time.monotonic(), optimizer.local_epoch, optimizer.tracker.global_progress.num_peers
