@@ -66,10 +66,11 @@ def train(optimizer, shared, passes):
             if not joined and optimizer.tracker.is_introduced and optimizer.is_synchronized_with_peers():
                 joined, before = True, optimizer.local_epoch
                 print(f"training from epoch {before} on, peers: {optimizer.tracker.expected_group_size}", flush=True)
-        now, epoch, peers = time.monotonic(), optimizer.local_epoch, optimizer.tracker.global_progress.num_peers
-        rate = (epoch - before) * optimizer.target_batch_size / (now - pass_began)
-        told = f"pass {number} is over, epoch {epoch}, test accuracy {accuracy():.1%}, peers: {peers}"
-        print(f"{now - began:.0f} s: {told}, together {rate:,.0f} samples/s", flush=True)
+        if joined:  # else the others made this pass before this peer came
+            seconds, steps = time.monotonic() - pass_began, optimizer.local_epoch - before
+            told = f"pass {number} is over, epoch {optimizer.local_epoch}, test accuracy {accuracy():.1%}"
+            peers, rate = optimizer.tracker.expected_group_size, steps * optimizer.target_batch_size / seconds
+            print(f"{time.monotonic() - began:.0f} s: {told}, peers: {peers}, together {rate:,.0f} samples/s", flush=True)
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
