@@ -70,7 +70,9 @@ def train(optimizer, shared, passes):
             seconds, steps = time.monotonic() - pass_began, optimizer.local_epoch - before
             told = f"pass {number} is over, epoch {optimizer.local_epoch}, test accuracy {accuracy():.1%}"
             peers, rate = optimizer.tracker.expected_group_size, steps * optimizer.target_batch_size / seconds
-            print(f"{time.monotonic() - began:.0f} s: {told}, peers: {peers}, together {rate:,.0f} samples/s", flush=True)
+            print(
+                f"{time.monotonic() - began:.0f} s: {told}, peers: {peers}, together {rate:,.0f} samples/s", flush=True
+            )
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
