@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shoal.averaging.groups.leading import MAX_REFUSED_PEERS, SEEN_SEARCHES, TOLD_SEARCHES, Refusals
+from shoal.averaging.groups.leading import MAX_REFUSED_PEERS, SEEN_SEARCHES, TOLD_SEARCHES, UNTRUE, Refusals
 from shoal.p2p import Identity
 
 RNG = random.Random(0)
@@ -56,3 +56,13 @@ def test_memory_is_bounded():
         refusals.note([peer], [], [A, peer], [peer])
     assert len(refusals) == MAX_REFUSED_PEERS
     assert list(refusals.next_search()) == peers[3:]
+
+
+def test_a_refused_peer_is_told_the_one_reason_for_it():
+    refusals = Refusals()
+    refusals.note([A], [], [A, B, C, D], [])
+    refusals.note([B], [], [A, B, C, D], [], UNTRUE)
+    assert refusals.next_search() == {A: True, B: True}
+    assert "NaN or infinite" in refusals.reason_of(A)
+    assert "other values than it had announced" in refusals.reason_of(B)
+    assert "sent too slowly" in refusals.reason_of(C), "it is refused for no values"

@@ -23,6 +23,7 @@ from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
 from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
+from shoal.averaging.groups.leading import UNTRUE
 from shoal.averaging.groups.matchmaking import Matchmaking
 from shoal.averaging.messages import (
     CALL_FAILURES,
@@ -354,7 +355,7 @@ class AveragerNode(ServicerBase):
         if peer == self.p2p.peer_id:
             return
         self.p2p.metrics.members_untrue += 1
-        if lane.matchmaking.refusals.note({peer}, (), group.peer_ids, _auxiliaries(group)):
+        if lane.matchmaking.refusals.note({peer}, (), group.peer_ids, _auxiliaries(group), UNTRUE):
             logger.warning(
                 "%s %s. Its values count only as far as it has told the truth, and it is refused for a while: either "
                 "it lies on purpose, or its machine is broken",

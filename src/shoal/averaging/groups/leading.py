@@ -44,10 +44,18 @@ logger = logging.getLogger(__name__)
 # What a member behind a narrow relay reduces, in parts of what it would reduce otherwise.
 NARROW_SHARE = 0.25
 
-REFUSAL = (
-    "in a round it has sent values that are NaN or infinite, although peers check theirs before, or other values than "
-    "it said, or several rounds ended without a result because it sent too slowly. Is it of an older version, its "
-    "machine broken, or its line slow? It is taken again after some rounds"
+# Why a peer is refused, for its user to read.
+NOT_FINITE = (
+    "in a round it sent values that are NaN or infinite, which peers leave out before they send. Update it, or look at "
+    "its machine. It is taken again after some rounds"
+)
+UNTRUE = (
+    "in a round it sent other values than it had announced. Its machine may be broken. It is taken again after some "
+    "rounds"
+)
+TOO_SLOW = (
+    "several rounds ended without a result because it sent too slowly. Give all peers a larger allreduce_timeout, a "
+    "codec, or fewer bytes per round. It is taken again after a while"
 )
 # The description of a group must fit into one message.
 MAX_GROUP_BYTES = 3 * 2**18
@@ -413,13 +421,19 @@ class Refusals:
     def __init__(self) -> None:
         self.left: dict[PeerID, int] = {}
         """By peer: the number of further searches in which it is refused."""
+        self._reasons: dict[PeerID, str] = {}
         self._auxiliaries: set[PeerID] = set()
 
     def __len__(self) -> int:
         return len(self.left)
 
     def note(
-        self, seen: Collection[PeerID], told: Collection[PeerID], group: Collection[PeerID], aux: Collection[PeerID]
+        self,
+        seen: Collection[PeerID],
+        told: Collection[PeerID],
+        group: Collection[PeerID],
+        aux: Collection[PeerID],
+        reason: str = NOT_FINITE,
     ) -> list[PeerID]:
         """Note members of a round that have sent bad values.
 
@@ -428,6 +442,7 @@ class Refusals:
             told: members that others accuse of the same.
             group: all members.
             aux: the auxiliaries among them.
+            reason: what they are told when they are refused.
 
         Returns:
             The members that are refused from now on and were not before.
@@ -440,11 +455,19 @@ class Refusals:
         news = [peer for peer in group if peer in accused and peer not in self.left]
         for peer, searches in accused.items():
             self.left[peer] = max(searches, self.left.pop(peer, 0))
+            self._reasons.pop(peer, None)
+            self._reasons[peer] = reason
         self._auxiliaries.update(peer for peer in accused if peer in aux)
         while len(self.left) > MAX_REFUSED_PEERS:
             del self.left[next(iter(self.left))]
+        while len(self._reasons) > MAX_REFUSED_PEERS:
+            del self._reasons[next(iter(self._reasons))]
         self._auxiliaries &= self.left.keys()
         return news
+
+    def reason_of(self, peer: PeerID) -> str:
+        """Why a peer is refused: for the values that it sent, or because it is too slow."""
+        return self._reasons.get(peer, TOO_SLOW)
 
     def next_search(self) -> Mapping[PeerID, bool]:
         """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member.

@@ -30,7 +30,6 @@ from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Sea
 from shoal.averaging.groups.former_members import FormerMembers
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
-    REFUSAL,
     Invitations,
     Refusals,
     StartedGroup,
@@ -429,7 +428,7 @@ class Matchmaking:
             return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
         if remote in search.refused:
             search.turn_away(remote)
-            return JoinReply(code=Code.REFUSED, text=REFUSAL)
+            return JoinReply(code=Code.REFUSED, text=self.refusals.reason_of(remote))
         if difference := difference_of(self.settings.agreed, request.settings):
             seen_here = difference_of(request.settings, self.settings.agreed)
             self._warn_seldom("peer %s cannot average with this one: %s", remote, seen_here, about=remote)
