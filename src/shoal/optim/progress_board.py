@@ -258,7 +258,7 @@ class ProgressBoard:
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
             kin = self._kin(now)
-            if self._is_left_behind(kin, now):
+            if last <= self.own.epoch and self._is_left_behind(kin, now):
                 return set()
             expected = expected_members(self.own.epoch, last, kin, self._last_members, now)
             return self.guard.whom_to_wait_for(expected, now)
