@@ -36,7 +36,7 @@ def test_gradients_that_are_read_before_they_have_arrived(fake: FakeDevice, monk
         for total, parameter in zip(self.buffers, self.parameters, strict=True):
             assert parameter.grad is not None
             total.add_(parameter.grad.to(total.device, non_blocking=True).nan_to_num())
-        self._first_batch_size = batch_size
+        self._first_batch_size, self._untouched = batch_size, set()
         self.samples += batch_size
         self.batches += 1
 
