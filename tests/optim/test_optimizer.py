@@ -451,9 +451,13 @@ def test_of_a_round_that_is_cut_short_nothing_stays(make_trainers, options):
     )
     meet(*trainers)
     in_parallel(lambda: finish_first_epoch(trainers[0], gives_the_rest=True), lambda: finish_first_epoch(trainers[1]))
-    for trainer, sizes in zip(trainers, ([8, 8], [8]), strict=True):
-        reference = local_reference(trainer, sizes, seed=trainers.index(trainer))
-        torch.testing.assert_close(values(trainer.model), reference)
+    references = [
+        local_reference(t, sizes, seed=n) for n, (t, sizes) in enumerate(zip(trainers, ([8, 8], [8]), strict=True))
+    ]
+    for trainer, own in zip(trainers, references, strict=True):
+        # Where rounds do not overlap, the peer that steps last may take over the state of the first one instead.
+        possible = references if trainer.opt.tracker.board.moves_together else [own]
+        assert any(torch.allclose(values(trainer.model), each) for each in possible)
 
 
 def finish_first_epoch(trainer: Trainer, gives_the_rest: bool = False) -> None:
