@@ -57,9 +57,10 @@ class Budget:
 
     def charge(self, peers: Collection[bytes], seconds: float, now: float) -> None:
         """These strangers together have cost so many seconds."""
-        self._pauses = {host: until for host, until in self._pauses.items() if until > now}
+        pauses = {host: until for host, until in self._pauses.items() if until > now}
         for host in {*map(self._host_of, peers)}:
-            remember(self._pauses, host, max(now + seconds / SHARE_WASTED, self._pauses.pop(host, now)))
+            remember(pauses, host, max(now + seconds / SHARE_WASTED, pauses.pop(host, now)))
+        self._pauses = pauses  # in one go: the event loop may be reading the dictionary without a lock
 
     def allows(self, peer: bytes, now: float) -> bool:
         """Whether there is time for a stranger."""
