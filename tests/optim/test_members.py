@@ -141,6 +141,14 @@ def test_one_member_at_the_next_epoch_ends_this_one() -> None:
     assert STRANGER not in members.credible(companions(epochs), 3, NOW, lambda _: math.inf)
 
 
+def test_one_peer_that_is_ahead_has_left_nobody_behind() -> None:
+    """Else all others would give up their round, and take over the state of a single peer."""
+    members = veteran(FRIEND)
+    assert not members.are_most_beyond(companions({FRIEND: 4, THIRD: 3, OTHER: 3}), 3, NOW)
+    assert members.are_most_beyond(companions({FRIEND: 4, THIRD: 4, OTHER: 3}), 3, NOW)
+    assert members.are_most_beyond(companions({FRIEND: 4}), 3, NOW), "there is no other"
+
+
 def test_a_peer_that_got_no_state_from_those_ahead_votes_itself_for_a_while() -> None:
     members = veteran(FRIEND)
     ahead = companions({STRANGER: 10**6})

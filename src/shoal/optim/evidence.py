@@ -390,10 +390,8 @@ class Evidence(Members):
         leading = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
         if not leading:
             return dict(companions)
-        voters = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
-        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
-        pace = self.pace.usual_epoch if self.is_large else math.inf
-        votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
+        voters = self._voters(companions, now)
+        votes = self._votes(voters, now)
         run = max(own, self._epoch_of_most(votes, own, now))
         last = max(run, self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}

@@ -296,13 +296,8 @@ class Members:
         ahead = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
         if not ahead:
             return dict(companions)
-        voters = {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
-        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
-        pace = self.pace.usual_epoch if self.is_large else math.inf
-        votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
-        if now < self._counts_itself_until:
-            votes = sorted([*votes, own])
-        run = max(own, votes[(len(votes) - 1) // 2]) if votes else own
+        voters = self._voters(companions, now)
+        run = self._epoch_of_run(self._votes(voters, now), own, now)
         # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
         next_one = own + 1 if any(self.is_proven(peer) for peer in ahead if peer in voters) else own
         last = max(run, next_one)
@@ -310,6 +305,26 @@ class Members:
             {peer: c.record.epoch for peer, c in ahead.items() if peer in voters and c.record.epoch > last}, last
         )
         return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
+
+    def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
+        """Whether most hosts have ended this epoch. One peer alone may have failed to meet the others."""
+        return self._epoch_of_run(self._votes(self._voters(companions, now), now), own, now) > own
+
+    def _voters(self, companions: Mapping[bytes, Companion], now: float) -> dict[bytes, Companion]:
+        """The peers whose epochs decide which one the run is at."""
+        return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+
+    def _votes(self, voters: Mapping[bytes, Companion], now: float) -> list[int]:
+        """The epochs of their hosts, the lowest first."""
+        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
+        pace = self.pace.usual_epoch if self.is_large else math.inf
+        return votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
+
+    def _epoch_of_run(self, votes: list[int], own: int, now: float) -> int:
+        """The last epoch that most hosts have reached, but not an earlier one than this peer's."""
+        if now < self._counts_itself_until:
+            votes = sorted([*votes, own])
+        return max(own, votes[(len(votes) - 1) // 2]) if votes else own
 
     def _name_the_impossible(self, epochs: Mapping[bytes, int], run: int) -> None:
         """Warn of strangers that claim to be far beyond the run. A member may have been cut off with others."""

@@ -264,11 +264,11 @@ class ProgressBoard:
             return self.guard.whom_to_wait_for(expected, now)
 
     def _is_left_behind(self, kin: Mapping[bytes, Companion], now: float) -> bool:
-        """Whether the others have ended this peer's epoch without it. Nobody who matters comes to its round then.
+        """Whether most others have ended this peer's epoch without it. Nobody who matters comes to its round then.
 
         Peers that this has happened to must not meet: each of them takes over the state of the others.
         """
-        return self.moves_together and self._summary_of(kin, now).epoch > self.own.epoch
+        return self.moves_together and self.guard.are_most_beyond(kin, self.own.epoch, now)
 
     @property
     def had_others(self) -> bool:
