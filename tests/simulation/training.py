@@ -388,7 +388,8 @@ class Trainer:
         self.averager.state_sharing.set(priority=self.epoch)
 
     def _has_company(self) -> bool:
-        others = [each for each in self.swarm.living if each is not self and each.tracker.is_introduced]
+        staying = [each for each in self.swarm.living if math.isnan(each.record.ended)]
+        others = [each for each in staying if each is not self and each.tracker.is_introduced]
         return any(each.epoch == self.epoch for each in others)
 
     async def _wait_for_newcomers(self) -> None:

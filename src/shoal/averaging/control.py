@@ -109,6 +109,8 @@ class RoundResult:
     what surrounds them on the wire, is not counted."""
     bytes_received: int = 0
     """The same for what it has received."""
+    seen_failing: tuple[PeerID, ...] = ()
+    """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -138,6 +140,7 @@ class RoundResult:
             left_out_peers=together(phase.left_out_peers for phase in phases),
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
+            seen_failing=together(phase.seen_failing for phase in phases),
         )
 
 

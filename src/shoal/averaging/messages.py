@@ -340,6 +340,8 @@ class StatusReply(Header, omit_defaults=True):
     """The one who answers exchanges nothing more with the asker in this round."""
     is_waiting: bool = False
     """The one who answers has nothing left to do in this round but to wait for its coordinator."""
+    follows_another: bool = False
+    """The one who answers does not follow the asker any more, which has coordinated the round until now."""
 
 
 # A full donor names at most so many other donors.

@@ -485,7 +485,8 @@ class AveragerNode(ServicerBase):
         current = self.rounds.running.get(request.round_id)
         has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
         is_waiting = current is not None and current.completion.is_waiting
-        return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting)
+        has_left = current is not None and current.completion.follows_another_than(context.remote_id)
+        return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting, has_left)
 
     @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:

@@ -442,7 +442,7 @@ class ProgressTracker(Facade):
 
     def _note_failures(self, result: RoundResult | None) -> None:
         if result is not None and self.board.kinship.has_begun:
-            failed = [peer.to_bytes() for peer in result.failed_peers]
+            failed = [peer.to_bytes() for peer in result.seen_failing]
             self.board.guard.note_failures(failed, result.duration, get_dht_time())
 
     @property

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from shoal.logs import Seldom
@@ -118,7 +118,7 @@ class Behaviour:
         members: Collection[PeerID],
         failed: Collection[PeerID],
         reducers: Collection[PeerID],
-        withheld: Collection[PeerID],
+        withheld: Mapping[PeerID, float],
         seconds: float,
     ) -> None:
         """An all-reduce in which this peer has done its part is over.
@@ -127,7 +127,7 @@ class Behaviour:
             members: the other members.
             failed: the members that did not deliver everything, as far as this peer has seen it itself.
             reducers: the members that had a share to reduce.
-            withheld: the members whose averages did not reach this peer.
+            withheld: the members whose averages did not reach this peer, and for how many seconds it waited for them.
             seconds: how long it took.
         """
         # If nobody delivers, this peer's own line may be the cause.
@@ -143,8 +143,8 @@ class Behaviour:
                 known.deeds.excluded += 1
                 if known.reduces.is_lost:
                     self._tell_of_reducer(peer, known.reduces)
-                elif known.reduces.failures == 1 and seconds >= WORTH_TELLING_SECONDS:
-                    self._tell_of_wait(peer, seconds)
+                elif known.reduces.failures == 1 and withheld[peer] >= WORTH_TELLING_SECONDS:
+                    self._tell_of_wait(peer, withheld[peer])
                 continue
             if peer not in failed:
                 known.deeds.delivered += 1
@@ -166,8 +166,8 @@ class Behaviour:
     def _tell_of_wait(self, peer: PeerID, seconds: float) -> None:
         self._metrics.troubles["averages that did not come"] += 1
         self._warn_seldom(
-            "peer %s kept a round waiting, which took %.0f s because of that: it reduces less from now on, and is "
-            "asked to lead only if nobody else can. Is its line too slow, or its machine stuck?",
+            "peer %s kept a round waiting for %.0f s: it reduces less from now on, and is asked to lead only if nobody "
+            "else can. Is its line too slow, or its machine stuck?",
             peer,
             seconds,
             about=peer,

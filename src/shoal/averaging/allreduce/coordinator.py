@@ -25,6 +25,7 @@ from shoal.averaging.messages import (
     RoundMessage,
     RoundStatus,
     SharedCall,
+    StatusReply,
     StatusRequest,
     reason_of,
     show_life,
@@ -45,6 +46,12 @@ logger = logging.getLogger(__name__)
 CALL_AGAIN_SECONDS = 0.3
 # Seconds between two questions to a member that has not called.
 STATUS_PERIOD = 0.5
+
+
+def _why_it_will_not_come(reply: StatusReply) -> str | None:
+    if reply.follows_another:
+        return "has given this coordinator up"
+    return "has left the round" if reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT) else None
 
 
 class Coordination:
@@ -181,7 +188,7 @@ class Coordination:
             StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
             link.replaced,
             self.allreduce.pairs[member.index],
-            lambda reply: "has left the round" if reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT) else None,
+            _why_it_will_not_come,
         )
         if reason is not None:
             self._lost(member, link, reason)

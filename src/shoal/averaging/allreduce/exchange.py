@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GIVEN_UP = "has given this member up"
+
 
 class AllReduce:
     """The exchange of parts in one group.
@@ -280,6 +282,7 @@ class AllReduce:
             left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
+            seen_failing=tuple(each.peer_id for each in roster.failed if each.index in roster.seen_failing),
         )
 
     def weight_of(self, member: Member) -> float:
@@ -312,7 +315,7 @@ class AllReduce:
             await pair.keep_calling(make_calls, lambda generation: self._resumes(member, generation))
         except PEER_FAILURES as e:
             if not self.ended.is_set():
-                self.roster.seen_withholding.add(member.index)
+                self.roster.seen_withholding[member.index] = asyncio.get_running_loop().time()
                 self.roster.fail(member.index, reason_of(e))
         except asyncio.CancelledError:
             self.roster.note_cancelled(member.index)
@@ -331,11 +334,17 @@ class AllReduce:
         self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
     async def _watch(self, member: Member) -> None:
-        """Give a member up when it has sent nothing for a while and does not answer whether it lives."""
+        """Give a member up when it has sent nothing for a while and does not answer whether it lives.
+
+        If it answers that it has given this member up, perhaps because this one came late, it is not to blame.
+        """
         traffic, limit = self._traffic[member.index], self.settings.sender_timeout
-        await wait_until_silent(self.get_stub(member.peer_id), self.round_id, lambda: traffic.heard_at, limit)
-        member.silent.set()
-        self.roster.fail(member.index, reason_of(TimeoutError()))
+        stub = self.get_stub(member.peer_id)
+        if await wait_until_silent(stub, self.round_id, lambda: traffic.heard_at, limit):
+            member.silent.set()
+            self.roster.fail(member.index, reason_of(TimeoutError()))
+        else:
+            self.roster.fail(member.index, GIVEN_UP, is_hearsay=True)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -438,7 +447,7 @@ class AllReduce:
 
         def why_not(reply: StatusReply) -> str | None:
             if reply.has_given_up:
-                return "has given this member up"
+                return GIVEN_UP
             return "has left the round" if reply.status != RoundStatus.RUNNING else None
 
         reason = await wait_for_return(

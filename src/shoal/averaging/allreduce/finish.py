@@ -47,7 +47,7 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.redialling import REDIAL_PAUSE, open_again
 from shoal.errors import DialError, ProtocolError, StreamClosedError
-from shoal.p2p import Call
+from shoal.p2p import Call, PeerID
 from shoal.tasks import cancel_and_wait, first_completed, wait_at_most
 
 if TYPE_CHECKING:
@@ -303,6 +303,7 @@ class Completion:
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
         self._has_given_up = False
+        self._left: set[PeerID] = set()  # the coordinators that this member does not follow any more
         self.is_outdated = asyncio.Event()
         """Set when members that are late would not find their way back into the run by this result any more."""
         self._began_at = asyncio.get_running_loop().time()
@@ -339,6 +340,7 @@ class Completion:
                 if not self.roster.own.late:
                     await self._coordination.run(wait_for_absent=False)
                 return
+            self._left.add(candidate.peer_id)
         await self.allreduce.exchanged.wait()
 
     async def _coordinate_unless_late(self) -> bool:
@@ -368,6 +370,10 @@ class Completion:
         following = asyncio.ensure_future(self._follow(coordinator))
         await first_completed(following, coordinator.silent.wait(), self._wait_until_stuck(coordinator))
         return not following.cancelled() and following.result()
+
+    def follows_another_than(self, coordinator: PeerID) -> bool:
+        """Whether this member has followed this coordinator, or tried to, and follows another one now."""
+        return coordinator in self._left
 
     @property
     def is_waiting(self) -> bool:

@@ -118,8 +118,8 @@ class Roster:
         """Members that have claimed a larger weight than counts, and which."""
         self.seen_failing: set[int] = set()
         """Members whose failure this member has seen itself."""
-        self.seen_withholding: set[int] = set()
-        """Reducers among these whose averages did not come."""
+        self.seen_withholding: dict[int, float] = {}
+        """Reducers among these whose averages did not come, and the loop time at which they failed."""
         self.cut_off: set[int] = set()
         """Reducers whose averages had not come when the exchange with them was cancelled, for whatever reason."""
         self.held_up_by: set[int] = set()

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MIN_QUESTION_SECONDS = 1.5
 
 
-async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[[], float], limit: float) -> None:
+async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[[], float], limit: float) -> bool:
     """Ask a member whether it lives when it has sent nothing for a while; return if it does not answer.
 
     A reducer or coordinator that waits for others may be silent for longer than a sender. The question tells such a
@@ -29,6 +29,9 @@ async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[
         round_id: names the round.
         heard_at: tells the loop time of the member's last sign of life.
         limit: a living member gives a sign at least every so many seconds.
+
+    Returns:
+        Whether it is silent; otherwise it lives, and has given the one who asks up.
     """
     now = asyncio.get_running_loop().time
     last_sign, unanswered = now(), 0
@@ -42,13 +45,16 @@ async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[
             continue
         try:
             with suppress(P2PHandlerError):  # even an error shows that the member lives
-                await stub.rpc_round_status(StatusRequest(round_id=round_id), timeout=patience)
+                reply: StatusReply = await stub.rpc_round_status(StatusRequest(round_id=round_id), timeout=patience)
+                if reply.has_given_up:
+                    return False
             last_sign = now()
         except PEER_FAILURES as e:
             logger.debug("asked a member whether it lives: %r", e)
             stub.dial_anew()
             await asyncio.sleep(asked + patience - now())
             unanswered = unanswered + 1 if heard_at() < asked else 0
+    return True
 
 
 async def wait_for_return(

@@ -336,7 +336,7 @@ class GroupSession:
         self.overstating: dict[PeerID, float] = {}
         """Members that have claimed a larger weight than their leader allows, and which."""
         # What this member has seen itself, see :class:`~shoal.averaging.allreduce.members.Roster`.
-        self._seen_failing, self._seen_withholding = set[PeerID](), set[PeerID]()
+        self._seen_failing, self._seen_withholding = set[PeerID](), dict[PeerID, float]()
         self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
         self._is_cut_short = False
         self._began_at = math.nan
@@ -432,7 +432,7 @@ class GroupSession:
             self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
             self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
             self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
-            self._seen_withholding.update(group.peer_ids[member] for member in roster.seen_withholding)
+            self._seen_withholding |= {group.peer_ids[member]: at for member, at in roster.seen_withholding.items()}
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
@@ -467,7 +467,7 @@ class GroupSession:
         """
         self._is_cut_short = True
         self._seen_failing |= self._cut_off
-        self._seen_withholding |= self._cut_off
+        self._seen_withholding |= dict.fromkeys(self._cut_off, asyncio.get_running_loop().time())
 
     def tell(self, behaviour: Behaviour) -> None:
         """Report to ``behaviour`` how each of the other members has done."""
@@ -481,7 +481,8 @@ class GroupSession:
                 if parts
             }
             seconds = asyncio.get_running_loop().time() - self._began_at
-            behaviour.note_round(others, self._seen_failing, reducers, self._seen_withholding, seconds)
+            waited = {peer: at - self._began_at for peer, at in self._seen_withholding.items()}
+            behaviour.note_round(others, self._seen_failing, reducers, waited, seconds)
             for peer in self._held_up_by if self._is_cut_short else ():
                 behaviour.note_delay(peer, seconds)
 

@@ -231,6 +231,15 @@ class Search:
         awaited = self.control.awaited
         return awaited is None or peer == self.own or peer in awaited
 
+    def seconds_lost(self, since: float) -> float:
+        """For how many seconds since this DHT time this peer could only wait. Until it is ready itself, it loses none.
+
+        So a leader is not to blame if its followers are in the middle of a batch, too, and the group cannot start.
+        """
+        if self.control.keep_open:
+            return 0.0
+        return max(0.0, get_dht_time() - max(since, self.control.released_at or -math.inf))
+
     def note_loss(self, peer: PeerID, follower: Follower) -> None:
         """Note that a follower is gone, perhaps by chance. Those that have had their time to return are forgotten."""
         now = get_dht_time()

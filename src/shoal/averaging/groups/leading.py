@@ -225,13 +225,14 @@ def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promis
         accepted_at: DHT time at which it accepted this peer.
     """
     now, has_started = get_dht_time(), reply.code == Code.GROUP_STARTS
+    lost = search.seconds_lost(accepted_at)
     if reply.group is not None and injustice_of(leader, reply.group, search.trust) is not None:
-        p2p.behaviour.note_injustice(leader, now - accepted_at)
+        p2p.behaviour.note_injustice(leader, lost)
         return
     # With this peer it has a group of two, and may still wait for a third one that never comes.
     breaks_promise = now >= promised and search.settings.min_group_size <= 2 and reply.better_leader is None
-    if has_started or breaks_promise:
-        p2p.behaviour.note_lead(leader, now - accepted_at, started=has_started)
+    if has_started or (breaks_promise and lost > 0):
+        p2p.behaviour.note_lead(leader, lost, started=has_started)
 
 
 def spare_relays(

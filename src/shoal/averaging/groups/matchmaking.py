@@ -309,8 +309,8 @@ class Matchmaking:
             search.spent[leader] = promised
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            if accepted_at is not None:
-                self.p2p.behaviour.note_lead(leader, get_dht_time() - accepted_at, started=False)
+            if accepted_at is not None and (lost := search.seconds_lost(accepted_at)) > 0:
+                self.p2p.behaviour.note_lead(leader, lost, started=False)
             search.note_failure(leader, e)
             if is_known:
                 self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)

@@ -83,7 +83,7 @@ class Deeds:
             return
         weights = weights_of(result)
         done = {peer.to_bytes(): each for peer, each in zip(result.peers, flight.done, strict=True)}
-        self._board.guard.note_failures([peer.to_bytes() for peer in result.failed_peers], result.duration, now)
+        self._board.guard.note_failures([peer.to_bytes() for peer in result.seen_failing], result.duration, now)
         self._board.note_outer_round({p: done[p] if weight else 0 for p, weight in weights.items()}, now, expected)
         self._latest = {PeerID(peer): weight for peer, weight in weights.items()}
         known = dict(self._weights)  # the loop may be looking at this one
