@@ -362,7 +362,7 @@ async def test_who_was_of_use_keeps_its_place(kind: str) -> None:
     async with Peers(kind) as peers:
         server, friend = await peers.two(limits=Limits(connections=4))
         service = await serving(server)
-        server.behaviour.note_round([friend.peer_id], failed=[], reducers=[], withheld=[], seconds=1.0)
+        server.behaviour.note_round([friend.peer_id], failed=[], reducers=[], withheld={}, seconds=1.0)
         strangers = [await peers.start() for _ in range(3)]
         for caller in (friend, *strangers):
             assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4

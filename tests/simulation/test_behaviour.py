@@ -14,7 +14,7 @@ from shoal.averaging.allreduce import sending
 from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.control import AveragingMode
+from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.averaging.groups import matchmaking
 from shoal.averaging.groups.matchmaking import Matchmaking
 from shoal.averaging.node import AveragerNode
@@ -347,7 +347,7 @@ def test_two_that_would_not_follow_each_other_have_nobody_else(seed):
         for one, other in (nodes, reversed(nodes)):
             for _ in range(2 * FAILURES_TO_LOSE_SHARE):
                 one.p2p.behaviour.note_lead(other.p2p.peer_id, 60.0, started=False)
-                one.p2p.behaviour.note_round([other.p2p.peer_id], [], [], [other.p2p.peer_id], 60.0)
+                one.p2p.behaviour.note_round([other.p2p.peer_id], [], [], {other.p2p.peer_id: 60.0}, 60.0)
         for _ in range(3):
             assert await average(network, nodes) < FAST
             assert all(len(node.last_round.peers) == 2 for node in nodes)
@@ -370,3 +370,52 @@ def test_a_client_has_no_choice():
         assert all(len(node.last_round.peers) == 2 for node in nodes)
 
     run(main(), seed=1)
+
+
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
+def test_peers_in_the_middle_of_their_batches_do_not_blame_each_other(seed):
+    """Both have joined in advance and wait for a third peer. Neither is ready itself, so neither loses any time."""
+
+    async def main() -> None:
+        network = Network()
+        nodes, _ = await make_swarm(network, members=2)
+        steps = [start_step(network, node, timeout=200.0, expected_group_size=3) for node in nodes]
+        for step in steps:
+            step.keep_open = True
+        await asyncio.sleep(20 * WINDOW)
+        loop = asyncio.get_running_loop()
+        released_at = loop.time()
+        for step in steps:
+            step.expected_group_size = 2
+            step.keep_open = False
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        assert loop.time() - released_at < FAST
+        assert [node.p2p.metrics.troubles for node in nodes] == [{}, {}]
+
+    run(main(), seed=seed, time_limit=3000)
+
+
+@pytest.mark.parametrize("seed", mostly_drills(range(10), quick=3))
+def test_a_member_that_comes_late_to_its_round_accuses_nobody(seed):
+    """It was in the middle of a batch. The first peer has given it up meanwhile, and the others have not."""
+
+    async def main() -> None:
+        network = Network()
+        nodes, _ = await make_swarm(network, members=3, values=30)
+        steps = [start_step(network, node, triggered=index == 0) for index, node in enumerate(nodes)]
+        while any(step.stage < AveragingStage.AWAITING_TRIGGER for step in steps[1:]):
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(SENDER_TIMEOUT / 2)
+        steps[1].allow_allreduce()
+        await asyncio.sleep(SENDER_TIMEOUT)
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
+        steps[2].allow_allreduce()
+        await asyncio.gather(*map(asyncio.wrap_future, steps), return_exceptions=True)
+        assert loop.time() - came_at < SENDER_TIMEOUT
+        for step in steps[1:]:
+            # Where the others have ended the round, the latecomer notices it at once. No time is lost to the first one.
+            has_result = step.exception() is None and step.round.duration > FAST
+            assert not has_result or nodes[0].p2p.peer_id not in step.round.seen_failing
+
+    run(main(), seed=seed, time_limit=3000)
