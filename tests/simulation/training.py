@@ -348,9 +348,10 @@ class Trainer:
     def _look_for_group_in_time(self) -> None:
         tracker, now = self.tracker, get_dht_time()
         due, patience = tracker.estimated_next_update_time, self.course.averaging_timeout
-        is_near = due - now <= self.course.matchmaking_time and tracker.is_introduced
+        is_near = due - now <= self.course.matchmaking_time
         has_search = self._control is not None and not self._control.done()
-        if is_near and not has_search and tracker.expected_members(self.epoch):
+        may_join = tracker.board.may_join_in_advance(self.course.matchmaking_time)
+        if is_near and may_join and not has_search and tracker.expected_members(self.epoch):
             latest = max(due, now) + self.course.matchmaking_time
             self._control = self._begin_step(min(latest, now + 0.9 * patience))
             self._control.keep_open = True

@@ -98,8 +98,10 @@ class GlobalStep:
 
         The second round is not scheduled in advance: a peer that misses the first one would keep the others waiting.
         """
-        now, due = get_dht_time(), self.tracker.estimated_next_update_time
-        if due - now > self.settings.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
+        now, due, patience = get_dht_time(), self.tracker.estimated_next_update_time, self.settings.matchmaking_time
+        if due - now > patience or not self._expected_members():
+            return
+        if not self.tracker.board.may_join_in_advance(patience):
             return
         if self.grad_averager is not None:
             if not usable(self.scheduled_grads) and self.grad_averager.is_ready_to_schedule:

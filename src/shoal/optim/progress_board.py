@@ -32,6 +32,8 @@ SECONDS_BETWEEN_USES = 15.0
 LATEST_SECONDS = 0.15
 # If a larger share of the target is extrapolated from older records, this peer asks before it ends the epoch.
 MOST_GUESSED = 0.05
+# A batch may take this share of the time that peers wait for others, and its peer joins a group before it is done.
+JOIN_SHARE = 1 / 3
 # How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
 MAX_DEPARTED = 1024
 
@@ -212,6 +214,14 @@ class ProgressBoard:
             return False
         self._asked_at = now
         return True
+
+    def may_join_in_advance(self, patience: float) -> bool:
+        """Whether this peer may join a group while it makes a batch: the others in the group wait until that is done.
+
+        Args:
+            patience: the longest that peers wait for others that have not joined, in seconds.
+        """
+        return self.introduced and self.batch_time <= JOIN_SHARE * patience
 
     def is_awaited(self, now: float, patience: float) -> bool:
         """Whether it is time for the next global step, and another peer is ready for it and waits.
