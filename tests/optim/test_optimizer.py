@@ -338,6 +338,26 @@ def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_
     assert joins or newcomer.opt.grad_averager.local_samples_accumulated == 8, "it goes on, and downloads nothing more"
 
 
+def test_only_downloads_of_a_peer_that_is_behind_become_rare_and_are_told(make_trainers, caplog):
+    """A user may download the state as often as needed, such as before each evaluation."""
+    (first,) = make_trainers(1)
+    first.train_until(2)
+    (other,) = make_trainers(1, seeds=[5])
+    keeping_up = other.opt._synchronization
+    keeping_up.retries = synchronization.Retries(threading.Event(), lambda: 0.0)
+    for _ in range(synchronization.QUICK_RETRIES + 1):
+        assert other.opt.load_state_from_peers()
+    assert keeping_up.retries.is_time(), "its step may download at once"
+    assert "times in a row" not in caplog.text
+    wait_until(lambda: other.opt.tracker.global_epoch == 2, "it knows how far the swarm is")
+    for _ in range(synchronization.QUICK_RETRIES + 1):
+        other.opt.state_averager.local_epoch = 0
+        other.step()
+        assert other.opt.local_epoch == 2
+    assert caplog.text.count("has downloaded the state 3 times in a row without a step with others") == 1
+    assert not keeping_up.retries.is_time(), "the next one has to wait"
+
+
 def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
     (trainer,) = make_trainers(1)
     assert trainer.opt.load_state_from_peers(timeout=5) is False

@@ -386,7 +386,9 @@ class Optimizer(JointOptimizer):
             return False
         if self._synchronization.is_time():
             with self._reporting.joint_work(), standby.standing_by(self):
-                if self.load_state_from_peers():
+                loaded = self.load_state_from_peers()
+                self._synchronization.note_attempt(loaded=loaded)
+                if loaded:
                     self.tracker.announce()
         return True
 

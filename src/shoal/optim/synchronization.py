@@ -177,8 +177,6 @@ class Synchronization:
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
-            # Only a round with others shows that a download was of use.
-            self.retries.note(succeeded=False)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
@@ -195,10 +193,20 @@ class Synchronization:
             if lacks_a_step and self._state_averager.allow_state_sharing:
                 # Until then its state is not that of others at this epoch, and they would think that it is broken.
                 self._state_averager.allow_state_sharing, self._withholds_state = False, True
-            self._note_download()
         return True
 
-    def _note_download(self) -> None:
+    def note_attempt(self, *, loaded: bool) -> None:
+        """This peer has tried to download the state because it was behind: a download for which the user asked does not
+        count. From the first failures on, and if downloads help as little, further ones become rare.
+
+        Args:
+            loaded: whether the download has succeeded.
+        """
+        # Only a round with others shows that a download was of use.
+        self.retries.note(succeeded=False)
+        # Where two sides of a run have come apart, the reason is another one, and the user has been told.
+        if not loaded or self._has_told_what_is_lost:
+            return
         self._downloads_in_a_row += 1
         if self._downloads_in_a_row == QUICK_RETRIES:
             logger.warning(
