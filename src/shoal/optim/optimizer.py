@@ -390,6 +390,8 @@ class Optimizer(JointOptimizer):
                 self._synchronization.note_attempt(loaded=loaded)
                 if loaded:
                     self.tracker.announce()
+        # This batch is lost: its time is no part of that of the next one.
+        self.tracker.performance_ema.reset_timer()
         return True
 
     def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> bool:

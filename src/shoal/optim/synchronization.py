@@ -109,6 +109,8 @@ class Synchronization:
         self.retries = Retries(closing)
         """When the next download may begin."""
         self._downloads_in_a_row = 0
+        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
+        self._began_at = self._ended_at = -math.inf
         # Others must not get this peer's state now, although the user lets them.
         self._withholds_state = False
 
@@ -153,6 +155,7 @@ class Synchronization:
         """Whether to download now; after failures, the next download has to wait."""
         if not self.retries.is_time():
             return False
+        self._began_at = time.monotonic()
         if self._tracker.gives_way_to is None:
             own, swarm = self._state_averager.local_epoch, self._tracker.global_epoch
             logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
@@ -202,6 +205,8 @@ class Synchronization:
         Args:
             loaded: whether the download has succeeded.
         """
+        # The batch that this one has made in vain counts nowhere else.
+        batch_seconds, self._ended_at = self._began_at - self._ended_at, time.monotonic()
         # Only a round with others shows that a download was of use.
         self.retries.note(succeeded=False)
         # Where two sides of a run have come apart, the reason is another one, and the user has been told.
@@ -215,7 +220,7 @@ class Synchronization:
                 "or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are this slow. "
                 "Until this peer makes a step with others, its downloads become rare",
                 self._downloads_in_a_row,
-                self._tracker.board.batch_time,
+                batch_seconds,
             )
 
     def end_other_work(self) -> None:
