@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "tutorial.md"
 LIMIT_SECONDS = 120
 """For one line of output, on a machine that does other things, too."""
 ADDRESS = r"/ip4/\S+/tcp/\d+/p2p/12D3KooW\w+"
-SHORT_ADDRESS = r"[0-9.]+:\d+"
+SHORT_ADDRESS = r"[\d.]+:\d+"
 # A peer without an invitation ends with an error; all else ends with Ctrl-C, and says nothing of it.
 STRANGER = "a stranger"
 
