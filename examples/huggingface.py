@@ -52,7 +52,7 @@ class Tell(TrainerCallback):
 
 try:
     with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
-        print("Others join with: python examples/huggingface.py", dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/huggingface.py", dht.address, flush=True)
         trainer = SwarmTrainer(
             model,
             arguments,

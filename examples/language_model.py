@@ -82,7 +82,7 @@ arguments = parser.parse_args()
 model = LanguageModel()
 try:
     with shoal.DHT(initial_peers=arguments.initial_peers, start=True) as dht:
-        print("Others join with: python examples/language_model.py", dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/language_model.py", dht.address, flush=True)
         with shoal.DiLoCo(
             dht=dht,
             run_id="language_model",  # peers with the same name train together

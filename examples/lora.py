@@ -69,7 +69,7 @@ class Tell(TrainerCallback):
 
 try:
     with shoal.DHT(initial_peers=options.initial_peers, start=True) as dht:
-        print("Others join with: python examples/lora.py", dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/lora.py", dht.address, flush=True)
         trainer = SwarmTrainer(
             model,
             arguments,

@@ -56,7 +56,7 @@ def count_peers(optimizer):
 
 try:
     with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
-        print("Others join with: python examples/quickstart.py", dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/quickstart.py", dht.address, flush=True)
         with shoal.Optimizer(
             dht=dht,
             run_id="digits",  # peers with the same name train together

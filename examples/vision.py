@@ -82,7 +82,7 @@ arguments = parser.parse_args()
 
 try:
     with shoal.DHT(initial_peers=arguments.initial_peers, start=True) as dht:
-        print("Others join with: python examples/vision.py", dht.get_visible_maddrs()[0], flush=True)
+        print("Others join with: python examples/vision.py", dht.address, flush=True)
         adam = torch.optim.Adam(model.parameters(), lr=0.01)
         with (
             shoal.data.SharedPass(training, dht, "vision", batch_size=32, chunk=96) as shared,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,6 +104,35 @@ def test_a_run_that_is_terminated_while_its_peers_start_leaves_none(start: Start
         assert process.poll() is None
         time.sleep(0.01)  # the next line comes when they have loaded torch
     check_end(process, signal.SIGTERM)
+
+
+def test_a_peer_that_is_just_being_started_when_the_run_is_terminated_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The signal comes when the process exists and nobody knows of it yet."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class TerminatedMeanwhile(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", TerminatedMeanwhile)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            main(["demo", "--peers", "2", "--folder", str(tmp_path)])
+        assert leaving.value.code == 128 + signal.SIGTERM
+        assert len(started) == 1, "no other one is started"
+        assert started[0].returncode is not None
+    finally:
+        for process in started:
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def check_end(process: subprocess.Popen[str], number: signal.Signals) -> None:

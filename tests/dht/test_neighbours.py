@@ -256,6 +256,26 @@ async def test_a_machine_that_moves_announces_its_new_addresses(monkeypatch: pyt
         await network.close()
 
 
+async def test_after_a_move_the_peers_of_the_network_before_are_forgotten(
+    own_service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be called in vain for ever, and many of them would leave no room for others."""
+    monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
+    async with Peers("tcp") as peers:
+        moving, staying = await peers.start(), await peers.start()
+        network, left = LocalNetwork(moving, lambda peer: None), LocalNetwork(staying, lambda peer: None)
+        await left.start()
+        await network.start()
+        await until(lambda: staying.peer_id in network.present)
+        # In another network nobody announces this kind of service.
+        monkeypatch.setattr(room, "SERVICE", own_service.replace("_s", "_o", 1))
+        other = Multiaddr(f"/ip4/127.0.0.2/tcp/{moving.transport.addresses()[0]['tcp']}")
+        monkeypatch.setattr(moving.transport, "addresses", lambda latest=False: [other])
+        await until(lambda: not network.present)
+        await network.close()
+        await left.close()
+
+
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     with pytest.raises(ModuleNotFoundError, match=r"'local' needs zeroconf, .*: pip install 'shoal\[local\]'"):

@@ -44,7 +44,7 @@ def test_two_peers_run_the_first_program_of_the_readme_until_they_are_stopped(tm
     try:
         assert peers[0].stdout is not None
         line = peers[0].stdout.readline()
-        assert line.startswith("Others join with:  python train.py /ip4/")
+        assert line.startswith("Others join with:  python train.py 127.0.0.1:")
         words = line.split()[3:]  # what a user pastes
         peers.append(subprocess.Popen([sys.executable, *words[1:]], cwd=tmp_path, env=environment, **pipes))
         for peer in peers:

@@ -30,6 +30,7 @@ PAGE = ROOT / "docs" / "tutorial.md"
 LIMIT_SECONDS = 120
 """For one line of output, on a machine that does other things, too."""
 ADDRESS = r"/ip4/\S+/tcp/\d+/p2p/12D3KooW\w+"
+SHORT_ADDRESS = r"[\d.]+:\d+"
 # A peer without an invitation ends with an error; all else ends with Ctrl-C, and says nothing of it.
 STRANGER = "a stranger"
 
@@ -94,6 +95,7 @@ class Story:
             return
         pattern = re.escape(line.strip())
         pattern = re.sub(r"/ip4/\S+?/tcp/\\?\d+/p2p/12D3KooW…", lambda _: f"({ADDRESS})", pattern)
+        pattern = re.sub(r"(?<= )\d+(?:\\\.\d+){3}:\d+$", lambda _: f"({SHORT_ADDRESS})", pattern)
         # Any number will do, except of peers.
         pattern = re.sub(r"(?<![\w()])(?<!peers\\ )\d[\d:]*(?:\\\.\d+)?(?![\w+)]|\\ peers)", r"[\\d:.]+", pattern)
         match = peer.wait_for_line(pattern, LIMIT_SECONDS)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -238,6 +238,35 @@ def test_numbers_in_groups_that_are_not_finite_are_refused():
     metadata, tensors = dump_optimizer_state(donor)
     with pytest.raises(ValueError, match="parameter group 0 has d = nan"):
         load_optimizer_state(newcomer, metadata, tensors)
+
+
+@pytest.mark.parametrize(("name", "value"), [("d", [1.0, 2.0]), ("recent", 1.0), ("recent", [1.0]), ("step", [1])])
+def test_numbers_in_groups_of_another_kind_are_refused_and_change_nothing(name, value):
+    """Else the next step of a newcomer would fail, or the load itself would in its midst."""
+    kind = "prodigy" if name == "d" else "counting"
+    donor, newcomer = OPTIMIZERS[kind](make_parameters()), OPTIMIZERS[kind](make_parameters(1))
+    for optimizer in (donor, newcomer):
+        with noting_state(optimizer):
+            train(optimizer, optimizer.param_groups[0]["params"], 2)
+    metadata, tensors = dump_optimizer_state(donor)
+    metadata["groups"][0][name] = value
+    before = copy.deepcopy(newcomer.state_dict())
+    with pytest.raises(ValueError, match=f"parameter group 0 has {name} = .*of another kind"):
+        load_optimizer_state(newcomer, metadata, tensors)
+    torch.testing.assert_close(newcomer.state_dict(), before)
+
+
+def test_a_donor_cannot_call_state_what_a_scheduler_has_put_into_groups():
+    """Otherwise the next step of the schedule would take any learning rate from it."""
+    donor, newcomer = OPTIMIZERS["counting"](make_parameters()), OPTIMIZERS["counting"](make_parameters(1))
+    for optimizer in (donor, newcomer):
+        initialize_optimizer_state_(optimizer)
+        OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    metadata, tensors = dump_optimizer_state(donor)
+    metadata["groups"][0]["max_lr"] = 1e30
+    metadata["state_names"] = ["max_lr", "recent", "step"]
+    load_optimizer_state(newcomer, metadata, tensors)
+    assert newcomer.param_groups[0]["max_lr"] == 0.1
 
 
 def test_a_statistic_may_be_a_single_zero_for_a_parameter_of_zeros():

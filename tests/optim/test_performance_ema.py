@@ -59,6 +59,22 @@ def test_the_timer_can_be_reset(clock):
     assert ema.update(3) == pytest.approx(3.0)
 
 
+def test_the_first_batch_is_a_guess_that_the_second_one_replaces(clock):
+    """The time of the first one is that since the program began: with it, it has loaded its model and data."""
+    ema = PerformanceEMA(clock=clock)
+    clock.now += 30.0
+    ema.count(4)
+    assert ema.samples_per_second == pytest.approx(4 / 30)
+    assert ema.is_first_guess
+    clock.now += 2.0
+    ema.count(4)
+    assert ema.samples_per_second == pytest.approx(2.0)
+    assert not ema.is_first_guess
+    clock.now += 4.0
+    ema.count(4)
+    assert 1.0 < ema.samples_per_second < 2.0, "from now on, all count"
+
+
 def test_nothing_processed_is_an_error():
     with pytest.raises(AssertionError, match="positive"):
         PerformanceEMA().update(0)

@@ -51,18 +51,24 @@ def test_a_success_makes_retries_quick_again() -> None:
     assert attempts_in(retries, closing, 1.0) == [0.0] * 4
 
 
-def test_an_optimizer_that_cannot_get_the_state_does_not_ask_all_the_time() -> None:
-    closing, tracker = Waiting(), MagicMock(gives_way_to=None, global_epoch=5, knows_others=False)
-    averager = Mock(local_epoch=0, client_mode=False)
-    averager.load_state_from_peers.return_value = False
+def synchronization_of(averager: Mock, closing: Waiting) -> Synchronization:
+    tracker = MagicMock(gives_way_to=None, global_epoch=5, knows_others=False, board=Mock(batch_time=3.0))
     step = Mock(settings=Mock(overlaps=False))
     synchronization = Synchronization(averager, None, tracker, step, 1.0, 1.0, closing)
     synchronization.retries = Retries(closing, lambda: closing.now)
+    return synchronization
+
+
+def test_an_optimizer_that_cannot_get_the_state_does_not_ask_all_the_time() -> None:
+    closing, averager = Waiting(), Mock(local_epoch=0, client_mode=False)
+    averager.load_state_from_peers.return_value = False
+    synchronization = synchronization_of(averager, closing)
     began, steps = closing.now, 0
     while closing.now < began + 300.0:
         steps += 1
         assert synchronization.is_needed()
         if synchronization.is_time():
             assert not synchronization.download()
+            synchronization.note_attempt(loaded=False)
     assert averager.load_state_from_peers.call_count == 12
     assert steps > 300, "each step of the optimizer takes a moment, so that it notices when the need is over"

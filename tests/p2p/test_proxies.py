@@ -65,7 +65,10 @@ def test_the_environment_names_the_proxy(environment: dict[str, str], found: str
         ("ftp://proxy", "'ftp' is no kind of proxy that shoal knows"),
         ("socks4://user:secret@proxy", "'socks4' is no kind"),
         ("http://proxy:a", "[Pp]ort"),
-        ("http://user:secret@proxy:99999", "[Pp]ort"),
+        ("http://user:secret@proxy:99999", "the port is a number up to 65535, and special characters"),
+        ("user:secret@proxy:a", "special characters"),
+        ("http://user:a@secret@proxy:a", "special characters"),
+        ("http://user:secret/a@proxy:3128", "special characters"),
         ("http://", "there is no host in it"),
         ("http://[::1", "IPv6"),
         (f"socks5://{'a' * 256}:secret@proxy", "longer than 255 bytes"),
@@ -249,6 +252,14 @@ async def test_a_port_where_nobody_listens_is_refused_by_a_socks_proxy_as_well()
             transport = TcpTransport(Identity.generate(), proxies=proxies_at(proxy, "socks5"))
             with pytest.raises(RefusedDialError):
                 await transport.dial(Multiaddr(f"/dns4/{OUTSIDE}/tcp/{unused.getsockname()[1]}"), PeerID(bytes(34)))
+
+
+async def test_a_name_that_cannot_exist_is_a_failed_dial() -> None:
+    """Others announce names, which may be anything."""
+    async with SmallProxy() as proxy:
+        transport = TcpTransport(Identity.generate(), proxies=proxies_at(proxy, "socks5"))
+        with pytest.raises(DialError):
+            await transport.dial(Multiaddr(f"/dns4/{'ü' * 60}.example.org/tcp/1"), PeerID(bytes(34)))
 
 
 @pytest.mark.parametrize("scheme", ["http", "socks5"])

@@ -409,13 +409,7 @@ class Evidence(Members):
                 rest.update(over)
         # One that is gone says nothing any more, and the first at the next epochs is no liar.
         for peer in [p for p in ahead if p not in done and p in voters and ahead[p].record.epoch > last + EPOCHS_AHEAD]:
-            self.troubles["epochs that cannot be"] += self._tell_once(
-                peer,
-                "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless "
-                "most peers say the same",
-                ahead[peer].record.epoch,
-                run,
-            )
+            self._name_impossible_epoch(peer, ahead[peer].record.epoch, run)
         return rest
 
     def _epoch_of_most(self, votes: list[int], own: int, now: float) -> int:

@@ -144,6 +144,8 @@ class GlobalStep:
     def _tell_of_long_batches(self) -> None:
         """A peer stops after the batch that ends nearest to the end of the epoch: up to half a batch after it."""
         seconds, patience = self.tracker.board.batch_time, self.settings.matchmaking_time
+        if self.tracker.performance_ema.is_first_guess:
+            return  # else a program that is slow to start would be warned of its batches
         if seconds / 2 > patience and self._expected_members():
             self._warn_once(
                 "a batch takes this peer %.1f s, and others wait %.1f s for those in the middle of one: they often go "

@@ -301,9 +301,11 @@ class Members:
         # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
         next_one = own + 1 if any(self.is_proven(peer) for peer in ahead if peer in voters) else own
         last = max(run, next_one)
-        self._name_the_impossible(
-            {peer: c.record.epoch for peer, c in ahead.items() if peer in voters and c.record.epoch > last}, last
-        )
+        # A member may have been cut off with others.
+        strangers = ahead if self._met else {}
+        for peer in [p for p in strangers if p in voters and not self.has_met(p)]:
+            if ahead[peer].record.epoch > last + EPOCHS_AHEAD:
+                self._name_impossible_epoch(peer, ahead[peer].record.epoch, last)
         return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
 
     def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
@@ -326,14 +328,13 @@ class Members:
             votes = sorted([*votes, own])
         return max(own, votes[(len(votes) - 1) // 2]) if votes else own
 
-    def _name_the_impossible(self, epochs: Mapping[bytes, int], run: int) -> None:
-        """Warn of strangers that claim to be far beyond the run. A member may have been cut off with others."""
-        for peer, epoch in epochs.items():
-            if self._met and epoch > run + EPOCHS_AHEAD and not self.has_met(peer):
-                self.troubles["epochs that cannot be"] += self._tell_once(
-                    peer,
-                    "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count "
-                    "unless most peers say the same",
-                    *(epoch, run),
-                    tell=self._warn_seldom,
-                )
+    def _name_impossible_epoch(self, peer: bytes, epoch: int, run: int) -> None:
+        """Warn of a peer that claims to be far beyond the run."""
+        self.troubles["epochs that cannot be"] += self._tell_once(
+            peer,
+            "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless most "
+            "peers say the same",
+            epoch,
+            run,
+            tell=self._warn_seldom,
+        )

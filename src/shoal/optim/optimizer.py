@@ -386,8 +386,12 @@ class Optimizer(JointOptimizer):
             return False
         if self._synchronization.is_time():
             with self._reporting.joint_work(), standby.standing_by(self):
-                if self.load_state_from_peers():
+                loaded = self.load_state_from_peers()
+                self._synchronization.note_attempt(loaded=loaded)
+                if loaded:
                     self.tracker.announce()
+        # This batch is lost: its time is no part of that of the next one.
+        self.tracker.performance_ema.reset_timer()
         return True
 
     def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> bool:

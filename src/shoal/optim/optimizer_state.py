@@ -320,7 +320,12 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
     if len(metadata["groups"]) != len(optimizer.param_groups):
         raise ValueError(f"{len(metadata['groups'])} parameter groups, expected {len(optimizer.param_groups)}")
     for number, (group, given) in enumerate(zip(optimizer.param_groups, metadata["groups"], strict=True)):
-        for name, value in _given_state(optimizer, metadata, given).items():
+        for name, value in _given_state(optimizer, metadata, group, given).items():
+            if not _is_same_kind(value, group.get(name)):
+                raise ValueError(
+                    f"parameter group {number} has {name} = {value!r}, and this peer's is of another kind: "
+                    f"{group.get(name)!r}"
+                )
             if not _is_finite(value) and _is_finite(_plain_copy(group.get(name, 0))):
                 raise ValueError(f"parameter group {number} has {name} = {value!r}, and this peer's is finite")
 
@@ -331,14 +336,29 @@ def _can_replace(given: tuple[int, ...], own: tuple[int, ...]) -> bool:
     return given == own or not given or not own
 
 
-def _given_state(optimizer: TorchOptimizer, metadata: Mapping[str, Any], given: Any) -> dict[str, Any]:
-    """Of a received group the entries that are state."""
+def _given_state(
+    optimizer: TorchOptimizer, metadata: Mapping[str, Any], group: Mapping[str, Any], given: Any
+) -> dict[str, Any]:
+    """Of a received group the entries that are state.
+
+    The donor's word is taken only for entries that this peer does not have at all. Otherwise a donor could set what the
+    user or a scheduler has put there, such as ``max_lr``, to any value.
+    """
     if not isinstance(given, dict):
         return {}
     theirs = metadata.get("state_names", ())
     told = {name for name in theirs if isinstance(name, str)} if isinstance(theirs, (list, tuple)) else set()
-    names = state_names(optimizer) | (told - _arguments(type(optimizer)) - {"params", "param_names"})
+    names = state_names(optimizer) | (told - _arguments(type(optimizer)) - group.keys())
     return {name: value for name, value in given.items() if name in names and _may_travel(value)}
+
+
+def _is_same_kind(value: Any, own: Any) -> bool:
+    """Whether a received number or list can take the place of this peer's value; ``None``: it has none yet."""
+    if own is None:
+        return True
+    if isinstance(own, (list, tuple)) or isinstance(value, (list, tuple)):
+        return isinstance(own, (list, tuple)) and isinstance(value, (list, tuple))
+    return not isinstance(own, torch.Tensor) or own.numel() == 1
 
 
 def _is_finite(value: Any) -> bool:
@@ -390,7 +410,7 @@ def load_optimizer_state(
     for _, group, name in _large(optimizer):
         group[name].copy_(next(given_tensors))
     for number, (group, given) in enumerate(zip(optimizer.param_groups, metadata["groups"], strict=True)):
-        received = _given_state(optimizer, metadata, given)
+        received = _given_state(optimizer, metadata, group, given)
         _load_group_state(optimizer, group, received)
         own = state_names(optimizer)
         rest = {name: value for name, value in given.items() if name not in own} if isinstance(given, dict) else None

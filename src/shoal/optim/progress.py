@@ -54,6 +54,8 @@ class PerformanceEMA:
         self._clock = clock if clock is not None else time.perf_counter
         self._timestamp = self._clock()
         self._uncounted = 0.0
+        self.is_first_guess = False
+        """The only measurement so far may contain the time before the first batch, such as to load the data."""
         self._lock = threading.Lock()
 
     def update(self, task_size: float, interval: float | None = None) -> float:
@@ -82,6 +84,7 @@ class PerformanceEMA:
     def count(self, task_size: float) -> None:
         """Count samples that have just been processed. Many short batches make one measurement.
 
+        When the first batch began is not known, so the first measurement is only a guess, and the second replaces it.
         The average is over the latest ten measurements or so. If each took a millisecond, it would say how fast the
         machine is between two interruptions by other programs, and not how fast it is.
         """
@@ -91,14 +94,17 @@ class PerformanceEMA:
 
     def _measure(self) -> None:
         task_size, self._uncounted = self._uncounted, 0.0
+        is_first = self.num_updates == 0
+        if self.is_first_guess:
+            self.num_updates, self.ema_seconds_per_sample = 0, 0.0
         self.update(task_size)
+        self.is_first_guess = is_first
 
     @property
     def seconds_per_sample(self) -> float:
         """The average, corrected for its start at zero."""
-        if self.num_updates == 0:
-            return 0.0
-        return self.ema_seconds_per_sample / (1 - (1 - self.alpha) ** self.num_updates)
+        updates = self.num_updates  # read once: another thread may be measuring
+        return self.ema_seconds_per_sample / (1 - (1 - self.alpha) ** updates) if updates else 0.0
 
     def reset_timer(self) -> None:
         """The next interval begins now."""

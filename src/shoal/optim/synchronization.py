@@ -109,6 +109,8 @@ class Synchronization:
         self.retries = Retries(closing)
         """When the next download may begin."""
         self._downloads_in_a_row = 0
+        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
+        self._began_at = self._ended_at = -math.inf
         # Others must not get this peer's state now, although the user lets them.
         self._withholds_state = False
 
@@ -153,6 +155,7 @@ class Synchronization:
         """Whether to download now; after failures, the next download has to wait."""
         if not self.retries.is_time():
             return False
+        self._began_at = time.monotonic()
         if self._tracker.gives_way_to is None:
             own, swarm = self._state_averager.local_epoch, self._tracker.global_epoch
             logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
@@ -177,8 +180,6 @@ class Synchronization:
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
-            # Only a round with others shows that a download was of use.
-            self.retries.note(succeeded=False)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
@@ -195,10 +196,22 @@ class Synchronization:
             if lacks_a_step and self._state_averager.allow_state_sharing:
                 # Until then its state is not that of others at this epoch, and they would think that it is broken.
                 self._state_averager.allow_state_sharing, self._withholds_state = False, True
-            self._note_download()
         return True
 
-    def _note_download(self) -> None:
+    def note_attempt(self, *, loaded: bool) -> None:
+        """This peer has tried to download the state because it was behind: a download for which the user asked does not
+        count. From the first failures on, and if downloads help as little, further ones become rare.
+
+        Args:
+            loaded: whether the download has succeeded.
+        """
+        # The batch that this one has made in vain counts nowhere else.
+        batch_seconds, self._ended_at = self._began_at - self._ended_at, time.monotonic()
+        # Only a round with others shows that a download was of use.
+        self.retries.note(succeeded=False)
+        # Where two sides of a run have come apart, the reason is another one, and the user has been told.
+        if not loaded or self._has_told_what_is_lost:
+            return
         self._downloads_in_a_row += 1
         if self._downloads_in_a_row == QUICK_RETRIES:
             logger.warning(
@@ -207,7 +220,7 @@ class Synchronization:
                 "or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are this slow. "
                 "Until this peer makes a step with others, its downloads become rare",
                 self._downloads_in_a_row,
-                self._tracker.board.batch_time,
+                batch_seconds,
             )
 
     def end_other_work(self) -> None:

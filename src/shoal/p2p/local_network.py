@@ -70,6 +70,7 @@ class LocalNetwork:
         self._announced: list[Multiaddr] | None = None
         self._asking: dict[asyncio.Task[None], None] = {}
         self._life: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._warn_seldom = Seldom(logger.warning)
 
     async def start(self) -> None:
@@ -139,9 +140,15 @@ class LocalNetwork:
 
     async def _end(self) -> None:
         await cancel_and_wait(*self._asking)
+        # After a move those of the network before are elsewhere, and nothing tells when they end.
+        self.present.clear()
+        self._names.clear()
         ended, self._zeroconf = self._zeroconf, None
         if ended is not None:
-            await ended.async_close()
+            # A task of its own: if close() comes in the middle of a move, the sockets are closed all the same.
+            self._ending = asyncio.get_running_loop().create_task(ended.async_close())
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
 
     # --- others -------------------------------------------------------------------------------------------------------
 

@@ -73,13 +73,16 @@ class Proxy:
         Raises:
             ValueError: it names no proxy that can be used here.
         """
-        told = re.sub(r"//[^/@]*@", "//…@", text)  # without the password
+        told = re.sub(r"^(\w+://)?.*@", r"\1…@", text, flags=re.DOTALL)  # without the password
         wanted = f"{variable} must be like http://HOST:PORT or socks5://USER:PASSWORD@HOST:PORT, got {told!r}"
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             host, port = parts.hostname, parts.port
         except ValueError as e:
-            raise ValueError(f"{wanted}: {e}") from None
+            # If the password has a slash, the reason may repeat the beginning of it.
+            hint = "the port is a number up to 65535, and special characters of a password are written as %XX"
+            reason = hint if "@" in text else str(e)
+            raise ValueError(f"{wanted}: {reason}") from None
         if parts.scheme == "https":
             raise ValueError(
                 f"{wanted}: proxies are spoken to without TLS. What goes through them is encrypted in any case, so "
@@ -277,7 +280,10 @@ async def _ask_by_socks(talk: _Talk, host: str, port: int) -> None:
 def _socks_host(host: str) -> bytes:
     ip = _ip(host)
     if ip is None:
-        return b"\x03" + _counted(host.encode("idna"))
+        try:
+            return b"\x03" + _counted(host.encode("idna"))
+        except ValueError as e:  # not a name that the domain name system can express, or too long
+            raise socket.gaierror(socket.EAI_NONAME, str(e)) from e
     return (b"\x01" if ip.version == 4 else b"\x04") + ip.packed
 
 

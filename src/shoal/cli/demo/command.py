@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,6 +53,9 @@ FINISH_TIMEOUT = 90.0
 LEAVE_TIMEOUT = 10.0
 # The last epoch is announced this many epochs ahead, so that every peer hears of it in time.
 EPOCHS_TO_THE_END = 2
+
+# What ends the demo early.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 MAX_REPEATS = 3
 PROMPT = "    def __init__(self, "
@@ -192,7 +195,8 @@ class Demo:
     def _start_peer(self, number: int) -> None:
         log = self.config.folder / f"peer-{number}.log"
         self.story.peers[number] = PeerStory(number, started=self._now())
-        self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard, self.config.method)
+        with _signals_held():
+            self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard, self.config.method)
 
     def _living(self) -> list[PeerProcess]:
         return [self._processes[peer.number] for peer in self.story.living]
@@ -344,3 +348,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM take effect after this block. In its midst they could leave a process that nobody ends."""
+    came: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

@@ -420,6 +420,7 @@ class DiLoCo(JointOptimizer):
         if self._retries.is_time():
             logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
             self._retries.note(succeeded=self._catching_up.run())
+        self.tracker.performance_ema.reset_timer()  # this batch is lost: its time is no part of that of the next one
         return True
 
     def load_state_from_peers(self, **options: Any) -> bool:
