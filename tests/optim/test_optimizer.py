@@ -803,8 +803,17 @@ def test_a_newcomer_may_refuse_the_state_of_the_run(make_trainers, verdict, capl
     [(epoch, model, thread)] = seen
     assert (epoch, thread) == (3, threading.current_thread())
     assert torch.equal(model, values(first.model))
-    told = f"check_state returned False. It is of {first.opt.dht.peer_id}"
+    told = f"the state of peer {first.opt.dht.peer_id} is refused: check_state returned False"
     assert caplog.text.count(told) == (0 if verdict else 1)
+
+
+@pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])
+def test_the_first_peer_of_a_run_is_told_that_it_is_and_not_warned(make_trainers, averager_opts, caplog):
+    caplog.set_level(logging.INFO, logger="shoal")
+    (first,) = make_trainers(1, averager_opts=averager_opts)
+    assert first.opt.load_state_from_peers(timeout=20) is False
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "its own" in record.getMessage()]
+    assert told == [("INFO", "this peer is the first of its run: it begins with its own state")]
 
 
 @pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])

@@ -248,6 +248,7 @@ class Optimizer(JointOptimizer):
         if self._compares_rounds:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
+        self.state_averager.is_first = self.tracker.is_first
         self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
         self.global_step = GlobalStep(
             settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
