@@ -382,6 +382,7 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     assert joiner.load_state_from_peers(timeout=50) is True, "its own is no better"
     joiner.lineage_keeper = Mock(global_epoch=7)
     donor.local_epoch = 10**6
+    joiner._warn_seldom.told.clear()  # it has warned of this donor less than a minute ago
     assert joiner.load_state_from_peers(timeout=50) is False
     assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
     assert joiner.local_epoch == 0
