@@ -1,11 +1,11 @@
 """Notices batches without gradients: ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
 
-If no parameter has a gradient, the batch does not count, and the model stays as it is, as after a step of torch. Between
-forward() and backward() it must not change, or backward() fails with an error of torch that does not name the cause.
+If no parameter has a gradient, the batch does not count, and the model stays as it is, as after a step of torch. It must
+not change between forward() and backward(), or backward() fails with an error of torch that does not name the cause.
 Frozen parameters do not matter, nor do those that this batch has not used: one gradient is enough.
 
-Gradients that are all zero may be right, so such a batch counts. If they are not, the mean of all peers becomes smaller,
-and the model learns slowly or nothing at all. Nothing else shows it.
+Gradients that are all zero may be right, so such a batch counts. If they are wrong, the mean of all peers becomes
+smaller, and the model learns slowly or nothing at all. Nothing else shows it.
 """
 
 from __future__ import annotations
