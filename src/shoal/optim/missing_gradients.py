@@ -1,6 +1,6 @@
 """Notices batches without gradients: ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
 
-If no parameter has a gradient, the batch does not count, and the model stays as it is, as after a step of torch. It must
+If no parameter has a gradient, the batch does not count, and the model stays as it is, as after torch's step(). It must
 not change between forward() and backward(), or backward() fails with an error of torch that does not name the cause.
 Frozen parameters do not matter, nor do those that this batch has not used: one gradient is enough.
 
