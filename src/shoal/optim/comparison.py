@@ -69,8 +69,8 @@ class Remainder:
         _check_modules(owners)
         if model is None and not owners and gc.get_freeze_count():
             logger.warning(
-                "no module was found that the parameters belong to, perhaps because this program has called "
-                "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
+                "no module was found that has the parameters (was gc.freeze() called?), so nothing checks whether "
+                "peers fit. Give shoal the module: model=..."
             )
         models = list(map(unwrapped, outermost(modules) if model is None else [model]))
         found = cls.of(models, [*parameters, *extra_tensors])
