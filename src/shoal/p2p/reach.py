@@ -369,8 +369,8 @@ class Outlook:
         seen = ", ".join(self.seen_at()) or "not known"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
         self._warn_seldom(
-            "nobody can call this peer (seen at: %s), and none of %d peers relays. Open TCP port %s, turn on UPnP in the "
-            "router, or run a public `shoal dht`",
+            "nobody can call this peer (seen at: %s), and none of %d peers relays. Open TCP port %s, turn on UPnP in "
+            "the router, or run a public `shoal dht`",
             seen,
             len(self.contacts),
             port,
