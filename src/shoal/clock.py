@@ -416,8 +416,8 @@ class SwarmClock:
         side = "ahead of" if offset > 0 else "behind"
         if jump:
             logger.warning(
-                "the clock of this machine has jumped by %+.1f seconds. It is now %.1f s %s the time of the swarm "
-                "(peers compared: %d). Turn on NTP (%s)",
+                "the clock of this machine has jumped by %+.1f seconds. It is now %.1f seconds %s the time of the "
+                "swarm (peers compared: %d). Turn on NTP (%s)",
                 *(jump, abs(offset), side, len(self.samples), set_the_clock()),
             )
             return

@@ -333,7 +333,7 @@ class Shelves:
     def _note_refusal(self, reason: str, payer: Payer) -> None:
         self._metrics.records_refused[reason] += 1
         warn_seldom(
-            "refused a record of peer %s, which is %s: its records take %d bytes here, and %d bytes are half full. "
+            "refused a record of peer %s, which is %s: its records take %d bytes here, and over half of %d is taken. "
             "The DHT is for small values",
             payer.peer,
             reason,
