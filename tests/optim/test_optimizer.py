@@ -705,7 +705,7 @@ def train_until_all_have_met(trainers: list[Trainer]) -> None:
             latest = last.opt.grad_averager.last_round
             if trainer is last and goal[0] == 10**6 and latest and len(latest.peers) == len(trainers):
                 goal[0] = trainer.opt.local_epoch + 2
-            pause.wait(0.005)
+            pause.wait(0.05)  # in epochs of milliseconds a newcomer would always be behind
 
     in_parallel(*(lambda t=t: train(t) for t in trainers))
 

@@ -139,7 +139,10 @@ def first_accepted(
             raise e.error from None
         except ValueError as e:
             donor, version = _origin(state)
-            warn("%s is refused: %s", f"the state of peer {donor}" if donor else "a downloaded state", e, about=donor)
+            if donor is None:
+                warn("a downloaded state is refused: %s", e)
+            else:
+                warn("the state of peer %s is refused: %s", donor, e, about=donor)
             if isinstance(e, OlderStateError):
                 older += 1  # no reason to leave the donor out: it may be between two epochs
             elif donor is not None:

@@ -203,7 +203,9 @@ def giving(*peers):
 
 def rounds_of(peer, ask):
     """What catching up needs of rounds."""
-    tracker = SimpleNamespace(pause_updates=nullcontext, believe_as_a_newcomer=lambda: None, global_epoch=3)
+    tracker = SimpleNamespace(
+        pause_updates=nullcontext, believe_as_a_newcomer=lambda: None, global_epoch=3, is_first=lambda: False
+    )
     return SimpleNamespace(
         fragments=[peer.updates],
         has_trained=True,
