@@ -184,11 +184,11 @@ def test_a_peer_that_waits_says_at_once_what_differs_and_then_nothing(peer, capl
 def test_peers_of_which_it_does_not_know_yet_whether_they_fit_may_train_another_model(peer):
     peer.company.hear_digest(A, OTHER_MODEL.digest, was_first=True)
     peer.company.hear_digest(B, OWN.digest, was_first=True)
-    assert peer.company.may_train_another_model() == {A}
+    assert peer.company.foreign == {A}
     peer.company.hear_settings(A, OTHER_TARGET, was_first=True)
-    assert peer.company.may_train_another_model() == set(), "it trains by other rules, and can average"
+    assert peer.company.foreign == set(), "it trains by other rules, and can average"
     peer.company.hear_settings(A, OTHER_MODEL, was_first=True)
-    assert peer.company.may_train_another_model() == {A}
+    assert peer.company.foreign == {A}
 
 
 def test_a_log_line_has_room_for_the_first_differences_only():

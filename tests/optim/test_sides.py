@@ -118,12 +118,9 @@ def test_peers_with_other_settings_are_no_side_of_the_run():
         seen = each.seen(run.now)
         board.hear(seen.record, seen.expiration, run.now, lineage=seen.lineage)
     assert board.verdict(run.now).losers == ids(own, mate)
-    foreign: list[bytes] = []
-    board.foreign = lambda: foreign
-    assert board.verdict(run.now).losers == ids(own, mate)
-    foreign += [each.id for each in others]
+    board.foreign = lambda: ids(*others)
     assert board.verdict(run.now).losers == frozenset()
-    foreign.clear()
+    board.foreign = frozenset
     assert board.verdict(run.now).losers == ids(own, mate), "they fit after all"
 
 

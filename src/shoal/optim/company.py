@@ -76,6 +76,9 @@ class Company:
         self.own, self.digest = settings, settings.digest
         self.strangers: frozenset[bytes] = frozenset()
         """The peers with which this one cannot average."""
+        self.foreign: frozenset[bytes] = frozenset()
+        """Those, and the peers that have not told yet whether they can. Rounds say nothing about these: the two sides
+        have not come apart, because they were never together."""
         self._known: dict[bytes, Known] = {}
         self._warned_of = set[bytes]()
         self._alone_since: float | None = None
@@ -99,14 +102,6 @@ class Company:
         known = self._known.get(peer)
         if known is None or known.digest != digest:
             self._note(peer, Known(digest, () if digest == self.digest else None, was_first=was_first))
-
-    def may_train_another_model(self) -> frozenset[bytes]:
-        """The peers that cannot average with this one, and those that have not told yet whether they can.
-
-        Rounds say nothing about them: the two sides did not come apart, because they were never together.
-        """
-        known = dict(self._known)
-        return frozenset(p for p, each in known.items() if each.differences is None) | self.strangers
 
     def change(self, settings: RunSettings) -> None:
         """This peer has learnt something about itself, such as the names of its parameters."""
@@ -141,6 +136,7 @@ class Company:
             self._warned_of.discard(oldest)
         self._known[peer] = known
         self.strangers = frozenset(p for p, each in self._known.items() if each.differences and not each.can_average)
+        self.foreign = self.strangers | {p for p, each in self._known.items() if each.differences is None}
 
     # --- what follows -------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class ProgressBoard:
         """Decides what is believed of others."""
         self.strangers: Callable[[], Collection[bytes]] = tuple
         """The peers that have other settings, so that this one cannot average with them."""
-        self.foreign: Callable[[], Collection[bytes]] = tuple
+        self.foreign: Callable[[], frozenset[bytes]] = frozenset
         """Those, and the peers of which that is not known yet: their rounds say nothing about this run."""
         self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
@@ -553,7 +553,7 @@ class ProgressBoard:
             return self._settled(now)
 
     def _settled(self, now: float) -> Verdict:
-        foreign = frozenset(self.foreign())
+        foreign = self.foreign()
         if foreign != self._foreign_before:
             self._foreign_before, self.kinship.changed = foreign, True
         companions = self._companions

@@ -370,7 +370,7 @@ class ProgressTracker(Facade):
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the tracker starts."""
         self._company, self.board.strangers = company, lambda: company.strangers
-        self.board.foreign = company.may_train_another_model
+        self.board.foreign = lambda: company.foreign
 
     def look_at_company(self) -> None:
         """Warn of peers that do not fit. Called by the training thread before each step.
