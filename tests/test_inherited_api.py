@@ -251,7 +251,7 @@ SIGNATURES = {
     "shoal.Blockwise4BitQuantization": "",
     "shoal.compression.SizeAdaptiveCompression": "threshold, less, greater_equal",
     "shoal.compression.RoleAdaptiveCompression": """
-        *, activation=ANY, parameter=ANY, gradient=ANY, optimizer=ANY, default=ANY
+        *, activation=None, parameter=None, gradient=None, optimizer=None, default=None
     """,
     "shoal.compression.PerTensorCompression": "tensor_compressions",
     "shoal.compression.serialize_torch_tensor": """
@@ -264,14 +264,14 @@ SIGNATURES = {
         matchmaking_time=15.0, averaging_timeout=60.0, allreduce_timeout=None, next_chunk_timeout=None,
         load_state_timeout=600.0, reuse_grad_buffers=False, offload_optimizer=None, delay_optimizer_step=None,
         delay_grad_averaging=False, delay_state_averaging=True, average_state_every=1, use_local_updates=False,
-        client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=ANY,
-        grad_averager=ANY, use_ext_grad_buffer=ANY,
+        client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=None,
+        grad_averager=shoal.optim.optimizer_settings.DEFAULT_GRAD_AVERAGER, use_ext_grad_buffer=None,
         state_averaging_compression=NoCompression(), load_state_compression=NoCompression(),
         average_opt_statistics=(), extra_tensors=(), averager_opts=None, tracker_opts=None, performance_ema_alpha=0.1,
         shutdown_timeout=5, verbose=False
     """,
     "shoal.Optimizer.step": "self, closure=None, batch_size=None, grad_scaler=None",
-    "shoal.Optimizer.zero_grad": "self, set_to_none=ANY",
+    "shoal.Optimizer.zero_grad": "self, set_to_none=True",
     "shoal.Optimizer.load_state_from_peers": "self, **kwargs",
     "shoal.Optimizer.is_synchronized_with_peers": "self",
     "shoal.Optimizer.state_dict": "self",
@@ -325,7 +325,7 @@ SIGNATURES = {
     "shoal.optim.state_averager.TrainingStateAverager.step": """
         self, wait_for_delayed_updates=None, apply_delayed_updates=True, increment_epoch=False, optimizer_step=False,
         zero_grad=False, delay_optimizer_step=False, averaging_round=False, delay_averaging=None,
-        averaging_control=None, wait_for_trigger=None, grad_scaler=None, set_to_none=ANY, averaging_opts=None
+        averaging_control=None, wait_for_trigger=None, grad_scaler=None, set_to_none=True, averaging_opts=None
     """,
     "shoal.optim.progress_tracker.ProgressTracker": """
         dht, prefix, target_batch_size, *, client_mode=None, min_refresh_period=0.5, max_refresh_period=10,
@@ -376,7 +376,8 @@ SIGNATURES = {
     "shoal.utils.streaming.split_for_streaming": "serialized_tensor, chunk_size_bytes=2**16",
     "shoal.utils.streaming.combine_from_streaming": "stream",
     "shoal.TensorDescriptor": """
-        size, dtype=ANY, layout=ANY, device=None, requires_grad=False, pin_memory=False, compression=ANY
+        size, dtype=torch.float32, layout=torch.strided, device=None, requires_grad=False, pin_memory=False,
+        compression=shoal.compression.CompressionType.NONE
     """,
     "shoal.TensorDescriptor.from_tensor": "tensor",
     "shoal.TensorDescriptor.numel": "self",
@@ -404,7 +405,7 @@ SIGNATURES = {
     "shoal.utils.networking.choose_ip_address": """
         maddrs, prefer_global=True, protocol_priority=("ip4", "ip6")
     """,
-    "shoal.utils.networking.log_visible_maddrs": "visible_maddrs, only_p2p=ANY",
+    "shoal.utils.networking.log_visible_maddrs": "visible_maddrs, only_p2p=False",
 }
 """What callers may pass, in which order, and what happens if they do not. Private additions must have defaults."""
 
