@@ -77,7 +77,7 @@ def train(
             while min(t.epoch for t in trainers) < 1 and loop.time() < limit:
                 await asyncio.sleep(0.05)
             since, first = swarm.forget(), max(t.epoch for t in trainers)
-            # Up to a step, as the count began after one: else the epoch under way is one of few, and half of it is luck.
+            # Up to a step, as the count began after one: else half of the epoch under way, one of few, is luck.
             limit = loop.time() + 3 * epochs * epoch_seconds
             while min(t.epoch for t in trainers) < first + epochs and loop.time() < limit:
                 await asyncio.sleep(0.02)
