@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.compression import NoCompression
 
+
 def find(path: str) -> Any:
     """The object at a dotted path: the longest prefix that is a module, then attributes."""
     parts = path.split(".")
