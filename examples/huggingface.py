@@ -4,18 +4,24 @@ First one:   python examples/huggingface.py
 Second one:  python examples/huggingface.py ADDRESS      (the address that the first one prints)
 
 The model begins with random weights, and learns to count; nothing is downloaded. The second one takes over the state of
-the first. They train until you stop them with Ctrl-C. Needs: pip install 'shoal[transformers]'
+the first. They train until you stop them with Ctrl-C. Needs packages of Hugging Face. In the folder of this source:
+pip install '.[transformers]'
 """
 
 import sys
 import time
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import shoal
-from shoal.transformers import SwarmTrainer
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+    from shoal.transformers import SwarmTrainer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. In the folder of shoal's source: pip install '.[transformers]'")
 
 torch.set_num_threads(1)  # the model is tiny, and the peers may share one machine
 

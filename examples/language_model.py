@@ -1,11 +1,11 @@
-"""A small language model that several machines train over slow lines: they exchange little, and rarely.
+"""A small language model that several machines train over slow connections: they exchange little, and rarely.
 
 First one:   python examples/language_model.py
 Second one:  python examples/language_model.py ADDRESS      (the address that the first one prints)
 
 The text is that of Python's help(), half a megabyte of English that every machine has. Each peer makes 50 steps of its
 own between two exchanges, and what it then sends has 4 bits per parameter instead of 32 in each step. They train until
-you stop them with Ctrl-C.
+you stop them with Ctrl-C. Peers on one machine share its cores, so only peers on several machines are faster together.
 """
 
 import argparse

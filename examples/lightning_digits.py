@@ -1,23 +1,29 @@
 """A digit classifier with Lightning that two terminals, or two machines, train together.
 
 First terminal:   python examples/lightning_digits.py
-Second terminal:  the line with PL_INITIAL_PEERS=... that the first one prints
+Second terminal:  python examples/lightning_digits.py ADDRESS      (the address that the first one prints)
 
 A LightningModule needs no change: only the Trainer gets a strategy. The second one takes over the state of the first,
 and from then on both do half of the work, until you stop them with Ctrl-C. Needs Lightning, and scikit-learn for the
-data: pip install 'shoal[lightning,examples]'
+data. In the folder of this source: pip install '.[lightning,examples]'
 """
 
+import contextlib
+import sys
 import time
 
-import lightning
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from shoal.lightning import HivemindStrategy
+try:
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+    from sklearn.datasets import load_digits
+
+    from shoal.lightning import HivemindStrategy
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. In the folder of shoal's source: pip install '.[lightning,examples]'")
 
 torch.set_num_threads(1)  # the model is tiny, and the peers may share one machine
 
@@ -64,7 +70,9 @@ strategy = HivemindStrategy(
     run_id="lightning_digits",  # peers with the same name train together
     target_batch_size=2048,  # samples that all peers together gather for one step, which moves the learning rate, too
     matchmaking_time=2.0,  # seconds to wait for peers that are late
+    initial_peers=sys.argv[1:],  # none: this peer begins the run
 )
+print("Others join with: python examples/lightning_digits.py", strategy.dht.address, flush=True)
 logger = CSVLogger(".")  # writes lightning_logs/version_0/metrics.csv
 trainer = lightning.Trainer(
     strategy=strategy,
@@ -76,8 +84,10 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     devices=1,
 )
-trainer.fit(
-    Classifier(),
-    DataLoader(training, batch_size=32, shuffle=True),  # every peer shuffles in its own way
-    DataLoader(validation, batch_size=297),
-)
+with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Ctrl-C; Lightning then ends the program
+    trainer.fit(
+        Classifier(),
+        DataLoader(training, batch_size=32, shuffle=True),  # every peer shuffles in its own way
+        DataLoader(validation, batch_size=297),
+    )
+print("Stopped. The others carry on.")  # the end of fit() has told them

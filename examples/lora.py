@@ -6,19 +6,25 @@ Second one:  python examples/lora.py ADDRESS      (the address that the first on
 They train until you stop them with Ctrl-C; the adapters are in the folder lora_adapters then. Only the adapters travel.
 Each peer has the model itself: with --base a checkpoint of your own or a name on the hub, the same one at all peers.
 Without it, they make the same small model with random weights, and nothing is downloaded.
-Needs: pip install 'shoal[transformers]'
+Needs packages of Hugging Face. In the folder of this source: pip install '.[transformers]'
 """
 
 import argparse
+import sys
 import time
 
-import peft
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import shoal
-from shoal.transformers import SwarmTrainer
+
+try:
+    import peft
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+    from shoal.transformers import SwarmTrainer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. In the folder of shoal's source: pip install '.[transformers]'")
 
 torch.set_num_threads(1)  # the model is small, and the peers may share one machine
 

@@ -3,18 +3,24 @@
 First one:   python examples/vision.py
 Second one:  python examples/vision.py ADDRESS      (the address that the first one prints)
 
-They train until you stop them with Ctrl-C. Needs scikit-learn for the data: pip install 'shoal[examples]'
+They train until you stop them with Ctrl-C. Needs scikit-learn for the data. In the folder of this
+source: pip install '.[examples]'
 """
 
 import argparse
+import sys
 import time
 
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import shoal
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. In the folder of shoal's source: pip install '.[examples]'")
 
 torch.set_num_threads(1)  # the model is small, and the peers may share one machine
 

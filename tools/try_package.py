@@ -106,7 +106,7 @@ def train(python: Path, folder: Path) -> None:
             peers.append(subprocess.Popen(command, cwd=folder, env=alone, stdout=subprocess.PIPE, text=True))
         for peer in peers:
             assert peer.stdout is not None
-            if not any("2 peers" in line for line in peer.stdout):
+            if not any("peers: 2" in line for line in peer.stdout):
                 raise RuntimeError("a peer ended before it had trained with the other one")
     finally:
         for peer in peers:

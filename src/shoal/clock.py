@@ -417,13 +417,13 @@ class SwarmClock:
         if jump:
             logger.warning(
                 "the clock of this machine has jumped by %+.1f seconds. It is now %.1f seconds %s the time of the "
-                "swarm (peers compared: %d). shoal corrects for that, other programs do not: turn on NTP (%s)",
+                "swarm (peers compared: %d). Turn on NTP (%s)",
                 *(jump, abs(offset), side, len(self.samples), set_the_clock()),
             )
             return
         logger.warning(
-            "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
-            "for that, other programs do not: turn on NTP (%s)",
+            "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). Turn on NTP "
+            "(%s): only shoal corrects for that",
             *(abs(offset), side, len(self.samples), set_the_clock()),
         )
 

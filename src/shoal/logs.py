@@ -66,8 +66,6 @@ TOLD_CHARACTERS = 800
 MOST_LINES_OF_A_KIND = 5
 # The size of a line of shoal's own in a program without handlers, in lines and columns of the terminal.
 MOST_LINES, WIDTH = 2, 100
-# What stays of the beginning of a line that is too long: time, level, and what it is about.
-LEAST_WORDS = 8
 # The names that peers give themselves: their length, and of how many peers they are remembered.
 MAX_NAME_CHARACTERS, MOST_NAMES = 32, 4096
 # Characters of a peer id that are shown: its end, which is what differs between peers.
@@ -258,15 +256,13 @@ class ConsoleFormatter(logging.Formatter):
 def _in_few_lines(text: str) -> list[str]:
     """A text in at most :data:`MOST_LINES` lines.
 
-    A text that is too long is cut before its last sentence, which usually says what to do.
+    Of a text that is too long, whole sentences are left out from the end. Only the first one is ever cut.
     """
     wrapped = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    lines = wrapped.wrap(text)
-    start, _, advice = text.rpartition(". ")
-    words = start.split()
-    while len(lines) > MOST_LINES and len(words) > LEAST_WORDS:
-        words.pop()
-        lines = wrapped.wrap(" ".join([*words, "…", advice]))
+    lines, sentences = wrapped.wrap(text), text.split(". ")
+    while len(lines) > MOST_LINES and len(sentences) > 1:
+        sentences.pop()
+        lines = wrapped.wrap(f"{'. '.join(sentences)}. …")
     if len(lines) > MOST_LINES:
         wrapped.max_lines, wrapped.placeholder = MOST_LINES, " …"
         lines = wrapped.wrap(text)

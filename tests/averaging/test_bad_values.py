@@ -209,7 +209,7 @@ async def test_what_arrives_bad_is_left_out_and_its_sender_is_named(codec, caplo
         assert control.round.not_finite_peers == expected
         assert control.round.share_averaged == 1
         assert not control.round.failed_peers
-    assert len(warnings_of(caplog, f"left out values of {bad}")) == 3 * len(expected)
+    assert len(warnings_of(caplog, f"{bad} sent NaN or infinite values")) == 3 * len(expected)
     troubles = [node.p2p.metrics.troubles["values that are not finite"] for node in swarm.nodes]
     assert sum(troubles) == 3 * len(expected)
     await swarm.close()

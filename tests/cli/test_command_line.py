@@ -110,3 +110,27 @@ def test_a_shell_completes_words(line: str, expected: list[str], tmp_path: Path)
         _ARGCOMPLETE_IFS="\n",
     )
     assert [word.strip() for word in answer.read_text(encoding="utf-8").split("\n")] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "told"),
+    [
+        ("dht --intial-peers x", "usage: shoal dht", "--intial-peers. Did you mean --initial-peers?"),
+        ("dht --intial-peers=x", "usage: shoal dht", "Did you mean --initial-peers?"),
+        ("token new run --ouput x", "usage: shoal token new", "Did you mean --output?"),
+        ("--verison", "usage: shoal [-h]", "Did you mean --version?"),
+        ("dht --xyz", "usage: shoal dht", "unrecognized arguments: --xyz\n"),
+        ("mointor", "usage: shoal [-h]", "there is no command 'mointor'. Did you mean monitor?"),
+        ("token nwe", "usage: shoal token [-h]", "there is no command 'nwe'. Did you mean new?"),
+        ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. There are: demo, dht, "),
+    ],
+)
+def test_a_mistyped_word_is_refused_with_the_usage_of_its_command(
+    line: str, usage: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith(usage)
+    assert told in text

@@ -114,6 +114,18 @@ async def test_on_its_own() -> None:
     assert found["port mapping"].text.startswith("not needed")
 
 
+async def test_which_ipv6_addresses_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Peers("tcp") as peers:
+        p2p = await peers.start()
+        for own, told in [
+            (["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"], "no global address"),
+            (["/ip6/fd00::2/tcp/1", "/ip6/::1/tcp/1"], "no global address (fd00::2: within this network only)"),
+        ]:
+            monkeypatch.setattr(p2p.transport, "addresses", lambda own=own: [Multiaddr(each) for each in own])
+            assert (await reach_of(p2p))["IPv6"].text == told
+        monkeypatch.undo()
+
+
 class Answer(Mapper):
     """A router that says what a test wants."""
 

@@ -228,7 +228,7 @@ def test_another_data_set_is_named(caplog: pytest.LogCaptureFixture) -> None:
         await crowd.close()
 
     run(main(), seed=8)
-    assert "passes over 10 samples in chunks of 1, and this peer over 12 in chunks of 1" in caplog.text
+    assert "passes over 10 samples in chunks of 1, this peer over 12 in chunks of 1" in caplog.text
 
 
 def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(

@@ -136,7 +136,7 @@ async def test_a_peer_that_nobody_can_call_joins_as_a_client(caplog):
     assert not node.client_mode, "it will be a node as soon as others can call it"
     assert p2p.reachability is Reachability.CLIENT
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("nobody can call this peer: not reachable from outside")
+    assert warning.startswith("nobody can call this peer (seen at: ")
     assert await node.store("key", 1, get_dht_time() + 60)
     assert (await swarm.nodes[0].get("key")).value == 1
     await node.shutdown()

@@ -16,7 +16,8 @@ import pytest
 
 import shoal
 from shoal.dht import DHTNode, neighbours
-from shoal.errors import BootstrapError
+from shoal.dht.protocol import DHTProtocol
+from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.p2p import local_network as room
 from shoal.p2p.local_network import LocalNetwork
@@ -25,6 +26,7 @@ from shoal.p2p.tokens import Token
 from tests.p2p.peers import Peers, until
 
 pytest.importorskip("zeroconf")
+from zeroconf import NotRunningException, ServiceStateChange
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 _numbers = itertools.count()
@@ -214,6 +216,67 @@ async def test_a_flood_of_announcements_fills_no_memory(own_service: str, monkey
         assert len(found) == 2
         await network.close()
     await liar.async_close()
+
+
+async def test_names_that_never_answer_wait_for_their_turn(own_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_ASKED", 3)
+    monkeypatch.setattr(room, "MAX_WAITING", 5)
+    monkeypatch.setattr(room, "ASK_SECONDS", 0.1)
+    async with Peers("tcp") as peers:
+        network = LocalNetwork(await peers.start(), lambda peer: None)
+        await network.start()
+        for number in range(50):
+            network._note(network._zeroconf.zeroconf, own_service, f"{number}.{own_service}", ServiceStateChange.Added)
+            assert len(network._asking) <= 3
+            assert len(network._waiting) <= 5
+        await until(lambda: not network._asking and not network._waiting)
+        await network.close()
+
+
+async def test_any_failure_of_zeroconf_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
+    is_broken = False
+
+    class Broken(AsyncZeroconf):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            if is_broken:
+                raise NotRunningException("stopped")
+            super().__init__(**options)
+
+    monkeypatch.setattr("zeroconf.asyncio.AsyncZeroconf", Broken)
+    async with Peers("tcp") as peers:
+        moving = await peers.start()
+        network = LocalNetwork(moving, lambda peer: None)
+        await network.start()
+        is_broken = True
+        port = moving.transport.addresses()[0]["tcp"]
+        monkeypatch.setattr(
+            moving.transport, "addresses", lambda latest=False: [Multiaddr(f"/ip4/127.0.0.2/tcp/{port}")]
+        )
+        await until(lambda: bool(caplog.messages))
+        assert "cannot look for peers in its local network now: NotRunningException: stopped" in caplog.messages[0]
+        is_broken = False
+        await until(lambda: network._zeroconf is not None)
+        await network.close()
+
+
+async def test_a_neighbour_with_another_time_is_joined_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="shoal.dht.neighbours")
+    async with nodes() as start:
+        await start_alone(start, monkeypatch)
+
+        def object_to(*_: object) -> None:
+            raise ValidationError("clock off by 99 s")
+
+        monkeypatch.setattr(DHTProtocol, "_check_clock", object_to)
+        await start()
+    told = [record for record in caplog.records if "joined peer" in record.getMessage()]
+    assert told
+    assert all(record.levelname == "WARNING" and "but clock off by 99 s" in record.getMessage() for record in told)
 
 
 async def test_a_machine_without_a_network_tries_again(

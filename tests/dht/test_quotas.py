@@ -248,7 +248,7 @@ async def test_who_is_refused_is_named_once(caplog):
     for number in range(50):
         here.keep(plain(number), ALICE)
     [line] = [record.getMessage() for record in caplog.records]
-    assert "refused to keep a record of peer alice, which is over the quota of a peer" in line
+    assert "refused a record of peer alice, which is over the quota of a peer" in line
 
 
 # --- what goes --------------------------------------------------------------------------------------------------------

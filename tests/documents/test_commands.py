@@ -54,9 +54,7 @@ def check(words: list[str], shown: set[str]) -> None:
         assert len(words) == 5, "PyTorch for the CPU, and nothing else from there"
     elif program == "pip":
         assert rest[0] == "install"
-        if rest[1:] == ["."]:
-            return  # in the folder of the source
-        if "shoal" not in " ".join(rest):
+        if not any(word.startswith(("shoal", ".")) for word in rest[1:]):  # "." is the folder of the source
             assert set(rest[1:]) == WITHOUT_TORCH, "this list is complete"
             return
         for package in rest[1:]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,6 @@ def _busy() -> Iterator[None]:
 
 def join(program: Path, first: Peer, **options: Any) -> Peer:
     """Start a second peer as the first one says."""
-    if program.name == "lightning_digits.py":  # Lightning's way of saying something is its log
-        deadline = time.monotonic() + START_LIMIT_SECONDS
-        while not (line := re.search(r"^ +PL_INITIAL_PEERS=(\S+) python (\S+)$", first.errors(), re.MULTILINE)):
-            assert time.monotonic() < deadline, first.errors()
-            time.sleep(0.05)  # it writes to a file, which tells nobody
-        options["environment"] = options["environment"] | {"PL_INITIAL_PEERS": line[1]}
-        return Peer(program, **options)
     path, address = first.wait_for_line("^Others join with: python (.*)", START_LIMIT_SECONDS)[1].split()
     assert ROOT / path == program
     return Peer(program, address, **options)
@@ -91,6 +84,14 @@ EXAMPLES = [
     ("huggingface", "transformers"),
     ("lora", "peft"),
 ]
+EXTRAS = {
+    "quickstart": "examples",
+    "vision": "examples",
+    "lightning_digits": "lightning,examples",
+    "huggingface": "transformers",
+    "lora": "transformers",
+}
+"""What ``pip install`` adds for them."""
 STEP = r"^\d+ s: .*?(?:epoch|slot|step) (\d+),"
 """How many steps the run has made, in a line that tells how it goes."""
 TOGETHER = STEP + ".*peers: 2"
@@ -120,12 +121,10 @@ def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, name: s
         for peer in peers:
             peer.process.send_signal(signal.SIGINT)
         for peer in peers:
-            # Lightning itself says by its status that it was stopped.
-            assert peer.wait(START_LIMIT_SECONDS) == (1 if name == "lightning_digits" else 0), peer.errors()
+            assert peer.wait(START_LIMIT_SECONDS) == 0, peer.errors()
             assert "Traceback" not in peer.errors()
             assert "Error" not in peer.errors().replace("Detected KeyboardInterrupt", "")
-            if name != "lightning_digits":
-                assert peer.all("line")[-1]["line"] == "Stopped. The others carry on."
+            assert peer.all("line")[-1]["line"] == "Stopped. The others carry on."
     finally:
         for peer in peers:
             peer.close()
@@ -135,6 +134,18 @@ def steps_of(line: str) -> int:
     """How many steps a line says that two peers have made together; 0 if it says nothing of that."""
     match = re.search(TOGETHER, line)
     return 0 if match is None else int(match[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [(*each, EXTRAS[each[0]]) for each in EXAMPLES if each[0] in EXTRAS]
+)
+def test_an_example_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
+) -> None:
+    for each in (package, *(module for module in sys.modules if module.startswith(f"{package}."))):
+        monkeypatch.setitem(sys.modules, each, None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=re.escape(f"pip install '.[{extra}]'")):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
 def test_examples_are_short() -> None:

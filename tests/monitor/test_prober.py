@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import subprocess
 import sys
 
@@ -34,6 +35,8 @@ while True:
     opt.report(loss=loss)
     time.sleep(0.1)
 """
+# Ctrl-C, as a user who stops the last peer of a run presses it.
+INTERRUPTED = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
 class Watched:
@@ -49,8 +52,9 @@ class Watched:
         nodes = [trainer.node for trainer in self.swarm.trainers]
         options = {"client_mode": True, "record_validator": self.swarm.validator}
         self.node = await start_dht_node(network, self.host, nodes, **options)
-        self.host.spawn(Observer(self.node, self.view).watch())
-        self.host.spawn(Prober(self.node, self.view).watch())
+        observer = Observer(self.node, self.view)
+        self.host.spawn(observer.watch())
+        self.host.spawn(Prober(self.node, self.view, observer.look_for).watch())
         await self.until(lambda: sum(view.answers is True for view in self.view.peers.values()) == peers)
 
     async def until(self, condition) -> float:
@@ -80,6 +84,27 @@ def test_a_peer_whose_program_was_killed_is_gone_within_four_seconds(seed):
         watched.view.tick(get_dht_time())
         assert [watched.state(trainer) for trainer in others] == [PeerState.TRAINING] * 3
         assert watched.state(victim) is PeerState.LOST, "records from before its end do not bring it back"
+        await watched.swarm.close()
+
+    run(main(), seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_that_says_goodbye_and_ends_has_left(seed):
+    """Its machine refuses connections before the record that it has withdrawn is read in turn."""
+
+    async def main() -> None:
+        watched = Watched()
+        await watched.begin(2)
+        leaving, staying = watched.swarm.trainers
+        await asyncio.sleep(watched.swarm.network.rng.uniform(0, 2 * SECONDS_BETWEEN_CALLS))
+        await watched.swarm.dismiss(leaving)
+        leaving.host.crash()
+        await watched.until(lambda: watched.state(leaving).is_gone)
+        await asyncio.sleep(10)
+        kinds = [event.kind for event in watched.view.events if event.peer == str(leaving.node.peer_id)]
+        assert [kind for kind in kinds if kind in ("left", "lost")] == ["left"]
+        assert watched.state(staying) is PeerState.TRAINING
         await watched.swarm.close()
 
     run(main(), seed=seed)
@@ -156,6 +181,27 @@ def test_a_killed_process_is_gone_long_before_its_record_expires():
             process.kill()
             wait_until(lambda: peer.state is PeerState.LOST, "it is gone")
             assert peer.lost_at < peer.expiration
+            monitor.check()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for one process")
+@pytest.mark.timeout(300)
+def test_the_last_peer_of_a_run_that_is_stopped_with_ctrl_c_has_left():
+    with shoal.DHT(start=True) as dht, Monitor(dht, "run") as monitor:
+        script = INTERRUPTED + TRAINING_PEER
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(dht.get_visible_maddrs()[0])], stderr=subprocess.DEVNULL
+        )
+        try:
+            answers = lambda: [view for view in monitor.view.peers.values() if view.answers]  # noqa: E731
+            wait_until(answers, "the peer answers")
+            (peer,) = answers()
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: peer.state.is_gone, "it is gone")
+            assert peer.state is PeerState.LEFT
             monitor.check()
         finally:
             process.kill()

@@ -104,6 +104,16 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
 
 
+def test_a_goodbye_that_is_read_late_corrects_the_verdict(made_up):
+    view, (peer, *made_up.peers) = made_up.view, made_up.peers
+    view.hear_refusal(peer.peer, made_up.now)
+    assert view.peers[peer.peer].state is PeerState.LOST
+    view.hear_goodbye(peer.peer, made_up.now)
+    assert view.peers[peer.peer].state is PeerState.LEFT
+    view.hear_goodbye(peer.peer, made_up.now)
+    assert kinds(view) == ["lost", "left"]
+
+
 def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
     monkeypatch.setattr("shoal.monitor.run.MAX_PEERS", 2)
     view, rng = RunView("run"), random.Random(5)

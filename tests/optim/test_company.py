@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shoal.errors import SettingsMismatch
-from shoal.optim.company import MAX_PEERS, PATIENCE, SETTLING, Company, check_on_mismatch
+from shoal.optim.company import MAX_PEERS, PATIENCE, SETTLING, Company, _joined, check_on_mismatch
 from shoal.optim.run_settings import TENSORS, RunSettings
 from shoal.p2p import Identity
 
@@ -104,8 +104,8 @@ def test_a_peer_in_company_warns_once_of_a_stranger(peer, stranger, caplog):
     peer.meet(C, stranger)
     peer.train(3 * PATIENCE)
     [line] = caplog.messages
-    assert "has other settings than this one in run 'digits'" in line
-    assert "It is told so" in line
+    assert "does not fit this one in run 'digits'" in line
+    assert "Correct the wrong one and restart it" in line
 
 
 def test_mates_of_the_last_round_are_company_although_they_tell_no_settings(peer):
@@ -171,11 +171,37 @@ def test_the_largest_side_is_named(peer):
     assert "tensors differ" in caught.value.differences[0]
 
 
+def test_a_peer_that_waits_says_at_once_what_differs_and_then_nothing(peer, caplog):
+    peer.meet(A, OTHER_MODEL, was_first=True)
+    peer.train(1)
+    [line] = caplog.messages
+    assert line.startswith("waiting up to 60 s for a peer that fits this one; peer …")
+    assert line.endswith(" does not: the shapes, types or roles of the averaged tensors differ")
+    peer.train(PATIENCE - 1)
+    assert caplog.messages == [line]
+
+
+def test_peers_of_which_it_does_not_know_yet_whether_they_fit_may_train_another_model(peer):
+    peer.company.hear_digest(A, OTHER_MODEL.digest, was_first=True)
+    peer.company.hear_digest(B, OWN.digest, was_first=True)
+    assert peer.company.may_train_another_model() == {A}
+    peer.company.hear_settings(A, OTHER_TARGET, was_first=True)
+    assert peer.company.may_train_another_model() == set(), "it trains by other rules, and can average"
+    peer.company.hear_settings(A, OTHER_MODEL, was_first=True)
+    assert peer.company.may_train_another_model() == {A}
+
+
+def test_a_log_line_has_room_for_the_first_differences_only():
+    few, many = ["a is 1 here and 2 there"], [f"parameter '{n}.weight' has the shape (10, 128) here" for n in range(9)]
+    assert _joined(few * 2) == "; ".join(few * 2)
+    assert _joined(many) == f"{many[0]}; and 8 more"
+
+
 def test_with_warn_it_continues_with_one_warning(caplog):
     peer = Peer("warn")
     peer.meet(A, OTHER_MODEL, was_first=True)
     peer.train(10 * PATIENCE)
-    [line] = caplog.messages
+    _, line = caplog.messages
     assert "this peer does not fit run 'digits'" in line
     assert "on_mismatch is 'warn'" in line
 

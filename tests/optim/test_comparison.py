@@ -17,7 +17,7 @@ from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 
 ME, OTHER, THIRD = (PeerID(b"\x00$\x08\x01\x12 " + bytes([number]) * 32) for number in range(3))
-LAMBDA = "give it as scheduler="
+LAMBDA = "Pass the schedule as scheduler="
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_what_no_optimizer_has_is_found_and_compared(make_whole, caplog, offload
         (
             "frozen parameters that",
             "2, such as whole.base.weight, whole.base.bias",
-            "load the same weights in all peers",
+            "Load the same weights in all peers",
         ),
         ("buffers that", "2, such as whole.norm.running_mean, whole.norm.running_var", "model="),
     ):
@@ -122,7 +122,7 @@ def test_a_model_that_is_given_is_brought_together(make_whole, caplog, options):
     assert first.norm.running_mean.any(), "it is the mean of something"
     assert not torch.equal(first.base.weight, second.base.weight), "a frozen part may be large: it does not travel"
     is_compared = not options.get("use_local_updates")
-    assert len(told(caplog, "frozen parameters", "extra_tensors=")) == 2 * is_compared
+    assert len(told(caplog, "frozen parameters", "Load the same weights in all peers")) == 2 * is_compared
     assert len(caplog.messages) == 2 * is_compared
 
 

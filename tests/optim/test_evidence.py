@@ -209,7 +209,7 @@ def test_who_is_alone_although_others_are_there_is_told_once(caplog):
     for number in range(3):
         evidence.note_round({}, NOW + 70 + number, {FRIEND: claim(FRIEND, 3)}, 3)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("this peer has made 2 steps without anybody, although 1 other peer could have been there")
+    assert line.startswith("this peer has made 2 steps alone, although 1 other peer could have come")
     assert str(PeerID(FRIEND)) in line
     assert evidence.troubles == Counter({"alone": 5})
     evidence.note_round({OWN: 1.0, FRIEND: 1.0}, NOW + 80, {FRIEND: claim(FRIEND, 3)}, 3)

@@ -14,6 +14,7 @@ from shoal import DHT, DiLoCo, Float16Compression, NoCompression, Optimizer
 from shoal.errors import SettingsMismatch
 from shoal.optim import company
 from shoal.optim.grad_averager import GradientAverager
+from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, backward, in_parallel, meet, wait_until
 
 
@@ -89,7 +90,7 @@ def warns(trainer: Trainer, caplog: pytest.LogCaptureFixture, *words: str) -> No
     def has_warned() -> bool:
         backward_of(trainer)
         trainer.opt.step(batch_size=1)
-        return any(all(word in line for word in ("other settings", *words)) for line in caplog.messages)
+        return any(all(word in line for word in ("does not fit this one", *words)) for line in caplog.messages)
 
     wait_until(has_warned, f"it warns of {words}")
 
@@ -259,8 +260,32 @@ def test_a_run_goes_on_when_a_wrong_peer_comes(peers, caplog):
     assert "'0.weight'" in stops(wrong).differences[0]
     in_parallel(*(lambda t=t: t.train_until(2) for t in run))
     assert all(len(each.opt.grad_averager.last_round.peers) == 2 for each in run)
-    lines = [line for line in caplog.messages if "other settings" in line]
+    lines = [line for line in caplog.messages if "does not fit this one" in line]
     assert len(lines) <= len(run), "one each"
+
+
+def test_a_peer_with_another_model_waits_without_downloads_and_false_alarms(peers, monkeypatch, caplog):
+    """Both have made steps of their own, so without their settings they would look like two sides of one run."""
+    first = peers.make()
+    begin(first)
+    first.train_until(3)
+    wrong = peers.make(make_model(hidden=16))
+    monkeypatch.setattr(company, "PATIENCE", 1e9)
+    wrong.train_until(3)
+
+    def has_warned() -> bool:
+        wrong.step()
+        return "peer that fits this one" in caplog.text
+
+    wait_until(has_warned, "it says that it waits")
+    donors = [PeerID(peer) for peer in wrong.opt.tracker.board.strangers()]
+    assert donors == [first.opt.dht.peer_id]
+    assert wrong.opt.tracker.rank_donors(donors) == {}
+    for _ in range(5):
+        wrong.step()
+    assert "come apart" not in caplog.text
+    assert caplog.text.count("is refused: ") <= 1, "at most one, before the settings were known"
+    assert caplog.text.count("peer that fits this one") == 1
 
 
 def test_with_warn_a_peer_continues(peers, caplog):

@@ -66,7 +66,62 @@ def test_a_wrong_order_is_told_once(training, loop: Callable[..., None], told, c
         loop(*training)
     [line] = [line for line in caplog.messages if "backward()" in line]
     assert told in line
-    assert "call loss.backward() before step(), and zero_grad() after step()" in line
+    assert line.endswith("The order is loss.backward(), opt.step(), opt.zero_grad()")
+
+
+def samples_of(optimizer: Optimizer | DiLoCo) -> int:
+    return optimizer.tracker.local_progress.samples_accumulated
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_batch_without_any_gradient_does_not_count(training, with_closure):
+    model, optimizer = training
+    for _ in range(3):
+        optimizer.step(*([lambda: model(torch.randn(8, 6)).mean()] if with_closure else []), batch_size=8)
+    assert samples_of(optimizer) == 0
+    if isinstance(optimizer, DiLoCo):
+        assert optimizer.inner_steps == 0
+    batch(model)
+    optimizer.step(batch_size=8)
+    assert samples_of(optimizer) == 8 or (isinstance(optimizer, DiLoCo) and optimizer.inner_steps == 1)
+
+
+def test_a_batch_without_gradients_of_frozen_or_unused_layers_counts(training, caplog):
+    model, optimizer = training
+    first, *_ = model.parameters()
+    for _ in range(3):
+        optimizer.zero_grad()
+        batch(model)
+        first.grad = None
+        optimizer.step(batch_size=8)
+    assert not [line for line in caplog.messages if "gradient" in line]
+    assert samples_of(optimizer) == 24 or (isinstance(optimizer, DiLoCo) and optimizer.inner_steps == 3)
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+def test_a_newcomer_that_steps_before_backward_keeps_its_model_until_backward(make_dhts, closing, kind, caplog):
+    """Otherwise backward() fails with torch's error about an operation in place."""
+    first, second = make_dhts(2)
+
+    def make(dht: DHT, seed: int) -> tuple[torch.nn.Module, Optimizer | DiLoCo]:
+        model = make_model(seed)
+        options = {"target_batch_size": 8} if kind is Optimizer else {"sync_every": 1}
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, closing(kind(dht=dht, run_id="run", optimizer=inner, **options))
+
+    model, optimizer = make(first, 0)
+    while optimizer.local_epoch < 3:
+        optimizer.zero_grad()
+        batch(model)
+        optimizer.step(batch_size=8)
+    model, optimizer = make(second, 1)
+    optimizer.tracker.fetched_global_progress_this_epoch.wait(10)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = model(torch.randn(8, 6)).square().mean()
+    optimizer.step(batch_size=8)
+    loss.backward()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert any(line.startswith("step() skips batches: no parameter has a gradient") for line in caplog.messages)
 
 
 def test_a_right_order_is_not_told(training, caplog):
@@ -90,7 +145,7 @@ def test_gradients_that_accumulate_in_the_parameters_and_are_thrown_away_are_tol
     accumulator.add(8)
     accumulator.close()
     [line] = caplog.messages
-    assert line.startswith("the gradients of 8 samples are gone: with reuse_grad_buffers=True")
+    assert line.startswith("the gradients of 8 samples are gone. With reuse_grad_buffers=True")
 
 
 def test_zeros_are_looked_for_in_the_first_batches_only(caplog):

@@ -780,8 +780,9 @@ def test_the_buffers_of_another_setting_are_refused(make_trainers, caplog):
     first.train_until(2)
     (newcomer,) = make_trainers(1, seeds=[5], grad_averager=GradientAverager)
     before = values(newcomer.model)
+    newcomer.opt.tracker.board.strangers = tuple  # as before it has heard the settings of the other
     assert newcomer.opt.load_state_from_peers(timeout=10) is False
-    assert "refused" in caplog.text
+    assert "is refused" in caplog.text
     assert torch.equal(values(newcomer.model), before)
 
 
@@ -803,8 +804,17 @@ def test_a_newcomer_may_refuse_the_state_of_the_run(make_trainers, verdict, capl
     [(epoch, model, thread)] = seen
     assert (epoch, thread) == (3, threading.current_thread())
     assert torch.equal(model, values(first.model))
-    told = f"check_state returned False. It is of {first.opt.dht.peer_id}"
+    told = f"the state of peer {first.opt.dht.peer_id} is refused: check_state returned False"
     assert caplog.text.count(told) == (0 if verdict else 1)
+
+
+@pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])
+def test_the_first_peer_of_a_run_is_told_that_it_is_and_not_warned(make_trainers, averager_opts, caplog):
+    caplog.set_level(logging.INFO, logger="shoal")
+    (first,) = make_trainers(1, averager_opts=averager_opts)
+    assert first.opt.load_state_from_peers(timeout=20) is False
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "its own" in record.getMessage()]
+    assert told == [("INFO", "this peer is the first of its run: it begins with its own state")]
 
 
 @pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])

@@ -19,7 +19,8 @@ from shoal.optim.lineage import (
     Parting,
     RoundHistory,
 )
-from shoal.optim.progress import Companion, LocalTrainingProgress
+from shoal.optim.progress import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
+from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.sides import MAX_VARIANTS, Kinship, Standing, Verdict, settle
 from shoal.p2p import PeerID
 
@@ -101,6 +102,29 @@ class Run:
 
 def ids(*peers: Peer) -> frozenset[bytes]:
     return frozenset(peer.id for peer in peers)
+
+
+def test_peers_with_other_settings_are_no_side_of_the_run():
+    """They were never together, so nothing came apart, and nobody takes over the state of the other."""
+    run, now = Run(10, 10, 10, 10), 1000.0
+    run.now = now
+    own, mate, *others = run.peers
+    run.steps(2, own, mate)
+    run.steps(9, *others)
+    board = ProgressBoard(own.id, False, 100, RefreshPolicy(), PerformanceEMA(), now)
+    board.kinship = own.kinship
+    board.finish_update(own.epoch, [mate.id], run.now)
+    for each in (mate, *others):
+        seen = each.seen(run.now)
+        board.hear(seen.record, seen.expiration, run.now, lineage=seen.lineage)
+    assert board.verdict(run.now).losers == ids(own, mate)
+    foreign: list[bytes] = []
+    board.foreign = lambda: foreign
+    assert board.verdict(run.now).losers == ids(own, mate)
+    foreign += [each.id for each in others]
+    assert board.verdict(run.now).losers == frozenset()
+    foreign.clear()
+    assert board.verdict(run.now).losers == ids(own, mate), "they fit after all"
 
 
 # --- which side -------------------------------------------------------------------------------------------------------

@@ -382,6 +382,7 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     assert joiner.load_state_from_peers(timeout=50) is True, "its own is no better"
     joiner.lineage_keeper = Mock(global_epoch=7)
     donor.local_epoch = 10**6
+    joiner._warn_seldom.told.clear()  # it has warned of this donor less than a minute ago
     assert joiner.load_state_from_peers(timeout=50) is False
     assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
     assert joiner.local_epoch == 0
@@ -641,7 +642,7 @@ def test_a_state_that_the_user_refuses_is_undone_and_the_next_donor_is_asked(mak
     assert joiner.load_state_from_peers(timeout=50) is True
     this = threading.current_thread()
     assert seen == [(True, 5, [0.0, 0.0], this), (False, 5, [1.0, 1.0], this)]
-    assert caplog.text.count(f"check_state returned False. It is of {liar.peer_id}") == 1
+    assert caplog.text.count(f"the state of peer {liar.peer_id} is refused: check_state returned False") == 1
     for mine, theirs in zip(joiner.main_parameters, donor.main_parameters, strict=True):
         assert torch.equal(mine, theirs)
     assert joiner.dht.p2p.metrics.states_refused == 1
@@ -661,7 +662,7 @@ def test_when_the_check_raises_this_peer_has_what_it_had(make_three, error, capl
     before = everything(joiner, extra)
     if isinstance(error, StateRefusedError):
         assert joiner.load_state_from_peers(timeout=50) is False
-        assert caplog.text.count("refused: loss 80 instead of 3. It is of") == 2
+        assert caplog.text.count("is refused: loss 80 instead of 3") == 2
     else:
         with pytest.raises(type(error), match="a mistake"):
             joiner.load_state_from_peers(timeout=50)

@@ -60,6 +60,9 @@ def test_local_stands_beside_addresses() -> None:
     assert read_targets("local:31337") == [(Multiaddr("/dns/local/tcp/31337"), None)], "a host may have this name"
 
 
+DAMAGED = "the peer id is damaged: a character is missing or wrong. Copy the whole address"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -77,6 +80,11 @@ def test_local_stands_beside_addresses() -> None:
         ("x" * 5000 + ":1", r"x{99}'\.\.\. is no address"),
         (str(PLACE), "must end with /p2p/<peer id>; or write 203.0.113.7:31337, which stands for any peer"),
         (f"{PLACE}/p2p/{PEER}/p2p-circuit", "must end with /p2p/<peer id>$"),
+        (f"{PLACE}/p2p/{str(PEER)[:-1]}", f"{str(PEER)[:-1]}: {DAMAGED}"),
+        (f"{PLACE}/p2p/{str(PEER)[1:]}", DAMAGED),
+        (f"{PLACE}/p2p/{str(PEER)[:-1]}l", f"{DAMAGED}"),
+        (f"{PLACE}/p2p/{str(PEER)[:20]}{str(PEER)[21:]}/p2p-circuit/p2p/{PEER}", DAMAGED),
+        (f"{PLACE}/p2p/QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWKPbdG", "is not made from an Ed25519 key"),
     ],
 )
 def test_what_is_no_address_is_named_with_the_way_to_write_it(text: str, words: str) -> None:

@@ -65,6 +65,7 @@ def test_the_environment_names_the_proxy(environment: dict[str, str], found: str
         ("ftp://proxy", "'ftp' is no kind of proxy that shoal knows"),
         ("socks4://user:secret@proxy", "'socks4' is no kind"),
         ("http://proxy:a", "[Pp]ort"),
+        ("http://proxy:0", "a port is a number from 1 to 65535"),
         ("http://user:secret@proxy:99999", "the port is a number up to 65535, and special characters"),
         ("user:secret@proxy:a", "special characters"),
         ("http://user:a@secret@proxy:a", "special characters"),

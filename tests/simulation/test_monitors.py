@@ -63,7 +63,7 @@ async def train(observers: int) -> tuple[float, list[Observer]]:
         node = await start_dht_node(network, host, nodes, client_mode=True, record_validator=swarm.validator)
         watching.append(Observer(node, RunView(RUN)))
         host.spawn(watching[-1].watch())
-        host.spawn(Prober(node, watching[-1].view).watch())
+        host.spawn(Prober(node, watching[-1].view, watching[-1].look_for).watch())
     # From the end of an epoch to the end of another one: within an epoch it would matter when one looks.
     began = await reach(swarm, 2)
     used = sum(trainer.record.used for trainer in swarm.trainers)

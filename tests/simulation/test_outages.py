@@ -11,6 +11,8 @@ from benchmarks.outages import WIDE_AREA, Swarm, let_a_crowd_return, simulate
 from shoal.dht import DHTNode
 from shoal.testing import Network, run, start_dht_nodes
 from tests.drills import mostly_drills
+from tests.simulation.training import LINK, Course
+from tests.simulation.training import Swarm as Training
 
 BAR_SECONDS = 60.0
 
@@ -64,7 +66,7 @@ def test_who_loses_the_swarm_says_so_once_and_once_when_it_is_found(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     lost, found = (record.getMessage() for record in caplog.records)
     assert "this machine is offline, or all others have left" in lost
-    assert "at 3 known peers" in lost
+    assert "3 known peers" in lost
     assert "found the swarm again, 6" in found
 
 
@@ -121,3 +123,26 @@ def test_a_node_that_starts_before_its_initial_peers_finds_them_when_they_are_th
         assert node.node_id in first.protocol.routing_table
 
     run(main())
+
+
+def test_a_peer_that_all_others_have_left_with_a_goodbye_is_not_warned(caplog):
+    caplog.set_level(logging.INFO, logger="shoal.dht.joining")
+
+    async def main() -> None:
+        swarm = Training(Network(LINK), Course(target_batch_size=1000))
+        first = await swarm.add()
+        second = await swarm.add()
+        await asyncio.sleep(60)
+        await swarm.dismiss(first)
+        await asyncio.sleep(120)
+        told = [(record.levelname, record.getMessage()) for record in caplog.records]
+        assert told == [("INFO", "all others have left: this peer goes on alone. It keeps calling them")]
+        third = await swarm.add()
+        await asyncio.sleep(60)
+        caplog.clear()
+        swarm.remove(third, silently=True)
+        await asyncio.sleep(120)
+        assert any("this machine is offline, or all others have left" in line for line in caplog.messages)
+        await swarm.dismiss(second)
+
+    run(main(), seed=3)

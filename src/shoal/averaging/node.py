@@ -328,8 +328,8 @@ class AveragerNode(ServicerBase):
         for peer in lane.matchmaking.refusals.note(session.seen_not_finite, told, group.peer_ids, aux):
             self.p2p.metrics.troubles["values that are not finite"] += 1
             logger.warning(
-                "left out values of %s: they are NaN or infinite, although peers check theirs before they send them. "
-                "It is refused for a while; its owner should update it, or look at its machine",
+                "peer %s sent NaN or infinite values: they are left out, and it is refused for a while. Its owner "
+                "should update shoal or check the machine",
                 peer,
             )
 
@@ -342,8 +342,8 @@ class AveragerNode(ServicerBase):
             if claimed > (limit := largest_weight(peer)):
                 self.p2p.metrics.troubles["weights that cannot be"] += 1
                 self._warn_seldom(
-                    "peer %s claims a weight of %g in a round, although its leader has told it how much counts, and "
-                    "it can have made %g at most: no more counts. Either it lies, or its shoal is too old to know this",
+                    "peer %s claims a weight of %g in a round, and can have made %g at most: no more counts. It "
+                    "lies, or its shoal is too old",
                     peer,
                     claimed,
                     limit,

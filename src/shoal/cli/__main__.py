@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import shoal
 from shoal.cli import archive, dht, monitor, token
@@ -14,9 +16,36 @@ from shoal.cli.doctor import command as doctor
 from shoal.signs import make_output_plain
 
 
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped word; empty if no known one is like it."""
+    similar = difflib.get_close_matches(word, list(known), 1)
+    return f". Did you mean {similar[0]}?" if similar else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the command that is like a mistyped one; ``suggest_on_error`` does so only from Python 3.14 on."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.set_defaults(parser=self)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = list(action.choices)
+            hint = _did_you_mean(value, known) or f". There are: {', '.join(known)}"
+            self.error(f"there is no command {value!r}{hint}")
+        super()._check_value(action, value)
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """End, because of words that are no arguments of this command."""
+        options = [option for action in self._actions for option in action.option_strings]
+        hint = next(filter(None, (_did_you_mean(word.partition("=")[0], options) for word in words)), "")
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="shoal",
         description="Train PyTorch models together, without a server that everybody depends on.",
         epilog="More about each command: shoal COMMAND --help",
@@ -36,7 +65,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     """Parse a command line whose addresses may stand before and behind its options, which argparse alone cannot."""
     parsed, rest = parser.parse_known_args(arguments)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(parsed, "addresses")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        refusing: _Parser = parsed.parser  # that of the command, so that its usage is shown
+        refusing.refuse(rest)
     if rest and getattr(parsed, "ends_with_folder", False):
         *rest, parsed.folder = [parsed.folder, *rest]
     if rest:

@@ -214,7 +214,9 @@ def _revoke(arguments: argparse.Namespace) -> int:
 def _key_of(text: str) -> bytes:
     key = PeerID.from_base58(text).public_key
     if key is None:
-        raise ValueError(f"{quoted(text)} is not a peer id made from an Ed25519 key (12D3KooW…)")
+        raise ValueError(
+            f"{quoted(text)} is not a peer id made from an Ed25519 key (12D3KooW…): is a character missing or wrong?"
+        )
     return key
 
 

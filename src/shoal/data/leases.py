@@ -414,14 +414,14 @@ class Leases:
                 continue
             if record.chunk != self.chunk or (record.samples != self.samples and not self._is_stream):
                 self._warn_seldom(
-                    "peer %s passes over %d samples in chunks of %d, and this peer over %s in chunks of %d: they do "
-                    "not share the work. Give both the same data set and the same `chunk`, or another run_id.",
+                    "peer %s passes over %d samples in chunks of %d, this peer over %s in chunks of %d: no work is "
+                    "shared. Give both the same data and `chunk`",
                     peer_of(owner), record.samples, record.chunk, self.samples, self.chunk, about=owner,
                 )  # fmt: skip
             elif record.order != self._order:
                 self._warn_seldom(
-                    "peer %s passes over the same data in another order than this peer: they do not share the work. "
-                    "Give both the same `seed` and `shuffle`, or another run_id.", peer_of(owner), about=owner,
+                    "peer %s passes over the same data in another order: the two share no work. Give both the same "
+                    "`seed` and `shuffle`, or another run_id", peer_of(owner), about=owner,
                 )  # fmt: skip
             elif record.number > self.number:
                 self.is_over = True

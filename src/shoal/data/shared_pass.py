@@ -192,9 +192,9 @@ class SharedPass(Facade, Sampler[list[int]]):
         leases, self._leases, self._loaded = self._leases, None, 0
         if leases.found_at > self.number and not self._told:
             self._told = True
-            logger.warning(
-                "run %r is at pass %d already, so this peer's iteration for pass %d has no batches, and so on until "
-                "then. If the run is to begin anew, choose another run_id: the table remembers this one for an hour",
+            logger.info(
+                "run %r is at pass %d already: the iterations of this peer for pass %d and up to then have no "
+                "batches. To begin again at pass 0, choose another run_id",
                 self.run_id, leases.found_at, self.number,
             )  # fmt: skip
         self.number += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from shoal.errors import (
     RefusedDialError,
     ValidationError,
 )
+from shoal.logs import counted
 from shoal.p2p import Multiaddr, PeerID
 from shoal.p2p.joining import advise_on_private
 from shoal.p2p.pasted import Target, describe_target
@@ -348,13 +350,15 @@ class Reunion:
         candidates = await self._candidates()
         if not candidates:
             return
-        logger.warning(
-            "no peer has answered for %.0f s: this machine is offline, or all others have left. Looking for them again "
-            "at %d known %s until one answers",
-            self._now() - self._reception.heard_at,
-            len(candidates),
-            "peer" if len(candidates) == 1 else "peers",
-        )
+        if all(map(self._has_left, candidates)):
+            logger.info("all others have left: this peer goes on alone. It keeps calling them")
+        else:
+            logger.warning(
+                "no peer has answered for %.0f s: this machine is offline, or all others have left. It keeps "
+                "calling %s",
+                self._now() - self._reception.heard_at,
+                counted(len(candidates), "known peer"),
+            )
         self._p2p.clock.settle_anew()
         lost_at, attempt = self._reception.heard_at, 0
         while True:
@@ -367,6 +371,11 @@ class Reunion:
             attempt = min(attempt + 1, 16)
         self._protocol.came_back.clear()
         logger.info("found the swarm again, %.0f s after the last answer", self._now() - lost_at)
+
+    def _has_left(self, who: Who) -> bool:
+        """Whether a peer, or the one that was found at a place, has said goodbye."""
+        peer = who if isinstance(who, PeerID) else self._p2p.met.get(who)
+        return peer is not None and self._p2p.departed.get(peer, -math.inf) > -math.inf
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but no longer than until an answer comes, such as to a call of the application."""

@@ -109,8 +109,8 @@ class Lookup:
         if answer.node_id != node_id.to_bytes():
             self._protocol.p2p.metrics.node_ids_refused += 1
             warn_seldom(
-                "the table has told of peer %s as a node with an id that it does not have: somebody lies about who is "
-                "near a key, or that peer was given another id since. It was left out",
+                "the DHT names peer %s with an id that it does not have, so it is left out. Somebody lies about who "
+                "is near a key, or that peer has a new id",
                 peer,
             )
             return None

@@ -62,13 +62,15 @@ class Neighbours:
             try:
                 await protocol.ping(peer, validate=True)
             except ValidationError as e:
-                logger.debug("neighbour %s answers, but %s", peer, e)
+                # As with initial peers: it is in the table, and the user has to do something.
+                self._warn_seldom("joined peer %s in the local network, but %s", peer, e, about=peer)
             except NO_ANSWER as e:
                 # With others around, it is enough that the node keeps trying.
                 if not len(protocol.routing_table):
                     self._warn_seldom("cannot join a peer that is announced in the local network: %s", e, about=peer)
                 return
-            logger.info("joined peer %s in the local network", peer)
+            else:
+                logger.info("joined peer %s in the local network", peer)
             await protocol.settle()
             await self._meet_neighbors()
         self._joined.set()

@@ -324,9 +324,8 @@ class Shelves:
         self._metrics.records_refused[WRONG_SIGNATURE] += 1
         if payer is not None:
             warn_seldom(
-                "peer %s has stored a record with a wrong signature here, and nobody else gets it: it lies, or its "
-                "memory or its version of shoal is broken. If it is one of yours, install the version that the "
-                "others have",
+                "peer %s has stored a record with a wrong signature, which nobody gets. It lies or is broken: if it "
+                "is yours, install the version of the others",
                 payer.peer,
                 about=payer.peer,
             )
@@ -334,8 +333,8 @@ class Shelves:
     def _note_refusal(self, reason: str, payer: Payer) -> None:
         self._metrics.records_refused[reason] += 1
         warn_seldom(
-            "refused to keep a record of peer %s, which is %s: its records take %d bytes here, and more than half of "
-            "the %d bytes for all is taken. If it is one of yours: the table is for small facts",
+            "refused a record of peer %s, which is %s: its records take %d bytes here, and over half of %d is taken. "
+            "The DHT is for small values",
             payer.peer,
             reason,
             self.ledger.bytes_of(payer),
@@ -346,7 +345,7 @@ class Shelves:
         self._metrics.records_evicted += evicted
         warn_seldom(
             "the records of others fill the %d bytes that they may take here: the farthest from this node go first. "
-            "Somebody fills the table; metrics.records_refused and the lines of other nodes may tell who",
+            "metrics.records_refused may show whose they are",
             self.ledger.room.nbytes,
         )
 

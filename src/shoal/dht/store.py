@@ -197,8 +197,8 @@ class Deposits:
             self._lost.popitem(last=False)
         if before < DEPOSITS_TO_TELL <= before + len(lost):
             warn_seldom(
-                "peer %s has agreed to keep records of this peer in the table, and tells that it has none of them: it "
-                "hides them, or has lost them because it is full or was started anew. Others keep them, too",
+                "peer %s has agreed to keep records of this peer, and says that it has none. It is full, was "
+                "restarted, or hides them; others keep them, too",
                 peer,
                 about=peer,
             )

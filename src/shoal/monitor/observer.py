@@ -127,6 +127,14 @@ class Observer:
         if self._readings > MAX_KEYS or all(each.was_read for each in self._places.values()):
             self.view.is_complete = True
 
+    async def look_for(self, peer: PeerID) -> None:
+        """Read the record of a peer at once: it may have been withdrawn since its key was read in turn."""
+        paths = [path_of(tag) for tag, owner in self._peers_by_tag.items() if owner == peer]
+        for path in paths:
+            bits = max((bits for bits in self._places if path.startswith(bits)), key=len)
+            _, read = await self._read_progress(bits)
+            self.bytes_read += read * BYTES_OF_RECORD
+
     def _go_down(self, place: _Place, records: list[ProgressRecord]) -> None:
         below = [place.bits + bit for bit in "01"]
         if len(place.bits) < MAX_DEPTH and any(record.depth > len(place.bits) for record in records):
@@ -221,7 +229,8 @@ class Monitor(Facade):
     ) -> None:
         self.dht, self.view = dht, RunView(run_id, goal_epochs=goal_epochs)
         self._on_tick, self._portal = on_tick, Portal(f"monitor of {run_id}")
-        self._watching = self._portal.submit(self._watch(Observer(dht.node, self.view), Prober(dht.node, self.view)))
+        observer = Observer(dht.node, self.view)
+        self._watching = self._portal.submit(self._watch(observer, Prober(dht.node, self.view, observer.look_for)))
 
     async def _watch(self, observer: Observer, prober: Prober) -> None:
         async def tick() -> None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,10 +63,11 @@ class Prober:
     Args:
         node: the monitor's node of the DHT.
         view: what is known of the run.
+        look_for: reads a peer's record again. A peer withdraws its record before it ends in good order.
     """
 
-    def __init__(self, node: DHTNode, view: RunView) -> None:
-        self._node, self._p2p, self._view = node, node.p2p, view
+    def __init__(self, node: DHTNode, view: RunView, look_for: Callable[[PeerID], Awaitable[object]]) -> None:
+        self._node, self._p2p, self._view, self._look_for = node, node.p2p, view, look_for
         self._contacts: dict[PeerID, _Contact] = {}
         # Those to which a connection is kept.
         self._kept: dict[PeerID, None] = {}
@@ -150,6 +152,7 @@ class Prober:
             with self._view.lock:
                 self._view.hear_answer(peer)
             return
+        await self._look_for(peer)
         with self._view.lock:
             self._view.hear_refusal(peer, get_dht_time())
 

@@ -308,9 +308,9 @@ class RunView:
         self._tell(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
-        """A peer has withdrawn its record."""
+        """A peer has withdrawn its record. That counts also if it seemed to be lost."""
         view = self.peers.get(peer)
-        if view is not None and not view.state.is_gone:
+        if view is not None and view.state is not PeerState.LEFT:
             self._leave(view, PeerState.LEFT, f"{view.name} has left", now)
 
     def hear_answer(self, peer: PeerID) -> None:

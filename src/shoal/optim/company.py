@@ -33,7 +33,7 @@ SETTLING = 10.0
 LOOK_EVERY = 1.0
 MAX_PEERS = 2048
 # In a log line. An error names all differences.
-DIFFERENCES_SHOWN, PEERS_SHOWN = 3, 3
+CHARACTERS_OF_DIFFERENCES, PEERS_SHOWN = 90, 3
 RAISE, WARN = "raise", "warn"
 
 
@@ -79,6 +79,8 @@ class Company:
         self._known: dict[bytes, Known] = {}
         self._warned_of = set[bytes]()
         self._alone_since: float | None = None
+        # While it is alone: whether the user knows that it waits.
+        self._has_told_of_waiting = False
         self._next_look = -math.inf
         self._warn_seldom = Seldom(logger.warning, 3600.0)
 
@@ -97,6 +99,14 @@ class Company:
         known = self._known.get(peer)
         if known is None or known.digest != digest:
             self._note(peer, Known(digest, () if digest == self.digest else None, was_first=was_first))
+
+    def may_train_another_model(self) -> frozenset[bytes]:
+        """The peers that cannot average with this one, and those that have not told yet whether they can.
+
+        Rounds say nothing about them: the two sides did not come apart, because they were never together.
+        """
+        known = dict(self._known)
+        return frozenset(p for p, each in known.items() if each.differences is None) | self.strangers
 
     def change(self, settings: RunSettings) -> None:
         """This peer has learnt something about itself, such as the names of its parameters."""
@@ -164,7 +174,7 @@ class Company:
             if (known[peer].differences == () if peer in known else peer in mates) and peer not in misfits
         ]
         if fitting or not misfits:
-            self._alone_since = None
+            self._alone_since, self._has_told_of_waiting = None, False
             self._warn_of_strangers(known)
             return
         if self._alone_since is None:
@@ -181,6 +191,20 @@ class Company:
             self._warn_of_strangers(known)
         elif now - self._alone_since >= patience:
             self._stop(side, now - self._alone_since)
+        elif not is_urgent and (is_settled or now - self._alone_since >= SETTLING):
+            self._tell_of_waiting(side)
+
+    def _tell_of_waiting(self, side: dict[bytes, Known]) -> None:
+        if self._has_told_of_waiting:
+            return
+        self._has_told_of_waiting = True
+        peer, known = next(iter(side.items()))
+        logger.warning(
+            "waiting up to %.0f s for a peer that fits this one; peer %s does not: %s",
+            PATIENCE,
+            _name(peer),
+            _joined(known.differences or ()),
+        )
 
     def _warn_of_strangers(self, known: dict[bytes, Known]) -> None:
         """Also of those that have stopped by now, so that the users of both sides know."""
@@ -189,8 +213,7 @@ class Company:
                 self._warned_of.add(peer)
                 shown = _joined(each.differences)
                 self._warn_seldom(
-                    "peer %s has other settings than this one in run %r: %s. It is told so. If this peer is the wrong "
-                    "one, correct it and start it again",
+                    "peer %s does not fit this one in run %r: %s. Correct the wrong one and restart it",
                     _name(peer),
                     self.run_id,
                     shown,
@@ -206,9 +229,8 @@ class Company:
         if self.on_mismatch == RAISE:
             raise SettingsMismatch(self.run_id, why, whom, differences, names)
         self._warn_seldom(
-            "this peer does not fit run %r: %s. It differs from %s: %s. It continues, because on_mismatch is 'warn'",
+            "this peer does not fit run %r. It differs from %s: %s. It continues, because on_mismatch is 'warn'",
             self.run_id,
-            why,
             whom,
             _joined(differences),
             about=tuple(differences),
@@ -220,6 +242,12 @@ def _name(peer: bytes) -> str:
 
 
 def _joined(differences: Collection[str]) -> str:
+    """The first differences, as many as leave room for the rest of a log line, but at least one."""
     told = list(differences)
-    rest = len(told) - DIFFERENCES_SHOWN
-    return "; ".join(told[:DIFFERENCES_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+    shown = told[:1]
+    for each in told[1:]:
+        if len("; ".join([*shown, each])) > CHARACTERS_OF_DIFFERENCES:
+            break
+        shown.append(each)
+    rest = len(told) - len(shown)
+    return "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")

@@ -69,8 +69,8 @@ class Remainder:
         _check_modules(owners)
         if model is None and not owners and gc.get_freeze_count():
             logger.warning(
-                "no module was found that the parameters belong to, perhaps because this program has called "
-                "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
+                "no module was found that has the parameters (was gc.freeze() called?), so nothing checks whether "
+                "peers fit. Give shoal the module: model=..."
             )
         models = list(map(unwrapped, outermost(modules) if model is None else [model]))
         found = cls.of(models, [*parameters, *extra_tensors])
@@ -200,14 +200,12 @@ LEAST_DIFFERENCE = 1e-6
 # Most epochs between members of a round; a peer that is further behind downloads a state instead.
 MOST_EPOCHS_APART = 1
 
-_SCHEDULE_ADVICE = (
-    "A scheduler made around shoal.Optimizer counts the batches of one peer: give it as scheduler=, a function such as "
-    "lambda opt: LambdaLR(opt, ...), and do not step it yourself. It then follows the epochs, which all peers share"
-)
+# Short, because the line that ends with it has to fit into two lines of a terminal.
+_SCHEDULE_ADVICE = "Pass the schedule as scheduler=lambda opt: ..., and do not step it yourself"
 _TENSOR_ADVICE = {
-    "trained": "give shoal.Optimizer model=, so that they are averaged, unless another optimizer takes care of them",
-    "frozen": "load the same weights in all peers before training, or name these tensors in extra_tensors=",
-    "buffers": "give shoal.Optimizer model=, so that they are averaged and newcomers get them",
+    "trained": "Give shoal.Optimizer model=model",
+    "frozen": "Load the same weights in all peers",
+    "buffers": "Give shoal.Optimizer model=model",
 }
 _NAMES = {"trained": "parameters", "frozen": "frozen parameters", "buffers": "buffers"}
 
@@ -281,7 +279,7 @@ class PeerComparison:
         if len(other) == len(mine) and _differ(mine, other):
             self._told.add("rates")
             logger.warning(
-                "in epoch %d the learning rate is %s here and %s at peer %s: models will go apart. %s",
+                "in epoch %d the learning rate is %s here and %s at peer %s. %s",
                 own["epoch"],
                 _written(mine),
                 _written(other),
@@ -294,12 +292,11 @@ class PeerComparison:
             self._told.add(name)
             names = [given for given, _ in named]
             logger.warning(
-                "%s that the optimizer does not have differ between this peer and %s: %d, such as %s. Nothing brings "
-                "them together: %s",
+                "%s that the optimizer does not have differ between this peer and %s: %d, such as %s. %s",
                 _NAMES[name],
                 peer,
                 len(names),
-                ", ".join(names[:3]),
+                ", ".join(names[:2]),
                 _TENSOR_ADVICE[name],
             )
 

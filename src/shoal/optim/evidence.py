@@ -171,8 +171,8 @@ class Evidence(Members):
                 deeds.has_wasted = True
             self._tell_once(
                 peer,
-                "waited in vain for peer %s, which was in no round before, in a group: no peers that are new join or "
-                "lead for a while, so that they cost little time. Is its line too slow, or its machine stuck?",
+                "waited in vain for new peer %s: for a while no new peers join or lead. Is its line too slow, or its "
+                "machine stuck?",
             )
 
     def _note_the_missing(self, members: Collection[bytes], now: float) -> None:
@@ -194,8 +194,8 @@ class Evidence(Members):
         for peer in [*strangers, *(peer for peer in known if not self.is_proven(peer))]:
             self._tell_once(
                 peer,
-                "waited in vain for peer %s in %s running: it says that it takes part, and was not there. It is "
-                "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
+                "waited in vain for peer %s in %s running: it is seldom waited for until it comes. Is its line too "
+                "slow, or its machine stuck?",
                 counted(self._deeds[peer].missed if peer in self._deeds else 1, "round"),
             )
 

@@ -148,8 +148,8 @@ class GlobalStep:
             return  # else a program that is slow to start would be warned of its batches
         if seconds / 2 > patience and self._expected_members():
             self._warn_once(
-                "a batch takes this peer %.1f s, and others wait %.1f s for those in the middle of one: they often go "
-                "on without this peer. Give all peers matchmaking_time=%d or more, or this one smaller batches",
+                "a batch takes this peer %.1f s, and others wait %.1f s at most, then go on alone. Give all peers "
+                "matchmaking_time=%d or more, or this one smaller batches",
                 seconds,
                 patience,
                 math.ceil(seconds / 2),

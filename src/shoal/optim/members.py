@@ -166,9 +166,8 @@ class Members:
         for peer in doubtful:
             self._tell_once(
                 peer,
-                "peer %s takes part, but did not come to %s in a row in which this peer waited for it: from now on "
-                "this peer seldom waits for it, until it comes. Batches that take it longer than matchmaking_time have "
-                "this effect",
+                "peer %s takes part, but did not come to %s in a row: this peer seldom waits for it now. Its batches "
+                "may take longer than matchmaking_time",
                 counted(self._missed[peer], "round"),
             )
 
@@ -194,8 +193,8 @@ class Members:
         for peer in strangers:
             self._tell_once(
                 peer,
-                "new peer %s stalled the group for %.1f s: its machine may not join or lead for %.0f s, so that it "
-                "costs little time. Its line may be too slow, or its machine stuck",
+                "new peer %s stalled the group for %.1f s: its machine may not join or lead for %.0f s. Its line may "
+                "be too slow, or its machine stuck",
                 seconds,
                 seconds / SHARE_WASTED,
             )
@@ -208,8 +207,8 @@ class Members:
         self.troubles["alone"] += 1
         if self._alone == ROUNDS_ALONE:
             logger.warning(
-                "this peer has made %d steps without anybody, although %s could have been there, such as %s. Look at "
-                "what was said of them before, and at this machine's connection; `shoal doctor` finds out more",
+                "this peer has made %d steps alone, although %s could have come, such as %s. Read the lines about "
+                "them above; `shoal doctor` checks the network",
                 self._alone,
                 counted(len(others), "other peer"),
                 PeerID(min(others)),

@@ -1,7 +1,11 @@
 """Notices batches without gradients: ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
 
-Such a batch counts as samples whose gradients are zero, so that the mean of all peers becomes smaller, and the model
-learns slowly or nothing at all. Nothing else shows it.
+If no parameter has a gradient, the batch does not count, and the model stays as it is, as after torch's step(). It must
+not change between forward() and backward(), or backward() fails with an error of torch that does not name the cause.
+Frozen parameters do not matter, nor do those that this batch has not used: one gradient is enough.
+
+Gradients that are all zero may be right, so such a batch counts. If they are wrong, the mean of all peers becomes
+smaller, and the model learns slowly or nothing at all. Nothing else shows it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,22 @@ class MissingGradients:
     def __init__(self) -> None:
         self._batches, self._has_told = 0, False
 
+    def has_none(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no parameter that is trained has a gradient, so that the batch must not count. The user is told once.
+
+        A model of which nothing is trained has no gradients.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained or any(parameter.grad is not None for parameter in trained):
+            return False
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "step() skips batches: no parameter has a gradient. The order is loss.backward(), opt.step(), "
+                "opt.zero_grad()"
+            )
+        return True
+
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], *, accumulated: int = 0) -> None:
         """A batch is about to be counted.
@@ -40,14 +60,13 @@ class MissingGradients:
         self._has_told = True
         if accumulated:
             logger.warning(
-                "the gradients of %d samples are gone: with reuse_grad_buffers=True they accumulate in the parameters, "
-                "so never call zero_grad(), of the model neither",
+                "the gradients of %d samples are gone. With reuse_grad_buffers=True they accumulate in the parameters: "
+                "never call zero_grad(), not even that of the model",
                 accumulated,
             )
         else:
             logger.warning(
-                "step() counts a batch, but %s: call loss.backward() before step(), and zero_grad() after step() or "
-                "before backward()",
+                "step() counts a batch, but %s. The order is loss.backward(), opt.step(), opt.zero_grad()",
                 "all of its gradients are zero" if gradients else "no parameter has a gradient",
             )
 

@@ -248,6 +248,7 @@ class Optimizer(JointOptimizer):
         if self._compares_rounds:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
+        self.state_averager.is_first = self.tracker.is_first
         self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
         self.global_step = GlobalStep(
             settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
@@ -349,6 +350,8 @@ class Optimizer(JointOptimizer):
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.follow_parameters()
         self._note_thread()
+        if closure is None and self._lacks_gradients(batch_size):
+            return None
         self._comparison.before_batch()
         epoch = self.local_epoch
         # Between two batches: only here the results of background work may change the model.
@@ -357,6 +360,8 @@ class Optimizer(JointOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self._lacks_gradients(batch_size):
+                return loss
         # A round began while this thread was waiting elsewhere, so this batch belongs to the next epoch.
         is_late = self.global_step.begun is not None
         is_used = self._accumulate(batch_size, scaler) if is_late else False
@@ -379,6 +384,15 @@ class Optimizer(JointOptimizer):
             self._make_global_step(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
+
+    def _lacks_gradients(self, batch_size: int) -> bool:
+        """Whether a batch has no gradients at all, so that it does not count, and the model must stay as it is."""
+        if batch_size == 0:
+            return False
+        averager = self.grad_averager
+        if averager is not None and averager.reuse_grad_buffers and averager.local_samples_accumulated:
+            return False  # then they are gone, which is another mistake
+        return self._missing.has_none(self.state_averager.main_parameters)
 
     def _catch_up(self) -> bool:
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""

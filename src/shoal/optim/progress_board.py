@@ -89,6 +89,9 @@ class ProgressBoard:
         """Decides what is believed of others."""
         self.strangers: Callable[[], Collection[bytes]] = tuple
         """The peers that have other settings, so that this one cannot average with them."""
+        self.foreign: Callable[[], Collection[bytes]] = tuple
+        """Those, and the peers of which that is not known yet: their rounds say nothing about this run."""
+        self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
         self._departed: dict[bytes, float] = {}
@@ -550,7 +553,13 @@ class ProgressBoard:
             return self._settled(now)
 
     def _settled(self, now: float) -> Verdict:
-        return self.kinship.verdict(self.own, self._companions, now)
+        foreign = frozenset(self.foreign())
+        if foreign != self._foreign_before:
+            self._foreign_before, self.kinship.changed = foreign, True
+        companions = self._companions
+        if foreign:
+            companions = {peer: each for peer, each in companions.items() if peer not in foreign}
+        return self.kinship.verdict(self.own, companions, now)
 
     def _kin(self, now: float) -> dict[bytes, Companion]:
         """The peers that count: without those that train another model and will give way, or claim false epochs."""

@@ -200,6 +200,7 @@ class ProgressExchange(ServicerBase):
                     await asyncio.gather(self._withdraw(), *calls, return_exceptions=True)
             except TimeoutError:
                 logger.info("not everybody could be told that this peer leaves: its record will expire")
+            self._board.published = False  # what is told from now on, such as to averagers, is no return
 
     # --- through the DHT ----------------------------------------------------------------------------------------------
 
@@ -521,8 +522,11 @@ class ProgressExchange(ServicerBase):
             self.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
         if message.leaving:
             self.acquaintances.forget(peer)
+            self._p2p.departed.note(peer, progress.time)
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
+            if self._p2p.departed.get(peer, math.inf) < progress.time:  # else this message is older than the goodbye
+                self._p2p.departed.note(peer, -math.inf)
             if not message.client_mode:
                 self.acquaintances.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in

@@ -313,6 +313,11 @@ class ProgressTracker(Facade):
         """Whether this peer has a record of any other one that can be called."""
         return bool(self.board.companions_to_call(get_dht_time()))
 
+    def is_first(self) -> bool:
+        """Whether nobody else is in the run. Waits until the records of others have been read once."""
+        self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers()
+
     @property
     def is_introduced(self) -> bool:
         """Whether all peers that can be called have been told that this one takes part."""
@@ -365,6 +370,7 @@ class ProgressTracker(Facade):
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the tracker starts."""
         self._company, self.board.strangers = company, lambda: company.strangers
+        self.board.foreign = company.may_train_another_model
 
     def look_at_company(self) -> None:
         """Warn of peers that do not fit. Called by the training thread before each step.
@@ -473,14 +479,15 @@ class ProgressTracker(Facade):
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
+        strangers = self.board.strangers()
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:
             tag = peer.to_bytes()
-            if tag in verdict.losers or (gives_way and tag not in verdict.winners):
+            if tag in verdict.losers or tag in strangers or (gives_way and tag not in verdict.winners):
                 continue
-            if self.board.time_of_record(tag) is None or tag in self.board.strangers():
-                ranks[peer] = -1.0  # it offers its state but does not train with this peer, or is not known yet
+            if self.board.time_of_record(tag) is None:
+                ranks[peer] = -1.0  # it is not known yet
             elif tag in epochs:
                 ranks[peer] = epochs[tag]
         return ranks

@@ -230,9 +230,8 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         if len(set(counts) - {0}) > 1 and not self._has_told_of_sizes and self._processes.is_first:
             self._has_told_of_sizes = True
             logger.warning(
-                "batches of this peer's processes differ in size: %s. The gradients of each process weigh the same in "
-                "parameters that are sharded, so samples of small batches count more: give all processes batches of "
-                "one size",
+                "batches of this peer's processes differ in size (%s), and each counts the same for sharded "
+                "parameters. Give all processes batches of one size",
                 counts,
             )
         try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.errors import StateRefusedError
+from shoal.logs import Seldom
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.lineage import LineageKeeper
 from shoal.optim.schedules import catch_up, check_received_schedule, dump_scheduler_state, load_scheduler_state
@@ -102,6 +103,8 @@ def first_accepted(
     take_over: Callable[[State], object],
     leave_out: Callable[[PeerID, bytes | None], None],
     timeout: float | None,
+    warn: Seldom,
+    is_first: Callable[[], bool],
 ) -> bool:
     """Download states, one after another, until one can be taken over.
 
@@ -110,6 +113,8 @@ def first_accepted(
         take_over: puts a state in place; raises ``ValueError`` if it is refused.
         leave_out: is told the donor of a refused state, and the state's version if the user's hook refused it.
         timeout: the longest time for all downloads, in seconds.
+        warn: of donors whose state is refused.
+        is_first: whether nobody else is in the run, so that it is normal that nobody shares a state.
 
     Returns:
         Whether a state was taken over.
@@ -123,7 +128,9 @@ def first_accepted(
             return False
         state = download(left, asked)
         if state is None:
-            if not asked:
+            if not asked and is_first():
+                logger.info("this peer is the first of its run: it begins with its own state")
+            elif not asked:
                 logger.warning("nobody shares a training state: this peer keeps its own")
             return False
         try:
@@ -132,7 +139,7 @@ def first_accepted(
             raise e.error from None
         except ValueError as e:
             donor, version = _origin(state)
-            logger.warning("a downloaded training state was refused: %s%s", e, f". It is of {donor}" if donor else "")
+            warn("%s is refused: %s", f"the state of peer {donor}" if donor else "a downloaded state", e, about=donor)
             if isinstance(e, OlderStateError):
                 older += 1  # no reason to leave the donor out: it may be between two epochs
             elif donor is not None:
@@ -183,7 +190,10 @@ class StateHolder(DecentralizedAverager):
         self.names: dict[str, Sequence[str]] = {"parameters": setup.given_names, "extra": ()}
         """Names of the parameters and of the last of the extra tensors, as far as they have any, for archives."""
         self.lineage_keeper: LineageKeeper | None = None
+        self.is_first: Callable[[], bool] = bool
+        """Whether nobody else is in the run."""
         self._check_state = check_state
+        self._warn_seldom = Seldom(logger.warning)
         # Kept until a whole epoch was made from the state that has replaced it.
         self._own_state: OwnState | None = None
         # Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock.
@@ -288,6 +298,8 @@ class StateHolder(DecentralizedAverager):
             lambda state: self.take_over(state, accept_older, self.lineage_keeper),
             self._leave_out,
             timeout,
+            self._warn_seldom,
+            lambda: self.is_first(),
         )
 
     def _leave_out(self, donor: PeerID, version: bytes | None) -> None:

@@ -215,10 +215,8 @@ class Synchronization:
         self._downloads_in_a_row += 1
         if self._downloads_in_a_row == QUICK_RETRIES:
             logger.warning(
-                "this peer has downloaded the state %d times in a row without a step with others in between: its "
-                "batches take %.1f s, and others finish an epoch before that. Give all peers a larger matchmaking_time "
-                "or target_batch_size, or this one smaller batches; shoal.DiLoCo is for peers that are this slow. "
-                "Until this peer makes a step with others, its downloads become rare",
+                "this peer has downloaded the state %d times in a row without a step with others: its batches take "
+                "%.1f s. Give it smaller ones, or all a larger matchmaking_time",
                 self._downloads_in_a_row,
                 batch_seconds,
             )
@@ -287,9 +285,8 @@ class Synchronization:
         self._has_told_what_is_lost = True
         epochs = self._tracker.epochs_given_up
         logger.warning(
-            "the run had come apart: this peer, at epoch %d, and a side of %d, at epoch %d, have trained without each "
-            "other. Their state is kept, because they had more weight in the last common step or are further. This "
-            "peer downloads it, and the work of its side on %d samples, in %d epochs, is lost",
+            "the run had come apart: this peer, at epoch %d, and a side of %d, at epoch %d. This peer takes over "
+            "their state: %d samples in %d epochs are lost",
             self._state_averager.local_epoch,
             len(other_side.winners),
             other_side.epoch,

@@ -239,7 +239,7 @@ def _step_on_cpu(optimizer: TorchOptimizer) -> None:
     if captured:
         logger.warning(
             "capturable=True is ignored: this optimizer steps copies of the parameters on the CPU. With "
-            "offload_optimizer=False it steps the parameters themselves, on their device"
+            "offload_optimizer=False it steps them on their device"
         )
 
 

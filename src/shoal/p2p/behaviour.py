@@ -155,8 +155,8 @@ class Behaviour:
     def _tell_of_reducer(self, peer: PeerID, trial: _Trial) -> None:
         self._metrics.troubles["reducers without a share"] += 1
         self._warn_seldom(
-            "the averages or parts of peer %s did not arrive in %d rounds: for the next %.0f s it reduces nothing in "
-            "groups that this peer leads, and does not lead it. Is its line too slow, or its machine stuck?",
+            "averages of peer %s did not arrive in %d rounds: for %.0f s it neither reduces for this peer nor leads "
+            "it. Is its line too slow, or its machine stuck?",
             peer,
             trial.failures,
             trial.rests_until - self._now(),
@@ -166,8 +166,8 @@ class Behaviour:
     def _tell_of_wait(self, peer: PeerID, seconds: float) -> None:
         self._metrics.troubles["averages that did not come"] += 1
         self._warn_seldom(
-            "peer %s kept a round waiting for %.0f s: it reduces less from now on, and is asked to lead only if nobody "
-            "else can. Is its line too slow, or its machine stuck?",
+            "peer %s kept a round waiting for %.0f s: it reduces less, and leads only if nobody else can. Is its "
+            "line too slow, or its machine stuck?",
             peer,
             seconds,
             about=peer,
@@ -202,8 +202,8 @@ class Behaviour:
             known.deeds.excluded += 1
             self._metrics.troubles["leaders not followed"] += 1
             self._warn_seldom(
-                "peer %s has led this one again and again into a group without most others, who went on by themselves: "
-                "it is not followed for the next %.0f s. Either its line is bad, or it keeps others apart on purpose",
+                "peer %s has led this one into groups without most others: it is not followed for %.0f s. Its line "
+                "is bad, or it keeps others apart on purpose",
                 leader,
                 known.leads.rests_until - self._now(),
                 about=leader,
@@ -223,8 +223,8 @@ class Behaviour:
         if known.sends.is_lost:
             self._metrics.troubles["members too slow"] += 1
             self._warn_seldom(
-                "%d rounds were cut short because peer %s sent too slowly: it is in no group for the next %.0f s. Is "
-                "its line too slow for allreduce_timeout, or its machine stuck?",
+                "%d rounds were cut short because peer %s sent too slowly: it is in no group for %.0f s. Is its line "
+                "too slow, or its machine stuck?",
                 known.sends.failures,
                 peer,
                 known.sends.rests_until - self._now(),
@@ -235,8 +235,8 @@ class Behaviour:
         """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
         self.note_injustice(coordinator, seconds)
         self._warn_seldom(
-            "peer %s did not end a round although all others only waited for that, which took %.0f s: it neither leads "
-            "nor coordinates for a while. Is its machine stuck, or its shoal changed?",
+            "peer %s did not end a round that was complete, for %.0f s: it does not lead or coordinate for a while. "
+            "Is its machine stuck, or its shoal changed?",
             coordinator,
             seconds,
             about=coordinator,

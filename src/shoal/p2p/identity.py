@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from shoal.errors import P2PDaemonError, make_private
 from shoal.logs import quoted
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.multiaddr import DAMAGED, Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
@@ -172,12 +172,24 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
     items = address.items()
     if len(items) < 2 or items[-1][0] != "p2p" or items[-1][1] is None:
         raise ValueError(f"{address} does not say which peer to expect: it must end with /p2p/<peer id>")
+    for name, text in items:
+        if name == "p2p" and text is not None and PeerID.from_base58(text).public_key is None:
+            raise ValueError(f"{address}: {why_no_key(text)}")
     peer_id = PeerID.from_base58(items[-1][1])
-    if peer_id.public_key is None:
-        raise ValueError(f"{address} names a peer id that is not made from an Ed25519 key (12D3KooW…)")
     place = address.decapsulate(f"/p2p/{items[-1][1]}")
     check_circuit(place, peer_id)
     return place, peer_id
+
+
+# How the ids of libp2p's peers with other kinds of keys begin.
+_OTHER_KEYS = ("Qm", "16Uiu2HA")
+
+
+def why_no_key(text: str) -> str:
+    """Why a peer id holds no Ed25519 key."""
+    if text.startswith(_OTHER_KEYS):
+        return "the peer id is not made from an Ed25519 key (12D3KooW…)"
+    return f"the peer id {DAMAGED}"
 
 
 CIRCUIT = "p2p-circuit"

@@ -33,6 +33,9 @@ SERVICE = "_shoal._tcp.local."
 ASK_SECONDS = 3.0
 # Anybody in the network can announce any number of peers.
 MAX_PRESENT = 64
+# How many are asked at a time, and how many wait for that: those that never answer must not fill the memory.
+MAX_ASKED, MAX_WAITING = 64, 1024
+CANNOT_LOOK = "this machine cannot look for peers in its local network now: %s. It tries again"
 _ID = b"id"
 
 
@@ -69,6 +72,7 @@ class LocalNetwork:
         self._module: Any = None
         self._announced: list[Multiaddr] | None = None
         self._asking: dict[asyncio.Task[None], None] = {}
+        self._waiting: dict[str, Any] = {}  # the names of services that are to be asked, and through what
         self._life: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._warn_seldom = Seldom(logger.warning)
@@ -95,9 +99,12 @@ class LocalNetwork:
         """Sockets and announcements are those of the networks of this machine, which change."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            if self._zeroconf is None or self._own() != self._announced:
-                await self._end()
-                await self._open()
+            try:
+                if self._zeroconf is None or self._own() != self._announced:
+                    await self._end()
+                    await self._open()
+            except Exception as e:  # zeroconf has kinds of its own, and this peer keeps looking
+                self._warn_seldom(CANNOT_LOOK, f"{type(e).__name__}: {e}")
 
     def _own(self) -> list[Multiaddr]:
         return [] if self._p2p.client_mode else self._p2p.transport.addresses()
@@ -120,7 +127,7 @@ class LocalNetwork:
                 await self._zeroconf.async_register_service(self._described(own), cooperating_responders=True)
             self._announced = own
         except OSError as e:
-            self._warn_seldom("this machine cannot look for peers in its local network now: %s. It tries again", e)
+            self._warn_seldom(CANNOT_LOOK, e)
             await self._end()
 
     def _described(self, own: Sequence[Multiaddr]) -> Any:
@@ -139,6 +146,7 @@ class LocalNetwork:
         )
 
     async def _end(self) -> None:
+        self._waiting.clear()
         await cancel_and_wait(*self._asking)
         # After a move those of the network before are elsewhere, and nothing tells when they end.
         self.present.clear()
@@ -148,17 +156,32 @@ class LocalNetwork:
             # A task of its own: if close() comes in the middle of a move, the sockets are closed all the same.
             self._ending = asyncio.get_running_loop().create_task(ended.async_close())
         if self._ending is not None:
-            await asyncio.shield(self._ending)
+            try:
+                await asyncio.shield(self._ending)
+            finally:
+                if self._ending.done():  # if it has failed, the next one may succeed
+                    self._ending = None
 
     # --- others -------------------------------------------------------------------------------------------------------
 
     def _note(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         if state_change.name == "Removed":
             self.present.pop(self._names.pop(name, self._p2p.peer_id), None)
-        elif len(self.present) < MAX_PRESENT or name in self._names:
-            task = asyncio.get_running_loop().create_task(self._ask(zeroconf, name))
+        elif (len(self.present) < MAX_PRESENT or name in self._names) and len(self._waiting) < MAX_WAITING:
+            self._waiting[name] = zeroconf
+            self._ask_next()
+
+    def _ask_next(self) -> None:
+        """Ask those that wait for their turn, the first ones first."""
+        while self._waiting and len(self._asking) < MAX_ASKED:
+            name = next(iter(self._waiting))
+            task = asyncio.get_running_loop().create_task(self._ask(self._waiting.pop(name), name))
             self._asking[task] = None
-            task.add_done_callback(self._asking.pop)
+            task.add_done_callback(self._has_asked)
+
+    def _has_asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.pop(task, None)
+        self._ask_next()
 
     async def _ask(self, zeroconf: Any, name: str) -> None:
         from zeroconf import DNSQuestionType

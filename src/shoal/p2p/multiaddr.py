@@ -64,6 +64,8 @@ _MAX_LENGTH = 1024
 _MAX_PEER_BYTES = 128
 _UNKNOWN_NAME, _UNKNOWN_VALUE = re.compile(r"[a-z][a-z0-9-]{0,49}"), re.compile(r"[!-.0-~]+")
 _HOST_LABEL = re.compile(r"[^\W_]([\w-]{0,61}[^\W_])?|_[\w-]{1,61}")
+DAMAGED = "is damaged: a character is missing or wrong. Copy the whole address"
+"""What a peer id is that cannot be read."""
 
 
 class ProtocolLookupError(LookupError):
@@ -108,7 +110,11 @@ def _value_to_bytes(name: str, text: str) -> bytes:
     if name in _FIXED_SIZES:
         return _parse_number(name, text)
     if name == "p2p":
-        return _checked_peer(base58.b58decode(text))
+        try:
+            raw = base58.b58decode(text)
+        except ValueError:
+            raise ValueError(f"the peer id {DAMAGED}") from None
+        return _checked_peer(raw)
     return _checked_host_name(name, text).encode()
 
 

@@ -104,6 +104,8 @@ class P2P(Caller):
         """Answers on connections that others have opened."""
         self.outlook = Outlook(self, options)
         """Finds out whether others can call this peer."""
+        self.departed: Notes[float] = Notes()
+        """When peers have said goodbye, in DHT time; ``-inf`` if they have come back since."""
         self.met: dict[Multiaddr, PeerID] = {}
         """Which peer has answered at an address that says nothing of its peer, by the address."""
         self.reaches: Notes[int] = Notes()

@@ -92,10 +92,12 @@ class Proxy:
             raise ValueError(f"{wanted}: {parts.scheme!r} is no kind of proxy that shoal knows")
         if not host:
             raise ValueError(f"{wanted}: there is no host in it")
+        if port == 0:
+            raise ValueError(f"{wanted}: a port is a number from 1 to 65535")
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         if max(len(user.encode()), len(password.encode())) > MAX_TEXT_BYTES:
             raise ValueError(f"{wanted}: its user name or password is longer than {MAX_TEXT_BYTES} bytes")
-        return cls(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], user, password, variable)
+        return cls(parts.scheme, host, DEFAULT_PORTS[parts.scheme] if port is None else port, user, password, variable)
 
 
 class Proxies:

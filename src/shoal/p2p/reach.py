@@ -366,15 +366,13 @@ class Outlook:
         """Tell the user that nobody can call this peer, and what to do."""
         if self._p2p.client_mode:
             return
-        seen = ", ".join(self.seen_at()) or "no peer outside has told where it sees it"
+        seen = ", ".join(self.seen_at()) or "not known"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
         self._warn_seldom(
-            "nobody can call this peer: not reachable from outside (seen at: %s), and no relay among %d peers takes "
-            "it. It takes part as a client, and looks for relays every %g s. What to do: open TCP port %s, or turn on "
-            "UPnP or PCP in the router; or run one `shoal dht` on a public machine",
+            "nobody can call this peer (seen at: %s), and none of %d peers relays. Open TCP port %s, turn on UPnP in "
+            "the router, or run a public `shoal dht`",
             seen,
             len(self.contacts),
-            LOOK_FOR_RELAYS_SECONDS,
             port,
         )
 

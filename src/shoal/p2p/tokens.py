@@ -190,7 +190,10 @@ class Token:
             raise ValueError("only its peer can invite others with a badge: give the identity file of that peer")
         if peer is not None:
             if peer.public_key is None:
-                raise ValueError(f"{str(peer)!r} is not a peer id made from an Ed25519 key (12D3KooW…)")
+                raise ValueError(
+                    f"{str(peer)!r} is not a peer id made from an Ed25519 key (12D3KooW…): is a character missing or "
+                    "wrong?"
+                )
             chain = grant(self.run_key, self.chain, signer, peer.public_key, roles, expires, name)
             return Token(BADGE, self.run_name, self.run_key, chain, None, roles)
         if len(self.chain) + 1 >= MAX_GRANTS:

@@ -38,8 +38,8 @@ def fingerprint(model: Any) -> str:
             digest.update_mmap(file)
         return f"files {digest.hexdigest()[:_DIGITS]}"
     logger.warning(
-        "the base model was loaded neither from the hub nor from files: peers compare only names and shapes of its "
-        "parameters, so one with other weights would go unnoticed. If you know what it is, say so: base='…'"
+        "the base model is neither from the hub nor from files: other weights would go unnoticed, as only names and "
+        "shapes are compared. Name it: base='…'"
     )
     frozen = sorted(f"{plain_name(name)}:{_shape_of(p)}" for name, p in base.named_parameters() if not p.requires_grad)
     return f"names and shapes {blake3.blake3(';'.join(frozen).encode()).hexdigest()[:_DIGITS]}"

@@ -645,7 +645,7 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
         list(land((a, b, c), weights, mean))
     assert weights == [1.0, 1.0, 0.0]
     assert c.updates.standing is Standing.LOST
-    assert "are not those of most others" in caplog.text
+    assert "is not that of most others" in caplog.text
     assert c.updates.state.version == 2
     assert c.updates.effort == Effort(2, 2)
     c.train()

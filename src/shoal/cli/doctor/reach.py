@@ -9,6 +9,7 @@ from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.dht.neighbours import FIRST_SECONDS
 from shoal.logs import counted
 from shoal.p2p import P2P, PeerID
+from shoal.p2p.addresses import is_loopback
 from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.p2p.observing import observe, places_of
 from shoal.p2p.pasted import Target
@@ -49,10 +50,12 @@ async def look_around(p2p: P2P) -> tuple[list[Target], Finding]:
     except ModuleNotFoundError as error:
         return [], fail(check, str(error).partition(":")[0], "pip install 'shoal[local]'")
     network = LocalNetwork(p2p, lambda peer: None, announces=False)
-    await network.start()
-    await asyncio.sleep(FIRST_SECONDS)
-    found: list[Target] = [(addresses[0], peer) for peer, addresses in network.present.items()]
-    await network.close()
+    try:
+        await network.start()
+        await asyncio.sleep(FIRST_SECONDS)
+        found: list[Target] = [(addresses[0], peer) for peer, addresses in network.present.items()]
+    finally:
+        await network.close()
     if found:
         return found, ok(check, f"{counted(len(found), 'peer')} found", peers=[str(peer) for _, peer in found])
     fix = "start a peer there with initial_peers='local'. Guest and company networks may block multicast: use addresses"
@@ -105,7 +108,9 @@ def _ipv6(p2p: P2P) -> Finding:
     now = p2p.outlook.now()
     own = [address for address in p2p.outlook.evidence.own if is_ipv6(address) and is_global(address)]
     if not own:
-        return ok("IPv6", "none", global_addresses=[])
+        local = [str(each["ip6"]) for each in p2p.transport.addresses() if is_ipv6(each) and not is_loopback(each)]
+        alone = f" ({', '.join(local)}: within this network only)" if local else ""
+        return ok("IPv6", f"no global address{alone}", global_addresses=[])
     standings = {address: p2p.outlook.evidence.standing(now, address) for address in own}
     values = {"global_addresses": [str(address) for address in own]}
     if Standing.CONFIRMED in standings.values():

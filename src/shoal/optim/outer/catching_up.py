@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal.averaging.state.download import OwnedState, State
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
+from shoal.logs import Seldom
 from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.extra import ExtraTensors
@@ -126,6 +127,7 @@ class CatchingUp:
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
     """So many times in a row nobody had the updates that this peer lacks."""
+    _warn_seldom: Seldom = field(default_factory=lambda: Seldom(logger.warning))
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
@@ -266,6 +268,8 @@ class CatchingUp:
                 lambda state: self._take_over(*state[:2], is_new=is_new, least_slot=least_slot),
                 rounds.averager.leave_out,
                 timeout,
+                self._warn_seldom,
+                rounds.tracker.is_first,
             )
 
         with rounds.tracker.pause_updates():

@@ -354,6 +354,8 @@ class DiLoCo(JointOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if batch_size and self.inner.has_no_gradients():
+            return loss
         if self._catch_up():
             return loss
         if batch_size:

@@ -184,9 +184,8 @@ class FragmentUpdates:
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
         if behind == 0 and has_other_bits(statements, own, clients):
             self._warn_seldom(
-                "the outer parameters of fragment %d are not those of most others, although they have had the same "
-                "updates: this peer takes theirs. Machines round differently; torch.optim.SGD as the outer optimizer "
-                "does not",
+                "fragment %d is not that of most others after the same updates: this peer takes theirs. Machines "
+                "round differently; outer SGD does not",
                 self.number,
                 about="bits",
             )

@@ -91,6 +91,10 @@ class InnerOptimizers:
         """All groups of all optimizers."""
         return tuple(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
+    def has_no_gradients(self) -> bool:
+        """Whether a batch has no gradients at all, so that it does not count, and the model must stay as it is."""
+        return self._missing.has_none(self.parameters)
+
     def step(self, trainer: torch.optim.Optimizer, scaler: GradScaler | None) -> bool:
         """Make an inner step with the gradients that are there.
 

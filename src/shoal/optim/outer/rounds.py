@@ -174,8 +174,8 @@ class Rounds:
             return True
         if tracker.board.is_cut_off(get_dht_time()):
             self._warn_seldom(
-                "this peer reaches nobody any more, although others have not left: it makes no update until they are "
-                "back, or have been silent for a minute. Is this machine's connection down?"
+                "this peer reaches nobody, although others have not left: it makes no update until they are back, or "
+                "silent for a minute. Is it offline?"
             )
             return True
         if self.averager.client_mode:
