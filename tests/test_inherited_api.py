@@ -33,10 +33,10 @@ NAMES = {
         RecordValidatorBase
     """,
     "shoal.dht.dht": "DHT",
-    "shoal.dht.node": "DHTNode",
+    "shoal.dht.node": "Blacklist DHTNode",
     "shoal.dht.routing": "DHTID DHTKey RoutingTable",
     "shoal.dht.storage": """
-        DHTLocalStorage DictionaryDHTValue TimedStorage HeapEntry ValueWithExpiration DHTValue Subkey
+        DHTID DHTLocalStorage DictionaryDHTValue TimedStorage HeapEntry ValueWithExpiration DHTValue Subkey
     """,
     "shoal.dht.protocol": "DHTProtocol ValidationError",
     "shoal.dht.validation": "DHTRecord RecordValidatorBase CompositeValidator",
@@ -45,7 +45,7 @@ NAMES = {
     "shoal.dht.traverse": "",
     "shoal.averaging": "DecentralizedAverager",
     "shoal.averaging.averager": "DecentralizedAverager",
-    "shoal.averaging.allreduce": "AveragingMode BannedException",
+    "shoal.averaging.allreduce": "AllreduceException AveragingMode BannedException",
     "shoal.averaging.control": "AveragingStage StepControl",
     "shoal.averaging.group_info": "GroupInfo",
     "shoal.averaging.key_manager": "GroupKeyManager",
@@ -73,9 +73,14 @@ NAMES = {
         "ProgressTracker LocalTrainingProgress GlobalTrainingProgress TrainingProgressSchema"
     ),
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
-    "shoal.p2p.p2p_daemon": "P2P P2PContext",
-    "shoal.p2p.p2p_daemon_bindings.control": "P2PDaemonError P2PHandlerError",
+    "shoal.p2p.p2p_daemon": "DEFAULT_MAX_MSG_SIZE P2P P2PContext",
+    "shoal.p2p.p2p_daemon_bindings.control": """
+        DEFAULT_MAX_MSG_SIZE MAX_UNARY_PAYLOAD_SIZE P2PDaemonError P2PHandlerError
+    """,
     "shoal.p2p.p2p_daemon_bindings.datastructures": "PeerID PeerInfo",
+    "shoal.p2p.servicer": "ServicerBase StubBase",
+    "shoal.proto.auth_pb2": "AccessToken",
+    "shoal.proto.runtime_pb2": "CompressionType",
     "shoal.utils": """
         get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
         MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
@@ -92,17 +97,17 @@ NAMES = {
     """,
     "shoal.utils.limits": "increase_file_limit",
     "shoal.utils.logging": """
-        get_logger use_hivemind_log_handler HandlerMode TextStyle
+        always_log_caller get_logger use_hivemind_log_handler HandlerMode TextStyle
     """,
     "shoal.utils.math": "orthogonalize_ get_flatten_greedy_dims",
-    "shoal.utils.mpfuture": "MPFuture InvalidStateError CancelledError TimeoutError",
+    "shoal.utils.mpfuture": "ALL_STATES MPFuture InvalidStateError CancelledError TimeoutError",
     "shoal.utils.multiaddr": "Multiaddr ProtocolLookupError",
     "shoal.utils.nested": "nested_flatten nested_pack nested_map nested_compare",
     "shoal.utils.networking": "choose_ip_address log_visible_maddrs LOCALHOST",
     "shoal.utils.performance_ema": "PerformanceEMA",
     "shoal.utils.serializer": "MSGPackSerializer SerializerBase",
     "shoal.utils.streaming": "split_for_streaming combine_from_streaming",
-    "shoal.utils.tensor_descr": "TensorDescriptor BatchTensorDescriptor",
+    "shoal.utils.tensor_descr": "DUMMY_BATCH_SIZE TensorDescriptor BatchTensorDescriptor",
     "shoal.utils.timed_storage": """
         TimedStorage ValueWithExpiration HeapEntry DHTExpiration get_dht_time MAX_DHT_TIME_DISCREPANCY_SECONDS
     """,
