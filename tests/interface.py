@@ -10,9 +10,6 @@ from typing import Any
 
 from shoal.compression import NoCompression
 
-ANY = object()
-"""A default that is not part of the interface."""
-
 
 def find(path: str) -> Any:
     """The object at a dotted path: the longest prefix that is a module, then attributes."""
@@ -29,7 +26,7 @@ def find(path: str) -> Any:
 
 
 def expected_signature(parameters: str) -> inspect.Signature:
-    scope = {"NoCompression": NoCompression, "ANY": ANY, "shoal": importlib.import_module("shoal")}
+    scope = {"NoCompression": NoCompression, **{name: importlib.import_module(name) for name in ("shoal", "torch")}}
     exec(f"def function({' '.join(parameters.split())}): pass", scope)
     return inspect.signature(scope["function"])
 
@@ -37,7 +34,7 @@ def expected_signature(parameters: str) -> inspect.Signature:
 def same_default(actual: Any, expected: Any) -> bool:
     if isinstance(expected, NoCompression):
         return actual is None or type(actual) is NoCompression
-    return bool(expected is ANY or (actual == expected and (actual is None) == (expected is None)))
+    return bool(actual == expected and (actual is None) == (expected is None))
 
 
 def check_signature(path: str, parameters: str) -> None:

@@ -33,10 +33,10 @@ NAMES = {
         RecordValidatorBase
     """,
     "shoal.dht.dht": "DHT",
-    "shoal.dht.node": "DHTNode",
+    "shoal.dht.node": "Blacklist DHTNode",
     "shoal.dht.routing": "DHTID DHTKey RoutingTable",
     "shoal.dht.storage": """
-        DHTLocalStorage DictionaryDHTValue TimedStorage HeapEntry ValueWithExpiration DHTValue Subkey
+        DHTID DHTLocalStorage DictionaryDHTValue TimedStorage HeapEntry ValueWithExpiration DHTValue Subkey
     """,
     "shoal.dht.protocol": "DHTProtocol ValidationError",
     "shoal.dht.validation": "DHTRecord RecordValidatorBase CompositeValidator",
@@ -45,7 +45,7 @@ NAMES = {
     "shoal.dht.traverse": "",
     "shoal.averaging": "DecentralizedAverager",
     "shoal.averaging.averager": "DecentralizedAverager",
-    "shoal.averaging.allreduce": "AveragingMode BannedException",
+    "shoal.averaging.allreduce": "AllreduceException AveragingMode BannedException",
     "shoal.averaging.control": "AveragingStage StepControl",
     "shoal.averaging.group_info": "GroupInfo",
     "shoal.averaging.key_manager": "GroupKeyManager",
@@ -73,9 +73,14 @@ NAMES = {
         "ProgressTracker LocalTrainingProgress GlobalTrainingProgress TrainingProgressSchema"
     ),
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
-    "shoal.p2p.p2p_daemon": "P2P P2PContext",
-    "shoal.p2p.p2p_daemon_bindings.control": "P2PDaemonError P2PHandlerError",
+    "shoal.p2p.p2p_daemon": "DEFAULT_MAX_MSG_SIZE P2P P2PContext",
+    "shoal.p2p.p2p_daemon_bindings.control": """
+        DEFAULT_MAX_MSG_SIZE MAX_UNARY_PAYLOAD_SIZE P2PDaemonError P2PHandlerError
+    """,
     "shoal.p2p.p2p_daemon_bindings.datastructures": "PeerID PeerInfo",
+    "shoal.p2p.servicer": "ServicerBase StubBase",
+    "shoal.proto.auth_pb2": "AccessToken",
+    "shoal.proto.runtime_pb2": "CompressionType",
     "shoal.utils": """
         get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
         MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
@@ -92,17 +97,17 @@ NAMES = {
     """,
     "shoal.utils.limits": "increase_file_limit",
     "shoal.utils.logging": """
-        get_logger use_hivemind_log_handler HandlerMode TextStyle
+        always_log_caller get_logger use_hivemind_log_handler HandlerMode TextStyle
     """,
     "shoal.utils.math": "orthogonalize_ get_flatten_greedy_dims",
-    "shoal.utils.mpfuture": "MPFuture InvalidStateError CancelledError TimeoutError",
+    "shoal.utils.mpfuture": "ALL_STATES MPFuture InvalidStateError CancelledError TimeoutError",
     "shoal.utils.multiaddr": "Multiaddr ProtocolLookupError",
     "shoal.utils.nested": "nested_flatten nested_pack nested_map nested_compare",
     "shoal.utils.networking": "choose_ip_address log_visible_maddrs LOCALHOST",
     "shoal.utils.performance_ema": "PerformanceEMA",
     "shoal.utils.serializer": "MSGPackSerializer SerializerBase",
     "shoal.utils.streaming": "split_for_streaming combine_from_streaming",
-    "shoal.utils.tensor_descr": "TensorDescriptor BatchTensorDescriptor",
+    "shoal.utils.tensor_descr": "DUMMY_BATCH_SIZE TensorDescriptor BatchTensorDescriptor",
     "shoal.utils.timed_storage": """
         TimedStorage ValueWithExpiration HeapEntry DHTExpiration get_dht_time MAX_DHT_TIME_DISCREPANCY_SECONDS
     """,
@@ -251,7 +256,7 @@ SIGNATURES = {
     "shoal.Blockwise4BitQuantization": "",
     "shoal.compression.SizeAdaptiveCompression": "threshold, less, greater_equal",
     "shoal.compression.RoleAdaptiveCompression": """
-        *, activation=ANY, parameter=ANY, gradient=ANY, optimizer=ANY, default=ANY
+        *, activation=None, parameter=None, gradient=None, optimizer=None, default=None
     """,
     "shoal.compression.PerTensorCompression": "tensor_compressions",
     "shoal.compression.serialize_torch_tensor": """
@@ -264,14 +269,14 @@ SIGNATURES = {
         matchmaking_time=15.0, averaging_timeout=60.0, allreduce_timeout=None, next_chunk_timeout=None,
         load_state_timeout=600.0, reuse_grad_buffers=False, offload_optimizer=None, delay_optimizer_step=None,
         delay_grad_averaging=False, delay_state_averaging=True, average_state_every=1, use_local_updates=False,
-        client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=ANY,
-        grad_averager=ANY, use_ext_grad_buffer=ANY,
+        client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=None,
+        grad_averager=shoal.optim.optimizer_settings.DEFAULT_GRAD_AVERAGER, use_ext_grad_buffer=None,
         state_averaging_compression=NoCompression(), load_state_compression=NoCompression(),
         average_opt_statistics=(), extra_tensors=(), averager_opts=None, tracker_opts=None, performance_ema_alpha=0.1,
         shutdown_timeout=5, verbose=False
     """,
     "shoal.Optimizer.step": "self, closure=None, batch_size=None, grad_scaler=None",
-    "shoal.Optimizer.zero_grad": "self, set_to_none=ANY",
+    "shoal.Optimizer.zero_grad": "self, set_to_none=True",
     "shoal.Optimizer.load_state_from_peers": "self, **kwargs",
     "shoal.Optimizer.is_synchronized_with_peers": "self",
     "shoal.Optimizer.state_dict": "self",
@@ -325,7 +330,7 @@ SIGNATURES = {
     "shoal.optim.state_averager.TrainingStateAverager.step": """
         self, wait_for_delayed_updates=None, apply_delayed_updates=True, increment_epoch=False, optimizer_step=False,
         zero_grad=False, delay_optimizer_step=False, averaging_round=False, delay_averaging=None,
-        averaging_control=None, wait_for_trigger=None, grad_scaler=None, set_to_none=ANY, averaging_opts=None
+        averaging_control=None, wait_for_trigger=None, grad_scaler=None, set_to_none=True, averaging_opts=None
     """,
     "shoal.optim.progress_tracker.ProgressTracker": """
         dht, prefix, target_batch_size, *, client_mode=None, min_refresh_period=0.5, max_refresh_period=10,
@@ -376,7 +381,8 @@ SIGNATURES = {
     "shoal.utils.streaming.split_for_streaming": "serialized_tensor, chunk_size_bytes=2**16",
     "shoal.utils.streaming.combine_from_streaming": "stream",
     "shoal.TensorDescriptor": """
-        size, dtype=ANY, layout=ANY, device=None, requires_grad=False, pin_memory=False, compression=ANY
+        size, dtype=torch.float32, layout=torch.strided, device=None, requires_grad=False, pin_memory=False,
+        compression=shoal.compression.CompressionType.NONE
     """,
     "shoal.TensorDescriptor.from_tensor": "tensor",
     "shoal.TensorDescriptor.numel": "self",
@@ -404,7 +410,7 @@ SIGNATURES = {
     "shoal.utils.networking.choose_ip_address": """
         maddrs, prefer_global=True, protocol_priority=("ip4", "ip6")
     """,
-    "shoal.utils.networking.log_visible_maddrs": "visible_maddrs, only_p2p=ANY",
+    "shoal.utils.networking.log_visible_maddrs": "visible_maddrs, only_p2p=False",
 }
 """What callers may pass, in which order, and what happens if they do not. Private additions must have defaults."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shoal.inherited import offer_modules
+
 __version__ = "0.1.0"
 
 # Where each name lives.
@@ -220,3 +222,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME_OF, *_ROOMS])
+
+
+offer_modules("shoal.proto")  # shoal itself has no such package

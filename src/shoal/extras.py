@@ -18,6 +18,11 @@ from shoal.tasks import cancel_and_wait
 T = TypeVar("T")
 R = TypeVar("R")
 
+DEFAULT_MAX_MSG_SIZE = 2**22
+"""Bytes of a message in hivemind, by which its users cut what they send. Messages of shoal may be larger."""
+MAX_UNARY_PAYLOAD_SIZE = DEFAULT_MAX_MSG_SIZE // 2
+"""Bytes beyond which users of hivemind send a stream of messages instead of one."""
+
 anext = builtins.anext
 
 

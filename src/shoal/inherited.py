@@ -20,10 +20,21 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
         "shoal.averaging.allreduce.parts": "DEFAULT_PART_SIZE_BYTES",
         "shoal.errors": "AllreduceException BannedException",
     },
-    "shoal.p2p.p2p_daemon": {"shoal.p2p.p2p": "P2P", "shoal.p2p.service": "P2PContext"},
+    "shoal.p2p.p2p_daemon": {
+        "shoal.extras": "DEFAULT_MAX_MSG_SIZE",
+        "shoal.p2p.p2p": "P2P",
+        "shoal.p2p.service": "P2PContext",
+    },
     "shoal.p2p.p2p_daemon_bindings": {},
-    "shoal.p2p.p2p_daemon_bindings.control": {"shoal.errors": "P2PDaemonError P2PHandlerError"},
+    "shoal.p2p.p2p_daemon_bindings.control": {
+        "shoal.errors": "P2PDaemonError P2PHandlerError",
+        "shoal.extras": "DEFAULT_MAX_MSG_SIZE MAX_UNARY_PAYLOAD_SIZE",
+    },
     "shoal.p2p.p2p_daemon_bindings.datastructures": {"shoal.p2p.identity": "PeerID PeerInfo"},
+    "shoal.p2p.servicer": {"shoal.p2p.service": "ServicerBase StubBase"},
+    "shoal.proto": {},
+    "shoal.proto.auth_pb2": {"shoal.dht.authorization": "AccessToken"},
+    "shoal.proto.runtime_pb2": {"shoal.compression.base": "CompressionType"},
     "shoal.utils.asyncio": {
         "shoal.extras": (
             "achain aenumerate aiter_with_timeout amap_in_executor anext as_aiter asingle attach_event_on_finished "
@@ -43,12 +54,12 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     },
     "shoal.utils.limits": {"shoal.p2p.limits": "increase_file_limit"},
     "shoal.utils.logging": {
-        "shoal.logs": ("HandlerMode TextStyle get_logger use_hivemind_log_handler"),
+        "shoal.logs": "HandlerMode TextStyle always_log_caller get_logger use_hivemind_log_handler",
     },
     "shoal.utils.math": {"shoal.optim.low_rank": "get_flatten_greedy_dims orthogonalize_"},
     "shoal.utils.mpfuture": {
         "concurrent.futures": "CancelledError InvalidStateError TimeoutError",
-        "shoal.reactor": "MPFuture",
+        "shoal.reactor": "ALL_STATES MPFuture",
     },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
     "shoal.utils.nested": {"shoal.extras": "nested_compare nested_flatten nested_map nested_pack"},
@@ -57,7 +68,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
     "shoal.utils.streaming": {"shoal.compression.serialization": "combine_from_streaming split_for_streaming"},
     "shoal.utils.tensor_descr": {
-        "shoal.compression.serialization": "BatchTensorDescriptor",
+        "shoal.compression.serialization": "DUMMY_BATCH_SIZE BatchTensorDescriptor",
         "shoal.compression.base": "TensorDescriptor",
     },
     "shoal.utils.timed_storage": {
@@ -93,9 +104,13 @@ class InheritedModule(ModuleType):
 
 
 def offer_modules(package: str) -> None:
-    """Make the table's modules inside a package importable; call it while the package is being imported."""
+    """Make the table's modules inside a package importable; call it while the package is being imported.
+
+    Args:
+        package: its import path, which may be one of the table's itself.
+    """
     for path, names_by_home in _NAMES_BY_HOME.items():
-        if path.startswith(f"{package}."):
+        if path == package or path.startswith(f"{package}."):
             above, _, name = path.rpartition(".")
             module = sys.modules[path] = InheritedModule(path, names_by_home)
             setattr(sys.modules[above], name, module)

@@ -236,6 +236,10 @@ _STYLES = {
 }
 
 
+always_log_caller = switch("ALWAYS_LOG_CALLER", default=False)
+"""Whether lines of level ``INFO`` also show where they come from."""
+
+
 class ConsoleFormatter(logging.Formatter):
     """One line per record: the time, the level, the caller unless the level is ``INFO``, and the text."""
 

@@ -95,6 +95,8 @@ def in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
 
 MPFuture = AwaitableFuture
 """The name that users of this field know."""
+ALL_STATES = ("PENDING", "RUNNING", "FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
+"""The states of a future of :mod:`concurrent.futures`."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

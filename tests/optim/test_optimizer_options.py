@@ -8,8 +8,7 @@ import torch
 from shoal.compression import Float16Compression, NoCompression
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
-from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings
 from shoal.optim.training_setup import default_silence
 
 
@@ -28,7 +27,7 @@ def resolve(**options) -> OptimizerSettings:
         "params": [torch.nn.Parameter(torch.zeros(1))],
         "scheduler": None,
         "batch_size_per_step": None,
-        "grad_averager": UNSPECIFIED,
+        "grad_averager": DEFAULT_GRAD_AVERAGER,
         "grad_averager_factory": None,
         "use_local_updates": False,
         "offload_optimizer": None,
@@ -77,8 +76,7 @@ def test_contradictions(options, error, text):
 def test_defaults_depend_on_each_other():
     settings = resolve()
     assert settings.offload_optimizer
-    assert settings.grad_averager_factory.func is PowerEFGradientAverager
-    assert settings.grad_averager_factory.keywords == {"averager_rank": 32}
+    assert settings.grad_averager_factory.func is GradientAverager, "gradients are averaged exactly"
     assert resolve(grad_averager_factory=GradientAverager).grad_averager_factory is GradientAverager
     assert settings.use_ext_grad_buffer
     assert not settings.delay_optimizer_step

@@ -16,7 +16,7 @@ import torch
 from shoal.averaging import ClipToMedianNorm, TrimmedMean
 from shoal.compression import Float16Compression
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
+from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from tests.optim.conftest import in_parallel, meet, sgd, values
@@ -30,7 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "delay_grad_averaging": [False, True],
     "delay_state_averaging": [True, False],
     "reuse_grad_buffers": [False, True],
-    "grad_averager": [UNSPECIFIED, GradientAverager, "PowerSGD", "PowerEF"],
+    "grad_averager": [DEFAULT_GRAD_AVERAGER, GradientAverager, "PowerSGD", "PowerEF"],
     "use_ext_grad_buffer": [None, False, True],
     "client_mode": [False, True],
     "average_state_every": [1, 2],
@@ -204,5 +204,5 @@ def test_two_peers_stay_together(make_trainers, caplog, row):
     in_parallel(first.opt.shutdown, second.opt.shutdown)  # they may be in a group already
     assert [record.getMessage() for record in caplog.records] == []
     assert (values(first.model) - values(second.model)).norm() < 0.02 * apart
-    if row["grad_averager"] is not UNSPECIFIED:
+    if row["grad_averager"] is not DEFAULT_GRAD_AVERAGER:
         assert len(last_round.peers) == 2

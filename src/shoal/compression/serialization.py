@@ -217,6 +217,10 @@ async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]
     return [deserialize_torch_tensor(serialized) for serialized in combine_all(chunks)]
 
 
+DUMMY_BATCH_SIZE = 3
+"""The size of a batch with which users try out a module whose batches have any size."""
+
+
 @MSGPackSerializer.ext_serializable(0x51)
 class BatchTensorDescriptor(TensorDescriptor):
     """A tensor whose first dimension, the batch, is unknown: it is ``None`` in ``size`` and ``shape``.

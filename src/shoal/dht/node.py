@@ -18,6 +18,7 @@ from shoal.dht.lookup import Lookup, PeerFinder
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.protocol import KEEPERS, DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
+from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Deposits, Writer, make_record
 from shoal.dht.validation import RecordValidatorBase

@@ -11,15 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.routing import DHTID as DHTID
 from shoal.logs import quoted
 from shoal.p2p.identity import PeerID
 from shoal.serializer import MSGPackSerializer, check_keys
-
-if TYPE_CHECKING:
-    from shoal.dht.routing import DHTID
 
 KeyType = TypeVar("KeyType")
 ValueType = TypeVar("ValueType")

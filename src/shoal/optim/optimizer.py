@@ -28,7 +28,7 @@ from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
 from shoal.optim.missing_gradients import MissingGradients
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
+from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
@@ -98,7 +98,7 @@ class Optimizer(JointOptimizer):
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
         grad_compression: codec for gradients.
         grad_averager: function that makes the gradient averager, see its ``get_factory``; ``None`` = local updates.
-            Default: PowerEF of rank 32.
+            Default: :class:`~shoal.optim.grad_averager.GradientAverager`, which averages exactly.
         grad_averager_factory: another name of ``grad_averager``.
         use_ext_grad_buffer: let newcomers download the gradient averager's buffers with the parameters, if it has any.
             Must be the same in all peers.
@@ -167,7 +167,7 @@ class Optimizer(JointOptimizer):
         client_mode: bool | None = None,
         auxiliary: bool = False,
         grad_compression: CompressionBase | None = None,
-        grad_averager: GradientAveragerFactory | None = UNSPECIFIED,
+        grad_averager: GradientAveragerFactory | None = DEFAULT_GRAD_AVERAGER,
         grad_averager_factory: GradientAveragerFactory | None = None,
         use_ext_grad_buffer: bool | None = None,
         state_averaging_compression: CompressionBase | None = None,

@@ -16,7 +16,6 @@ from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.peer_momentum import check_has_no_momentum, check_peer_momentum
-from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import LRSchedulerBase
 from shoal.optim.training_setup import TorchOptimizer, default_silence
@@ -24,11 +23,9 @@ from shoal.optim.training_setup import TorchOptimizer, default_silence
 if TYPE_CHECKING:
     from shoal.optim.state_averager import TrainingStateAverager
 
-# Averages gradients unless the user chooses another averager.
-DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_factory(averager_rank=32)
-
-# Default of parameters for which ``None`` has a meaning of its own.
-UNSPECIFIED: Any = object()
+# Averages gradients, exactly, unless the user chooses another averager. What one of low rank leaves out depends on the
+# rank by the width of a layer: any fixed rank would ruin wide models.
+DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = GradientAverager.get_factory()
 
 
 @dataclass(frozen=True)
@@ -228,15 +225,13 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def _resolve_grad_averager(
     grad_averager: Any, grad_averager_factory: Any, use_local_updates: bool
 ) -> tuple[bool, Callable[..., GradientAverager] | None]:
-    if grad_averager is not UNSPECIFIED and grad_averager_factory is not None:
+    if grad_averager is not DEFAULT_GRAD_AVERAGER and grad_averager_factory is not None:
         raise ValueError("grad_averager and grad_averager_factory are two names of the same option: give one")
-    given = grad_averager_factory if grad_averager is UNSPECIFIED else grad_averager
-    assert not (use_local_updates and given is not None), (
+    factory = grad_averager if grad_averager_factory is None else grad_averager_factory
+    assert not use_local_updates or factory in (None, DEFAULT_GRAD_AVERAGER), (
         "use_local_updates=True averages no gradients: leave grad_averager out"
     )
-    if use_local_updates or grad_averager is None:
-        return True, None
-    return False, DEFAULT_GRAD_AVERAGER if given is None else given
+    return (True, None) if use_local_updates else (factory is None, factory)
 
 
 def _check_optimizer(optimizer: Any, params: Any, scheduler: Any, offload: bool, delayed: bool) -> None:

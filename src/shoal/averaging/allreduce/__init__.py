@@ -28,6 +28,6 @@
 """
 
 from shoal.averaging.control import AveragingMode
-from shoal.errors import BannedException
+from shoal.errors import AllreduceException, BannedException
 
-__all__ = ["AveragingMode", "BannedException"]
+__all__ = ["AllreduceException", "AveragingMode", "BannedException"]
