@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,18 @@ async def test_what_is_announced_and_is_no_peer_is_not_called(own_service: str, 
         assert len(network.present) == 1
         await network.close()
     await liar.async_close()
+
+
+async def test_a_name_that_is_not_of_the_service_is_no_peer(own_service: str) -> None:
+    """Whatever ends otherwise raises an error of zeroconf, which would reach nobody."""
+    async with Peers("tcp") as peers:
+        found: list[object] = []
+        network = LocalNetwork(await peers.start(), found.append)
+        await network.start()
+        network._note(None, own_service, "x._other._tcp.local.", SimpleNamespace(name="Added"))
+        await until(lambda: not network._asking)
+        assert not found
+        await network.close()
 
 
 async def test_a_flood_of_announcements_fills_no_memory(own_service: str, monkeypatch: pytest.MonkeyPatch) -> None:

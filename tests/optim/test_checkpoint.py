@@ -208,7 +208,8 @@ def test_a_checkpoint_without_its_schedule_does_not_slow_down_twice(make_trainer
 
 
 def test_what_does_not_fit_is_refused_and_the_argument_stays_as_it_is(make_trainers, caplog):
-    (trainer,) = make_trainers(1, optimizer=adam, offload=True)
+    low_rank = PowerEFGradientAverager.get_factory(averager_rank=1, min_compression_ratio=0.3)
+    (trainer,) = make_trainers(1, optimizer=adam, offload=True, grad_averager=low_rank)
     trainer.train_until(1)
     saved = trainer.opt.state_dict()
     kept = copy.deepcopy(saved)

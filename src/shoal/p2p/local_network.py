@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.logs import Seldom
+from shoal.logs import Seldom, quoted
 from shoal.p2p.addresses import is_loopback
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -184,9 +184,13 @@ class LocalNetwork:
         self._ask_next()
 
     async def _ask(self, zeroconf: Any, name: str) -> None:
-        from zeroconf import DNSQuestionType
+        from zeroconf import BadTypeInNameException, DNSQuestionType
 
-        info = self._module.AsyncServiceInfo(SERVICE, name)
+        try:
+            info = self._module.AsyncServiceInfo(SERVICE, name)
+        except BadTypeInNameException:  # anybody can announce any name
+            logger.debug("%s is announced in this network, and is no name of a service", quoted(name))
+            return
         if not await info.async_request(zeroconf, ASK_SECONDS * 1000, question_type=DNSQuestionType.QM):
             return
         try:
