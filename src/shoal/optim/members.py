@@ -177,7 +177,10 @@ class Members:
         """A round of this peer has failed, or had these members; others may have gone on without it."""
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
-        """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
+        """This peer has seen these members fail in a round of so many seconds: that counts like waiting.
+
+        Call it before :meth:`note_round`.
+        """
         if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
             usual = statistics.median(self._durations) if self._durations else 0.0
             self.note_waste(failed, max(0.0, seconds - usual), now)

@@ -302,7 +302,7 @@ class StateHolder(DecentralizedAverager):
             self._leave_out,
             timeout,
             self._warn_seldom,
-            lambda: self.is_first(),
+            self.is_first,
         )
 
     def _leave_out(self, donor: PeerID, version: bytes | None) -> None:

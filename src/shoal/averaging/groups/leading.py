@@ -225,10 +225,11 @@ def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promis
         accepted_at: DHT time at which it accepted this peer.
     """
     now, has_started = get_dht_time(), reply.code == Code.GROUP_STARTS
-    lost = search.seconds_lost(accepted_at)
     if reply.group is not None and injustice_of(leader, reply.group, search.trust) is not None:
-        p2p.behaviour.note_injustice(leader, lost)
+        # A lie is one also if this peer was in the middle of a batch and has lost no time.
+        p2p.behaviour.note_injustice(leader, now - accepted_at)
         return
+    lost = search.seconds_lost(accepted_at)
     # With this peer it has a group of two, and may still wait for a third one that never comes.
     breaks_promise = now >= promised and search.settings.min_group_size <= 2 and reply.better_leader is None
     if has_started or (breaks_promise and lost > 0):
