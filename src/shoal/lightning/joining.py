@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shoal.p2p.pasted import split_addresses
 
@@ -22,20 +21,12 @@ def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
     return [str(address) for address in split_addresses(part for part in parts if part.strip(", \t\r\n"))]
 
 
-def joining_instructions(addresses: Iterable[str]) -> str:
+def joining_instructions(address: str) -> str:
     """What to type on another machine to make it join."""
-    known = list(addresses)
-    peers = ",".join([address for address in known if not _is_loopback(address)] or known)
     is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
     script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
     return (
         "Other machines join this run with either of:\n"
-        f"    {INITIAL_PEERS_ENV}={shlex.quote(peers)} {script}\n"
-        f'    HivemindStrategy(..., initial_peers="{peers}")'
+        f"    {INITIAL_PEERS_ENV}={shlex.quote(address)} {script}\n"
+        f'    HivemindStrategy(..., initial_peers="{address}")'
     )
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether the address is known to work on this machine only; for names and relays it is not known."""
-    _, protocol, value, *_ = [*address.split("/"), "", "", ""]
-    return protocol in ("ip4", "ip6") and ipaddress.ip_address(value).is_loopback

@@ -193,9 +193,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
 
     def _start_dht(self) -> shoal.DHT:
         dht = shoal.DHT(initial_peers=self._initial_peers, start=True, **self._dht_options)
-        if not self._initial_peers:
-            lines = joining_instructions(map(str, dht.get_visible_maddrs()))
-            self._flavour.find("utilities", "rank_zero_info")(lines)
+        if not self._initial_peers and dht.get_visible_maddrs():
+            self._flavour.find("utilities", "rank_zero_info")(joining_instructions(dht.address))
         return dht
 
     @property
