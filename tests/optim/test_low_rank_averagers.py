@@ -731,3 +731,18 @@ def test_nothing_follows_from_nonsense(value):
     statement = Statement.parse(MSGPackSerializer.dumps(value))
     assert statement[1:] == (None, 0, b"")
     assert Statement.parse(b"\xc1 no msgpack") == (b"", None, 0, b"")
+
+
+@pytest.mark.parametrize(("rank", "is_warned"), [(3, True), (4, False)])
+def test_a_rank_too_low_for_the_width_is_warned_of(rank, is_warned, make_averagers, caplog):
+    """The widest square in a matrix counts: noise has as many directions as that."""
+    make_averagers(PowerEFGradientAverager, 1, shapes=[(64, 300), (20, 4000)], averager_rank=rank, start=False)
+    warned = [text for text in caplog.messages if "too inexact" in text]
+    assert len(warned) == is_warned
+    assert all("rank 3" in text and "64 wide" in text and "rank 4 or more" in text for text in warned)
+
+
+def test_only_power_ef_warns_of_its_rank(make_averagers, caplog):
+    make_averagers(PowerSGDGradientAverager, 1, shapes=[(64, 300)], averager_rank=1, start=False)
+    make_averagers(PowerEFGradientAverager, 1, shapes=[(64, 300)], averager_rank=1, start=False, warn=False)
+    assert not [text for text in caplog.messages if "too inexact" in text]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.averaging.finite import without_overflow
+from shoal.optim.grad_averager import logger
 from shoal.optim.low_rank import LowRankState
 from shoal.optim.power_sgd_averager import LowRankAverager, LowRankRound
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 __all__ = ["PowerEFGradientAverager"]
+
+LEAST_RANK_BY_WIDTH = 1 / 16
+"""With a lower rank, estimates lag so far behind noisy gradients that the loss suffers: ``benchmarks/ranks.py``."""
 
 
 class PowerEFGradientAverager(LowRankAverager):
@@ -28,6 +33,10 @@ class PowerEFGradientAverager(LowRankAverager):
     On different machines the same computation may differ in the last bits. So every ``grad_averaging_interval`` rounds
     the members compare hashes of their estimates, and average the estimates first if they differ. The members agree on
     the number of a round before it begins.
+
+    **Its limit**: a round corrects the estimate in ``averager_rank`` directions only, so noise of earlier batches
+    stays in it for long. With a rank below a sixteenth of the model's width the loss suffers, and a warning says so.
+    ``docs/gradients.md`` has measurements.
 
     Args:
         parameters: their gradients are averaged.
@@ -81,6 +90,13 @@ class PowerEFGradientAverager(LowRankAverager):
             averaged_grads=averaged_grads,
             **averager_kwargs,
         )
+        width = max((min(m.rows, m.columns) for m in self._matrices), default=0)
+        least_rank = math.ceil(width * LEAST_RANK_BY_WIDTH)
+        if warn and averager_rank < least_rank:
+            logger.warning(
+                "PowerEF of rank %d is too inexact for matrices %d wide: use rank %d or more, PowerSGD, or the default",
+                averager_rank, width, least_rank,
+            )  # fmt: skip
 
     def _first_state(self) -> LowRankState:
         estimates = tuple(torch.zeros(m.rows, m.columns, dtype=m.dtype, device="cpu") for m in self._matrices)
