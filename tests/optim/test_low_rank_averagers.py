@@ -735,7 +735,7 @@ def test_nothing_follows_from_nonsense(value):
 
 @pytest.mark.parametrize(("rank", "is_warned"), [(3, True), (4, False)])
 def test_a_rank_too_low_for_the_width_is_warned_of(rank, is_warned, make_averagers, caplog):
-    """The widest square in a matrix counts: noise has as many directions as that."""
+    """The shorter side of a matrix counts: noise has that many directions."""
     make_averagers(PowerEFGradientAverager, 1, shapes=[(64, 300), (20, 4000)], averager_rank=rank, start=False)
     warned = [text for text in caplog.messages if "too inexact" in text]
     assert len(warned) == is_warned

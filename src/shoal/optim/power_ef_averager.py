@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PowerEFGradientAverager"]
 
 LEAST_RANK_BY_WIDTH = 1 / 16
-"""With a lower rank, estimates lag so far behind noisy gradients that the loss suffers: ``benchmarks/ranks.py``."""
+"""With a lower rank, too much noise of earlier batches stays in the estimates: see ``benchmarks/ranks.py``."""
 
 
 class PowerEFGradientAverager(LowRankAverager):
@@ -46,7 +46,7 @@ class PowerEFGradientAverager(LowRankAverager):
         reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
         accumulate_grads_on: device of the accumulators.
         client_mode: only connect to others; default: as the DHT.
-        warn: warn when results are not used, or accumulators are not reset.
+        warn: warn when results are not used, accumulators are not reset, or the rank is too low.
         min_compression_ratio: a tensor is averaged as it is if compression would save less than this share. The same
             in all peers.
         averaged_grads: CPU tensors that receive the averages; default: new ones.
