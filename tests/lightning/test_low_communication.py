@@ -250,7 +250,8 @@ def test_the_guide_is_true(pl: ModuleType) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
     section = guide.partition("\n## Over slow lines\n")[2].partition("\n## ")[0]
     _, program, text = section.replace("```python", "```").split("```")
-    with mock.patch("shoal.DHT", autospec=True):
+    with mock.patch("shoal.DHT", autospec=True) as dht:
+        dht.return_value.address = "203.0.113.7:40123"
         exec(program, {})
     for name in ("run_id", "matchmaking_time", "averaging_timeout", "averager_opts", "verbose", "batch_size"):
         assert f"`{name}`" in text
