@@ -52,6 +52,7 @@ WITH_PROCESSES = {
     "tests/data/test_drill.py": "systems",
     "tests/hostile/test_liars.py": "systems",
     "tests/monitor/test_prober.py": "systems",
+    "tests/hostile/test_open_files.py": "systems",
     "tests/hostile/test_real_processes.py": "systems",
     "tests/system/": "systems",
     "tests/lightning/test_distributed.py": "groups",

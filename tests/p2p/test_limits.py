@@ -19,14 +19,15 @@ from shoal.averaging.node import AveragerNode
 from shoal.dht.authorization import MembersOnly
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
-from shoal.p2p import P2P, Identity
+from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.p2p.connection import Call, Connection, Open
 from shoal.p2p.joining import Checkup
-from shoal.p2p.limits import HeaderMemory, Limits
+from shoal.p2p.limits import HeaderMemory, Limits, RelayLimits
 from shoal.p2p.service import methods_of
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
-from shoal.p2p.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, pack
+from shoal.p2p.tcp_stream import AcceptedSocket
+from shoal.p2p.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, Stream, pack
 from shoal.testing import Network, run, start_peers
 from tests.drills import mostly_drills
 from tests.p2p.peers import KINDS, Empty, Number, Pair, Peers, Service, assert_clean, end_of, serving, stub, until
@@ -199,6 +200,51 @@ async def test_no_sockets_left() -> None:
         writer.transport.abort()
         await until(lambda: len(listening.transport.strangers.silent) == 1)
         client.close()
+
+
+async def test_no_files_left_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    """While unproven connections can give way, the oldest does; otherwise a newcomer is closed at once."""
+    async with Listening(Limits(files=2)) as listening:
+        proven = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
+        old, old_writer = await asyncio.open_connection("127.0.0.1", listening.port)
+        _, new_writer = await asyncio.open_connection("127.0.0.1", listening.port)
+        assert await old.read() == b""
+        assert not proven.closed
+        new_writer.transport.abort()
+        old_writer.transport.abort()
+        await until(lambda: not listening.transport.strangers.silent)
+        second = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
+        for _ in range(3):
+            late, late_writer = await asyncio.open_connection("127.0.0.1", listening.port)
+            assert await late.read() == b""
+            late_writer.transport.abort()
+        assert not second.closed
+        assert listening.dropped["no files left"] == 4
+    await until(lambda: not AcceptedSocket.open)
+    lines = [record.getMessage() for record in caplog.records if record.name == "shoal.p2p.strangers"]
+    assert len(lines) == 1
+    assert "others have 3 of this process. This process may open" in lines[0]
+    assert "ulimit -n" in lines[0]
+
+
+async def test_strangers_that_come_at_once_find_no_more_places_than_there_are() -> None:
+    """A connection that has given way is still closing when the next one comes. It cannot give way twice."""
+    async with Peers("tcp") as peers:
+        server = await peers.start(limits=Limits(connections=4))
+        held: list[Stream] = []
+        [place] = await server.transport.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), held.append)
+        callers = [TcpTransport(Identity.generate()) for _ in range(16)]
+        await asyncio.gather(*(caller.dial(place, server.peer_id) for caller in callers))
+        await until(lambda: len(held) == 16)
+        for stream in held[:3]:
+            server.server.accept(stream)
+        await until(lambda: server.server.idle_count == 3)
+        for stream in held[3:]:
+            server.server.accept(stream)
+        assert server.metrics.connections_dropped == {
+            "idle while others wanted to connect": 3,
+            "too many connections": 10,
+        }
 
 
 @pytest.mark.slow
@@ -383,17 +429,23 @@ def test_connections_of_others_leave_files_to_the_user() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
-        assert Limits().that_fit().connections == 300
+        limits, circuits = Limits().that_fit(), RelayLimits().that_fit().circuits
+        assert limits.files == 300
+        assert limits.connections + 2 * limits.handshakes_in_flight + limits.refusals + 2 * circuits <= 300
+        assert limits.connections > 100
+        assert min(limits.handshakes_in_flight, limits.refusals, circuits) > 5
         assert Limits(connections=20).that_fit().connections == 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2**13, soft), hard))
+        assert Limits().that_fit() == Limits(files=2**12)
+        assert RelayLimits().that_fit() == RelayLimits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @both_kinds
-async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.server.MAX_REFUSALS", 1)
+async def test_more_refusals_than_can_be_told(kind: str) -> None:
     async with Peers(kind) as peers:
-        server, greedy = await peers.two(limits=Limits(connections_per_peer=1))
+        server, greedy = await peers.two(limits=Limits(connections_per_peer=1, refusals=1))
         service = await serving(server)
         hanging = await hang(greedy, server, service, 1)
         told = await greedy.dial(server.peer_id)

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.errors import allow_open_files
 from shoal.p2p.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
@@ -27,9 +28,13 @@ MAX_DIALLED_PER_PEER = 24
 class Limits:
     """What a peer grants to others."""
 
+    files: int | None = None
+    """Accepted connections of any kind in the whole process: at most half of the files that it may open, see
+    :meth:`that_fit`. Over the limit, an unproven connection is closed."""
     handshakes_in_flight: int = 256
-    """Connections that have not yet proven who they are. Over the limit, the host with the most of them loses its
-    oldest: an honest handshake is over within a few round trips, a half-open one waits for ever."""
+    """Connections that have said nothing yet, and as many that have begun to prove who they are. Over the limit, the
+    host with the most of them loses its oldest: an honest handshake is over within a few round trips, a half-open one
+    waits for ever."""
     handshakes_per_second: float = 100.0
     """Average rate from one host (an IPv4 address or an IPv6 /64); a handshake takes about a millisecond of a core."""
     handshake_burst: int = 500
@@ -39,6 +44,8 @@ class Limits:
     of the places is reserved for peers that this one calls itself, so a crowd of strangers does not keep them out."""
     connections_per_peer: int = 32
     """Accepted connections of one peer; more than an honest peer opens at the same time."""
+    refusals: int = 64
+    """Refused connections that are being told the reason at the same time; others are just cut."""
     header_bytes_per_peer: int = 8 * 2**20
     """Memory for large headers that are still arriving from one peer; bytes that have not arrived take none."""
     header_bytes: int = 64 * 2**20
@@ -60,9 +67,24 @@ class Limits:
         return self.connections - self.connections // 4
 
     def that_fit(self) -> Limits:
-        """The same limits, but with accepted connections at most half of the files that this process may open."""
+        """The same limits, but with at most half of the files that this process may open.
+
+        Connections, handshakes, refusals and circuits all get less in proportion, so that none of them can take the
+        places of another.
+        """
         files = open_file_limit()
-        return self if files is None else replace(self, connections=max(1, min(self.connections, files // 2)))
+        if files is None:
+            return self
+        share = _share_of(files)
+        return replace(
+            self,
+            files=max(1, files // 2),
+            connections=min(self.connections, max(1, int(DEFAULT_LIMITS.connections * share))),
+            handshakes_in_flight=min(
+                self.handshakes_in_flight, max(1, int(DEFAULT_LIMITS.handshakes_in_flight * share))
+            ),
+            refusals=min(self.refusals, max(1, int(DEFAULT_LIMITS.refusals * share))),
+        )
 
 
 DEFAULT_LIMITS = Limits()
@@ -90,8 +112,27 @@ class RelayLimits:
     connect_burst: int = 500
     """How often at once."""
 
+    def that_fit(self) -> RelayLimits:
+        """The same limits, but with no more circuits than the files of this process allow, see :class:`Limits`."""
+        files = open_file_limit()
+        if files is None:
+            return self
+        return replace(self, circuits=min(self.circuits, max(1, int(DEFAULT_RELAY_LIMITS.circuits * _share_of(files)))))
+
 
 DEFAULT_RELAY_LIMITS = RelayLimits()
+# The files that others take with the limits above; a circuit has two ends.
+_ALL_FILES = (
+    DEFAULT_LIMITS.connections
+    + 2 * DEFAULT_LIMITS.handshakes_in_flight
+    + DEFAULT_LIMITS.refusals
+    + 2 * DEFAULT_RELAY_LIMITS.circuits
+)
+
+
+def _share_of(files: int) -> float:
+    """The share of the default limits that fits into half of the files of a process."""
+    return min(1.0, files / 2 / _ALL_FILES)
 
 
 class HeaderMemory:
@@ -123,6 +164,8 @@ class HeaderMemory:
 
 logger = logging.getLogger(__name__)
 
+# Enough for all that is granted to others, and as much for the user.
+WANTED_FILES = 4096
 # If a limit is too high for the system, the next one to try is this fraction of it.
 _LESS = 0.9
 
@@ -179,6 +222,14 @@ def open_file_limit() -> int | None:
         return None
     soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def more_files() -> str:
+    """How many files this process may open, and how to allow it more."""
+    files = open_file_limit()
+    if files is None:
+        return "This system gives it no more"
+    return f"This process may open {files} files; allow more: {allow_open_files(max(WANTED_FILES, 2 * files))}"
 
 
 def _higher(present: int, wanted: int) -> int:

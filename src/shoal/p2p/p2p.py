@@ -199,7 +199,7 @@ class P2P(Caller):
         metrics = Metrics()
         if transport is None:
             have_enough_files()
-            limits = limits.that_fit()
+            limits, relay_limits = limits.that_fit(), relay_limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
         relay = False if options.relay_hop_limit == 0 else relay
         rng = rng or random.Random()

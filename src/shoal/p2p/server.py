@@ -22,7 +22,7 @@ from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.behaviour import Behaviour
 from shoal.p2p.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, Connection, Failure
 from shoal.p2p.identity import PeerID
-from shoal.p2p.limits import Limits
+from shoal.p2p.limits import Limits, more_files
 from shoal.p2p.membership import ADVICE, Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import Gate, Handler, P2PContext, receive_only, serve_streams
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARACTERS = 200
 MEMBERS_ONLY = "only members may call this: give the DHT of this process the authorizer of the swarm"
-# The number of refused connections that are being told the reason at the same time; others are just cut.
-MAX_REFUSALS = 64
 # Bytes of a stranger that are taken off the wire, unread, while it reads why it is refused.
 STRANGER_BYTES = 2**16
 # The number of checks within the shortest time limit.
@@ -96,6 +94,8 @@ class Server:
         self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._serving: dict[Connection, _Serving] = {}
+        # Dropped, but the task has not ended yet: they take no place any more, and cannot give theirs to another one.
+        self._leaving: set[Connection] = set()
         self._refusals: dict[Stream, asyncio.Task[None]] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._warn_seldom = Seldom(logger.warning)
@@ -204,6 +204,7 @@ class Server:
         if not connection.closed:  # the task was cancelled before it began
             connection.abort()
         del self._tasks[connection]
+        self._leaving.discard(connection)
         self._note(connection.stream, nbytes=connection.stream.received)
         self._idle_since.pop(connection, None)
         self._addresses.pop(connection.remote, None)
@@ -217,14 +218,15 @@ class Server:
         if len(self._by_peer.get(peer, ())) >= limits.connections_per_peer:
             return f"too many connections of one peer: the limit is {limits.connections_per_peer}"
         places = limits.connections if self._knows(peer) else limits.connections_of_strangers
-        if len(self._tasks) >= places and not self._close_longest_idle():
+        if len(self._tasks) - len(self._leaving) >= places and not self._close_longest_idle():
             self._metrics.troubles["no place for a connection"] += 1
+            # Not one line for each peer: a crowd of strangers has as many names as it likes.
             self._warn_seldom(
                 "no place for a connection of peer %s: the limit is %d, and all are in use. If the swarm is that "
-                "large, allow more open files (ulimit -n)",
+                "large: %s",
                 peer,
                 places,
-                about=peer,
+                more_files(),
             )
             return f"too many connections: the limit is {places}, and all are in use"
         return None
@@ -232,7 +234,7 @@ class Server:
     def _close_longest_idle(self) -> bool:
         """Close an unused connection, preferably a stranger's; returns whether there was one."""
         unused = [c for c, serving in self._serving.items() if serving.call.yields]
-        idle = [*self._idle_since, *unused]
+        idle = [each for each in (*self._idle_since, *unused) if not each.closed]
         if not idle:
             return False
         connection = next((each for each in idle if not self._knows(each.remote)), idle[0])
@@ -242,7 +244,7 @@ class Server:
     def _refuse(self, stream: Stream, kind: str, refusal: Coroutine[Any, Any, None]) -> None:
         """Let a coroutine tell a peer why it is refused."""
         self._count_drop(stream, kind)
-        if len(self._refusals) >= MAX_REFUSALS:
+        if len(self._refusals) >= self._limits.refusals:
             refusal.close()
             stream.abort()
             return
@@ -389,6 +391,7 @@ class Server:
     def _drop(self, connection: Connection, reason: str) -> None:
         self._count_drop(connection.stream, reason)
         logger.debug("dropped the connection of %s: %s", connection.remote, reason)
+        self._leaving.add(connection)
         connection.stream.abort()  # this cancels the task that serves the connection
 
     def has_arranged(self) -> bool:

@@ -13,16 +13,18 @@ import ssl
 from collections.abc import Callable
 
 from shoal.errors import StreamClosedError
+from shoal.logs import Seldom
 from shoal.metrics import Metrics
 from shoal.p2p.handshake import BUSY_ALERT, HANDSHAKE_TIMEOUT, listener_context, verify_dialler
-from shoal.p2p.limits import Limits
+from shoal.p2p.limits import Limits, more_files
 from shoal.p2p.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
 from shoal.p2p.tcp_connect import hurry_within_host, set_options
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom
-from shoal.p2p.tcp_stream import TcpStream, disown_socket, own_socket
+from shoal.p2p.tcp_stream import AcceptedSocket, TcpStream, disown_socket, own_socket
 from shoal.p2p.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
 
 logger = logging.getLogger(__name__)
+_warn_seldom = Seldom(logger.warning)
 
 # The TLS layer's own timeout comes this much after ours, because ours gives the better error.
 BACKSTOP_SECONDS = 1.0
@@ -87,6 +89,7 @@ class Strangers:
         self._metrics = metrics
         self._on_proven = on_proven
         self._tls: tuple[ssl.SSLContext, bytes] | None = None
+        self._files = limits.files
         self._rates = HostRates(limits.handshakes_per_second, limits.handshake_burst)
         self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
         """Who has connected and said nothing yet."""
@@ -119,6 +122,14 @@ class Strangers:
             arrival.first_byte = loop.create_task(_first_byte_of(accepted))
             arrival.first_byte.add_done_callback(lambda _: self._note_first_byte(arrival, on_stream))
         self._make_room_in(self.silent)
+        self._leave_files()
+
+    def _leave_files(self) -> None:
+        """Leave the user of this process half of its files: close an unproven connection if others have too many."""
+        taken = len(AcceptedSocket.open)
+        if self._files is not None and taken > self._files:
+            _warn_seldom("no file for a connection: others have %d of this process. %s", taken, more_files())
+            self.make_room("no files left")
 
     def _turn_away(self, accepted: socket.socket, host: str) -> None:
         reason = "too many handshakes of one host"
@@ -239,11 +250,11 @@ class Strangers:
             room.leave(victim)
             self._drop(victim, "too many handshakes at once")
 
-    def make_room(self) -> None:
-        """Drop a stranger, because this process has no sockets left."""
+    def make_room(self, reason: str = "no sockets left") -> None:
+        """Drop a stranger, because this process has no sockets left, or none for others."""
         victim = self.silent.least_welcome() or self.shaking_hands.least_welcome()
         if victim is not None:
-            self._drop(victim, "no sockets left")
+            self._drop(victim, reason)
 
     async def close(self) -> None:
         """Drop everybody, and the sessions that nobody has taken over."""

@@ -18,12 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from shoal.errors import allow_open_files
 from shoal.logs import Seldom
 from shoal.p2p.addresses import ip_text_of
 from shoal.p2p.identity import PeerID
+from shoal.p2p.limits import more_files
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.tcp_stream import TcpSocket, disown_socket, own_socket
+from shoal.p2p.tcp_stream import AcceptedSocket, TcpSocket, disown_socket, own_socket
 
 MAX_HOSTS = 4096
 
@@ -137,8 +137,7 @@ ACCEPTED_AT_ONCE = 32
 # Seconds without accepting after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
 
-REFUSED_BY_SYSTEM = "cannot accept connections: %s. Allow more: %s"
-WANTED_FILES = 4096
+REFUSED_BY_SYSTEM = "cannot accept connections: %s. %s"
 _warn_seldom = Seldom(logger.warning)
 LOCAL_CALL_SECONDS = 1.0
 # Errors of the connection that was to be accepted, not of the listener; so is every ConnectionError.
@@ -192,7 +191,7 @@ class Listener:
                 self._hand_over(connection, address)
 
     def _hand_over(self, accepted: socket.socket, address: Any) -> None:
-        connection = TcpSocket(fileno=accepted.detach())
+        connection = AcceptedSocket(accepted.detach())
         connection.setblocking(False)
         try:
             self._on_accept(connection, address[0])
@@ -201,7 +200,7 @@ class Listener:
             connection.close()
 
     def _wait_for_sockets(self, error: OSError) -> None:
-        _warn_seldom(REFUSED_BY_SYSTEM, error.strerror, allow_open_files(WANTED_FILES))
+        _warn_seldom(REFUSED_BY_SYSTEM, error.strerror, more_files())
         self._on_exhaustion()
         descriptor = self._socket.fileno()
         self._loop.remove_reader(descriptor)
@@ -213,7 +212,7 @@ class Listener:
                 connection, address = await self._loop.sock_accept(self._socket)
             except OSError as e:
                 if not _is_of_connection(e):
-                    _warn_seldom(REFUSED_BY_SYSTEM, e.strerror, allow_open_files(WANTED_FILES))
+                    _warn_seldom(REFUSED_BY_SYSTEM, e.strerror, more_files())
                     self._on_exhaustion()
                     await asyncio.sleep(PAUSE_SECONDS)
             else:

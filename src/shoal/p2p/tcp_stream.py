@@ -18,8 +18,9 @@ import socket
 import ssl
 import struct
 import sys
+import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import ClassVar, cast
 
 from shoal.errors import StreamClosedError
 from shoal.p2p.multiaddr import Multiaddr
@@ -88,6 +89,26 @@ class TcpSocket(socket.socket):
     def shutdown(self, how: int) -> None:
         with contextlib.suppress(OSError):
             super().shutdown(how)
+
+
+class AcceptedSocket(TcpSocket):
+    """A socket that was opened because somebody else has connected. Others must not take all files of this process."""
+
+    open: ClassVar[weakref.WeakSet[AcceptedSocket]] = weakref.WeakSet()
+    """Those of this process that are open."""
+
+    def __init__(self, fileno: int) -> None:
+        super().__init__(fileno=fileno)
+        self.open.add(self)
+
+    def close(self) -> None:
+        super().close()
+        self.open.discard(self)
+
+    def detach(self) -> int:
+        # uvloop closes a socket by its descriptor, and takes that away from the socket.
+        self.open.discard(self)
+        return super().detach()
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):

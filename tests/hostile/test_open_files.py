@@ -1,0 +1,112 @@
+"""A crowd of strangers leaves half of the files of a process to its user, whatever they do with their connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.p2p import P2P, Identity, Multiaddr, PeerID
+from shoal.p2p.connection import Hello, Open
+from shoal.p2p.sessions import SESSION_BYTE
+from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.transport import Kind, Stream, pack
+from tests.hostile.few_files import Squares
+from tests.p2p.peers import Number
+from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them")
+PROGRAM = Path(__file__).parent / "few_files.py"
+FILES, CROWD, AT_ONCE = 256, 300, 32
+
+
+@pytest.fixture
+def victim() -> Iterator[Peer]:
+    peer = Peer(PROGRAM, FILES)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+class Crowd:
+    """Strangers of one machine, each with an identity of its own, that hold on to what they get."""
+
+    def __init__(self, address: str) -> None:
+        place, _, peer = address.rpartition("/p2p/")
+        self.place, self.peer = Multiaddr(place), PeerID.from_base58(peer)
+        self.streams: list[Stream] = []
+        self.sockets: list[socket.socket] = []
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def call_and_say_nothing(self, number: int) -> None:
+        with contextlib.suppress(ShoalError, ConnectionError):
+            stream = await TcpTransport(Identity.generate()).dial(self.place, self.peer)
+            self.streams.append(stream)
+            await stream.write(pack(Kind.HELLO, Hello()), pack(Kind.OPEN, Open(handler="Squares.rpc_square")))
+
+    async def connect_and_say_nothing(self, number: int) -> None:
+        await self._connect(b"")
+
+    async def begin_a_handshake(self, number: int) -> None:
+        await self._connect(b"\x16\x03\x01\x02\x00\x01")
+
+    async def begin_a_session(self, number: int) -> None:
+        await self._connect(SESSION_BYTE + b"x")
+
+    async def do_all_of_this(self, number: int) -> None:
+        kinds = (self.call_and_say_nothing, self.connect_and_say_nothing, self.begin_a_handshake, self.begin_a_session)
+        await kinds[number % len(kinds)](number)
+
+    async def _connect(self, first_bytes: bytes) -> None:
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        self.sockets.append(stranger)
+        host, port = self.place["ip4"], int(self.place["tcp"] or 0)
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_connect(stranger, (host, port))
+            await asyncio.get_running_loop().sock_sendall(stranger, first_bytes)
+
+    async def come(self, act: Callable[[int], Awaitable[None]]) -> None:
+        async def in_turn(number: int) -> None:
+            async with self._turns:
+                await act(number)
+
+        await asyncio.gather(*(in_turn(number) for number in range(CROWD)))
+
+    def leave(self) -> None:
+        for stream in self.streams:
+            stream.abort()
+        for stranger in self.sockets:
+            stranger.close()
+
+
+@pytest.mark.parametrize("kind", ["call_and_say_nothing", "do_all_of_this"])
+async def test_half_of_the_files_are_the_users(victim: Peer, kind: str) -> None:
+    ready = await asyncio.to_thread(victim.wait_for, "address", START_LIMIT_SECONDS)
+    crowd = Crowd(ready["address"])
+    honest = await P2P.create(no_listen=True)
+    honest.add_addresses(crowd.peer, [crowd.place])
+    try:
+        await crowd.come(getattr(crowd, kind))
+        answer = await Squares.get_stub(honest, crowd.peer).rpc_square(Number(value=3), timeout=30)
+        assert answer.value == 9, "the crowd keeps nobody out"
+        found: Event = await asyncio.to_thread(_end, victim)
+    finally:
+        crowd.leave()
+        await honest.shutdown()
+    print(kind, found)
+    assert found["failed"] == 0, "the user of the peer could not open a file"
+    assert found["most"] <= FILES // 2
+    assert "cannot accept" not in victim.errors()
+
+
+def _end(victim: Peer) -> Event:
+    victim.tell("")
+    return victim.wait_for("most", 60)
