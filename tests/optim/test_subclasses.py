@@ -405,3 +405,44 @@ def test_a_tracker_can_be_started_twice(make_dhts, closing, starts_at_once):
     tracker.run_in_background()
     tracker.run_in_background()
     assert tracker.is_alive()
+
+
+def test_the_options_of_an_optimizer_are_its_attributes(make_dhts, closing):
+    (dht,) = make_dhts(1)
+    model = make_model()
+    options = {
+        "allreduce_timeout": 17.0,
+        "average_state_every": 3,
+        "delay_optimizer_step": True,
+        "delay_grad_averaging": True,
+        "delay_state_averaging": True,
+        "load_state_timeout": 123.0,
+        "next_chunk_timeout": 4.0,
+        "offload_optimizer": True,
+        "shutdown_timeout": 7.0,
+        "load_state_compression": hivemind.Float16Compression(),
+    }
+    groups = {"optimizer": sgd, "params": list(model.parameters())}
+    own = {"averager_opts": {"declare_state_period": 11.0}, "tracker_opts": {"expected_drift_rate": 0.5}}
+    opt = closing(make_noting(dht, model, **groups, **options, **own))
+    codec = options.pop("load_state_compression")
+    assert {name: getattr(opt, name) for name in options} == options
+    assert opt.state_averager.state_compression is codec
+    for averager in opt.state_averager, opt.grad_averager:
+        assert averager.next_chunk_timeout == 4.0
+        assert averager.declare_state_period == 11.0
+    tracker = opt.tracker
+    assert (tracker.min_refresh_period, tracker.max_refresh_period, tracker.default_refresh_period) == (0.5, 10, 3)
+    assert (tracker.expected_drift_peers, tracker.expected_drift_rate) == (3, 0.5)
+    assert tracker.training_progress_key == "run_progress"
+    assert tracker.global_state_updated is tracker.fetched_global_progress_this_epoch
+    assert not tracker.should_report_progress.is_set()
+    assert isinstance(dht.num_workers, int)
+
+
+def test_options_that_were_left_out_are_there_as_resolved(make_dhts, closing):
+    (dht,) = make_dhts(1)
+    opt = closing(make_noting(dht, make_model(), matchmaking_time=10.0, averaging_timeout=60.0))
+    assert opt.allreduce_timeout == 60.0
+    assert opt.next_chunk_timeout == opt.state_averager.next_chunk_timeout == 15.0
+    assert (opt.delay_optimizer_step, opt.offload_optimizer, opt.average_state_every) == (False, False, 1)

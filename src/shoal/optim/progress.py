@@ -346,7 +346,8 @@ class SwarmRecords(dict[bytes, ValueWithExpiration[PlainValues]]):
         return super().__getitem__(peer_id)
 
     def get(self, peer_id: bytes, default: Any = None) -> Any:
-        return self[peer_id] if peer_id in self else default
+        self._fill()
+        return super().get(peer_id, default)
 
     def keys(self) -> Any:
         self._fill()
