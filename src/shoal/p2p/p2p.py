@@ -163,7 +163,8 @@ class P2P(Caller):
             announce_maddrs: addresses to announce instead of those where this peer listens, such as the public side of
                 a forwarded port.
             host_maddrs: where to listen, such as ``["/ip4/127.0.0.1/tcp/0"]`` for this machine alone; default,
-                also if empty: the environment variable ``SHOAL_HOST_MADDRS``, or else all networks of this machine, on a free port.
+                also if empty: the environment variable ``SHOAL_HOST_MADDRS``, or else all networks of this
+                machine, on a free port.
             identity_path: file with this peer's key; made if missing. Without it every start is a new peer.
             check_if_identity_free: with ``identity_path``, ask the initial peers whether another process has it.
             idle_timeout: seconds after which an unused connection is closed.
