@@ -340,3 +340,23 @@ def test_each_module_path_works_without_importing_it_first() -> None:
         get_dht_time()
     """
     subprocess.run([sys.executable, "-c", dedent(script)], check=True, timeout=60)
+
+
+async def test_a_mode_that_does_not_exist_is_an_error_and_an_empty_list_of_places_is_the_default() -> None:
+    with pytest.raises(ValueError, match="dht_mode is 'nonsense': give 'server', 'client' or 'auto'"):
+        await hivemind.P2P.create(dht_mode="nonsense")
+    p2p = await hivemind.P2P.create(host_maddrs=[])
+    assert await p2p.get_visible_maddrs()
+    await p2p.shutdown()
+
+
+def test_an_address_with_an_rsa_peer_id_is_an_error_of_the_daemon() -> None:
+    address = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    with pytest.raises(hivemind.p2p.P2PDaemonError, match="not made from an Ed25519 key"):
+        hivemind.DHT(initial_peers=[address], start=True)
+
+
+def test_a_dht_takes_no_number_of_workers() -> None:
+    dht = hivemind.DHT(num_workers=None, host_maddrs=[], start=True)
+    assert dht.num_workers > 0
+    dht.shutdown()

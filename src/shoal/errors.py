@@ -6,6 +6,7 @@
     ├── ReactorError            a blocking call from inside the event loop, a forked child, a closed object
     ├── P2PDaemonError          this side of the network failed: cannot start, listen, dial, or find a handler
     │   ├── BootstrapError      no bootstrap address could be used; one verdict for each address
+    │   ├── ForeignPeerError    a peer id made from another kind of key, such as RSA
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
     │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
@@ -57,6 +58,10 @@ class ReactorError(ShoalError, RuntimeError):
 
 class P2PDaemonError(ShoalError):
     """A problem on this side of the network: start-up, listening, dialling, or a missing handler."""
+
+
+class ForeignPeerError(P2PDaemonError, ValueError):
+    """A peer id that no peer of shoal has: it is made from another kind of key, such as RSA."""
 
 
 class DialError(P2PDaemonError, ConnectionError):

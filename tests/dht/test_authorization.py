@@ -689,3 +689,41 @@ def test_members_average_and_strangers_get_no_state():
         stranger.portal.submit(ask_for_the_state()).result(30)
     for each in (*averagers, stranger, second, first):
         each.shutdown()
+
+
+# --- authorizers of programs that know no ``call`` --------------------------------------------------------------------
+
+
+class MemberWithoutCall(Member):
+    """Its methods have the parameters of other libraries."""
+
+    async def sign_request(self, request: Any, service_public_key: Any) -> None:  # type: ignore[override]
+        await super().sign_request(request, service_public_key)
+
+    async def validate_request(self, request: Any) -> bool:  # type: ignore[override]
+        return await super().validate_request(request)
+
+    async def sign_response(self, response: Any, request: Any) -> None:  # type: ignore[override]
+        await super().sign_response(response, request)
+
+    async def validate_response(self, response: Any, request: Any) -> bool:  # type: ignore[override]
+        return await super().validate_response(response, request)
+
+
+@in_virtual_time
+async def test_an_authorizer_whose_methods_take_no_call_shares_a_table_with_others():
+    swarm, authority = Swarm(), Authority()
+    first = await swarm.node(authorizer=MemberWithoutCall(authority, "first"))
+    second = await swarm.node(authorizer=Member(authority, "second"))
+    assert await second.store("key", "value", get_dht_time() + 100)
+    assert (await first.get("key", latest=True)).value == "value"
+
+
+async def test_a_request_for_one_member_is_refused_by_another():
+    authority = Authority()
+    asker, answerer = (Member(authority, name) for name in ("asker", "answerer"))
+    for service, is_valid in ((answerer, True), (asker, False)):
+        request = FindRequest([b"0" * 20])
+        await asker.sign_request(request, service.local_public_key)
+        assert request.auth.client_access_token is request.auth.token
+        assert await answerer.validate_request(request) is is_valid

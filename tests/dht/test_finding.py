@@ -106,3 +106,14 @@ async def test_after_the_node_has_gone_nobody_is_looked_for():
     await node.shutdown()
     with pytest.raises(DialError, match="no address of peer"):
         await ask(p2p, Identity.generate(swarm.rng).peer_id)
+
+
+@in_virtual_time
+async def test_the_last_of_sixty_nodes_calls_all_others_by_their_ids():
+    swarm = Swarm(seed=6)
+    await swarm.grow(60)
+    *others, last = swarm.nodes
+    for node in others:
+        await serving(node.p2p)
+    assert sum(not last.p2p.is_reachable(node.peer_id) for node in others) > 5
+    assert [(await ask(last.p2p, node.peer_id)).value for node in others] == [49] * 59

@@ -168,6 +168,8 @@ class DecentralizedAverager(Facade):
         )
         assert len(self.tensor_infos) == len(tensors), f"{len(tensors)} tensors, {len(self.tensor_infos)} tensor_infos"
         self.request_timeout, self.shutdown_timeout = request_timeout, shutdown_timeout
+        self.next_chunk_timeout, self.declare_state_period = next_chunk_timeout, declare_state_period
+        self.state_compression = state_compression or NoCompression()
         self._tensors, self._lock = tensors, TensorLock()
         self.total_size = sum(tensor.numel() for tensor in tensors)
         self.schema_hash = schema_of(self.tensor_infos)
@@ -182,7 +184,7 @@ class DecentralizedAverager(Facade):
             reducer_timeout=reducer_limit,
             chunk_timeout=next_chunk_timeout if next_chunk_timeout is not None else DEFAULT_STALL_TIMEOUT,
             compression=compression or NoCompression(),
-            state_compression=state_compression or NoCompression(),
+            state_compression=self.state_compression,
             phases=self.phases,
             tags=check_tags(tags or {}, len(tensors)),
             agreement=agreement or {},

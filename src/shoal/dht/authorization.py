@@ -20,10 +20,12 @@ are protected separately: see :mod:`shoal.dht.crypto`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -96,6 +98,13 @@ class RequestAuth(msgspec.Struct):
     nonce: _Nonce
     """Random, different in each request."""
     signature: _Short = b""
+    service_public_key: _Short = b""
+    """The key of the member that may answer, in OpenSSH form; empty: any member."""
+
+    @property
+    def client_access_token(self) -> AccessToken:
+        """Another name of :attr:`token`."""
+        return self.token
 
 
 class ResponseAuth(msgspec.Struct):
@@ -105,6 +114,11 @@ class ResponseAuth(msgspec.Struct):
     nonce: _Nonce
     """The nonce of the request."""
     signature: _Short = b""
+
+    @property
+    def service_access_token(self) -> AccessToken:
+        """Another name of :attr:`token`."""
+        return self.token
 
 
 class AuthorizedRequest(Header, kw_only=True, omit_defaults=True):
@@ -119,10 +133,32 @@ class AuthorizedResponse(Header, kw_only=True, omit_defaults=True):
     auth: ResponseAuth | None = None
 
 
+_call_at_hand: ContextVar[str] = ContextVar("the call that is signed or checked", default="")
+
+
+def _chosen(call: str | None) -> str:
+    return _call_at_hand.get() if call is None else call
+
+
+async def _for_call(method: Callable[..., Awaitable[Any]], *messages: Header, call: str) -> Any:
+    """Call a method of an authorizer, which may be one of a program that knows no ``call``."""
+    accepted = inspect.signature(method).parameters
+    token = _call_at_hand.set(call)
+    try:
+        if "call" in accepted:
+            return await method(*messages, call=call)
+        if "service_public_key" in accepted:
+            return await method(*messages, service_public_key=None)
+        return await method(*messages)
+    finally:
+        _call_at_hand.reset(token)
+
+
 class AuthorizerBase(ABC):
     """Signs and checks the messages between members.
 
-    ``call`` names the method, the caller and the peer that is called; both sides know it, so it is not sent.
+    ``call`` names the method, the caller and the peer that is called; both sides know it, so it is not sent. A subclass
+    may leave it out of its methods; without it, the methods here take that of the call at hand.
     """
 
     @abstractmethod
@@ -130,19 +166,28 @@ class AuthorizerBase(ABC):
         """Called when a node starts; if this raises, the node does not start."""
 
     @abstractmethod
-    async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
-        """Fill in ``request.auth``."""
+    async def sign_request(self, request: AuthorizedRequest, call: str | PublicKey | None = None) -> None:
+        """Fill in ``request.auth``.
+
+        Args:
+            request: the request.
+            call: see above; or the public key of the only member that may answer.
+        """
 
     @abstractmethod
-    async def validate_request(self, request: AuthorizedRequest, call: str) -> bool:
+    async def validate_request(self, request: AuthorizedRequest, call: str | None = None) -> bool:
         """Whether the request comes from a member and is new."""
 
     @abstractmethod
-    async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:
+    async def sign_response(
+        self, response: AuthorizedResponse, request: AuthorizedRequest, call: str | None = None
+    ) -> None:
         """Fill in ``response.auth``."""
 
     @abstractmethod
-    async def validate_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> bool:
+    async def validate_response(
+        self, response: AuthorizedResponse, request: AuthorizedRequest, call: str | None = None
+    ) -> bool:
         """Whether the answer comes from a member and belongs to the request."""
 
 
@@ -224,12 +269,17 @@ class TokenAuthorizerBase(AuthorizerBase):
             raise ValueError("get_token() gave a token that is_token_valid() refuses")
         return token
 
-    async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
+    async def sign_request(self, request: AuthorizedRequest, call: str | PublicKey | None = None) -> None:
         token = await self.refresh_token_if_needed()
         request.auth = RequestAuth(token, get_dht_time(), secrets.token_bytes(NONCE_BYTES))
+        if call is None or isinstance(call, str):
+            call = _chosen(call)
+        else:
+            request.auth.service_public_key, call = call.to_bytes(), _call_at_hand.get()
         request.auth.signature = self._local_private_key.sign(signed_bytes(REQUEST_PURPOSE, call, request))
 
-    async def validate_request(self, request: AuthorizedRequest, call: str) -> bool:
+    async def validate_request(self, request: AuthorizedRequest, call: str | None = None) -> bool:
+        call = _chosen(call)
         auth = request.auth
         if auth is None:
             return _refuse(call, "it is not signed")
@@ -238,18 +288,26 @@ class TokenAuthorizerBase(AuthorizerBase):
             return _refuse(call, "it was made at another time")
         if not self._is_signed(auth, signed_bytes(REQUEST_PURPOSE, call, request)):
             return _refuse(call, "no valid token, or no valid signature")
+        if auth.service_public_key not in (b"", self._local_public_key.to_bytes()):
+            return _refuse(call, "it is for another member")
         request_id = auth.token.public_key, auth.nonce
         if request_id in self._seen:
             return _refuse(call, "it was answered before")
         self._seen.store(request_id, None, get_dht_time() + 3 * MAX_REQUEST_AGE)
         return True
 
-    async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:
+    async def sign_response(
+        self, response: AuthorizedResponse, request: AuthorizedRequest, call: str | None = None
+    ) -> None:
+        call = _chosen(call)
         assert request.auth is not None, "only answers to signed requests are signed"
         response.auth = ResponseAuth(await self.refresh_token_if_needed(), request.auth.nonce)
         response.auth.signature = self._local_private_key.sign(signed_bytes(RESPONSE_PURPOSE, call, response))
 
-    async def validate_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> bool:
+    async def validate_response(
+        self, response: AuthorizedResponse, request: AuthorizedRequest, call: str | None = None
+    ) -> bool:
+        call = _chosen(call)
         auth = response.auth
         if auth is None or request.auth is None:
             return _refuse(call, "its answer is not signed")
@@ -348,19 +406,21 @@ class AuthRPCWrapper:
         call = _description(context.handle_name, context.local_id, context.remote_id)
 
         async def ask(request: AuthorizedRequest, timeout: float | None = None) -> AuthorizedResponse | None:
-            await self._authorizer.sign_request(request, call)
+            await _for_call(self._authorizer.sign_request, request, call=call)
             response = await method(request, timeout)
-            return response if await self._authorizer.validate_response(response, request, call) else None
+            return (
+                response if await _for_call(self._authorizer.validate_response, response, request, call=call) else None
+            )
 
         return ask
 
     def _answering(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def answer(request: AuthorizedRequest, context: P2PContext) -> AuthorizedResponse | None:
             call = _description(context.handle_name, context.remote_id, context.local_id)
-            if not await self._authorizer.validate_request(request, call):
+            if not await _for_call(self._authorizer.validate_request, request, call=call):
                 return None
             response: AuthorizedResponse = await method(request, context)
-            await self._authorizer.sign_response(response, request, call)
+            await _for_call(self._authorizer.sign_response, response, request, call=call)
             return response
 
         return answer
@@ -402,7 +462,7 @@ class MembersOnly(ServicerBase):
     async def enter(self, connection: Connection) -> None:
         peer, name = connection.remote, self.handle_name("rpc_enter", None)
         request, description = EnterRequest(), _description(name, self._own_id, peer)
-        await self._authorizer.sign_request(request, description)
+        await _for_call(self._authorizer.sign_request, request, call=description)
         try:
             async with asyncio.timeout(ENTER_SECONDS):
                 response = await connection.open_call(name).ask(request, EnterResponse)
@@ -410,7 +470,7 @@ class MembersOnly(ServicerBase):
             raise P2PDaemonError(f"peer {peer} has not let this peer in within {ENTER_SECONDS:.0f} s") from None
         except (P2PDaemonError, P2PHandlerError) as e:
             raise P2PDaemonError(f"peer {peer} does not let this peer in, or is no member itself: {e}") from e
-        if not await self._authorizer.validate_response(response, request, description):
+        if not await _for_call(self._authorizer.validate_response, response, request, call=description):
             raise P2PDaemonError(f"peer {peer} does not prove that it is a member")
         connection.is_member = True
 
@@ -418,10 +478,10 @@ class MembersOnly(ServicerBase):
         """Grant access to the connection of a member; refuse all others."""
         request = await receive_only(call, EnterRequest, context.handle_name)
         description = _description(context.handle_name, context.remote_id, context.local_id)
-        if not await self._authorizer.validate_request(request, description):
+        if not await _for_call(self._authorizer.validate_request, request, call=description):
             raise P2PDaemonError("no valid proof of membership")
         response = EnterResponse()
-        await self._authorizer.sign_response(response, request, description)
+        await _for_call(self._authorizer.sign_response, response, request, call=description)
         call.connection.is_member = True
         await call.send(response, end=True)
 

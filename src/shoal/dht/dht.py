@@ -44,7 +44,7 @@ class DHT(Facade):
         start: whether to start at once; otherwise call :meth:`run_in_background`.
         p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.
-        num_workers: most requests in flight of one search.
+        num_workers: most requests in flight of one search; ``None`` = the default.
         record_validators: decide which records may be stored and trusted; the same ones at every peer.
         shutdown_timeout: most seconds that :meth:`shutdown` waits.
         await_ready: wait until the node has joined, and raise the error if it could not.
@@ -71,13 +71,14 @@ class DHT(Facade):
         start: bool,
         p2p: P2P | None = None,
         daemon: bool = True,
-        num_workers: int = DEFAULT_NUM_WORKERS,
+        num_workers: int | None = DEFAULT_NUM_WORKERS,
         record_validators: Iterable[RecordValidatorBase] = (),
         shutdown_timeout: float = 3,
         await_ready: bool = True,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        num_workers = DEFAULT_NUM_WORKERS if num_workers is None else num_workers
         known = _names_of_settings()
         for option in kwargs:
             if option not in known:
@@ -93,7 +94,7 @@ class DHT(Facade):
         if wants_local(self.initial_peers):
             check_can_look_around()
         self.kwargs = kwargs
-        self.daemon = daemon
+        self.daemon, self.num_workers = daemon, num_workers
         self.shutdown_timeout = shutdown_timeout
         self.pid = os.getpid()
         self._validator = CompositeValidator(record_validators)

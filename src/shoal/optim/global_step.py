@@ -93,29 +93,32 @@ class GlobalStep:
 
     # --- in advance ---------------------------------------------------------------------------------------------------
 
-    def schedule_rounds(self) -> None:
-        """If the next global step is near, begin to look for a group for its first round.
+    def schedule_gradients(self) -> None:
+        """If the next global step is near, begin to look for a group for its round of gradients.
 
-        The second round is not scheduled in advance: a peer that misses the first one would keep the others waiting.
+        Its second round, for parameters, is not scheduled in advance: a peer that misses the first one would keep the
+        others waiting.
         """
+        averager = self.grad_averager
+        assert averager is not None, "with local updates no gradients are averaged"
+        when = self._when_to_average()
+        if when is not None and not usable(self.scheduled_grads) and averager.is_ready_to_schedule:
+            self.scheduled_grads = averager.schedule_step(gather=self.comparison.describe(), **when)
+            self.scheduled_grads.keep_open = True
+
+    def schedule_state(self) -> None:
+        """The same for the round of parameters, where it is the first one."""
+        when = self._when_to_average() if self._will_average_state() else None
+        if when is not None and not usable(self.scheduled_state) and not self.state_averager.averaging_in_progress:
+            self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **when)
+            self.scheduled_state.keep_open = True
+
+    def _when_to_average(self) -> dict[str, float] | None:
+        """When a round that is scheduled now should begin; ``None``: it is too early, or there is nobody to join."""
         now, due, patience = get_dht_time(), self.tracker.estimated_next_update_time, self.settings.matchmaking_time
         if due - now > patience or not self._expected_members():
-            return
-        if not self.tracker.board.may_join_in_advance(patience):
-            return
-        if self.grad_averager is not None:
-            if not usable(self.scheduled_grads) and self.grad_averager.is_ready_to_schedule:
-                logger.debug("looking for a group to average gradients in %.2f s", due - now)
-                self.scheduled_grads = self.grad_averager.schedule_step(
-                    gather=self.comparison.describe(), **self._when(due, now)
-                )
-                self.scheduled_grads.keep_open = True
-            return
-        wanted = self._will_average_state() and not usable(self.scheduled_state)
-        if wanted and not self.state_averager.averaging_in_progress:
-            logger.debug("looking for a group to average parameters in %.2f s", due - now)
-            self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **self._when(due, now))
-            self.scheduled_state.keep_open = True
+            return None
+        return self._when(due, now) if self.tracker.board.may_join_in_advance(patience) else None
 
     def _when(self, due: float, now: float) -> dict[str, float]:
         """A group starts as soon as it is complete; the scheduled time limits the wait for peers that do not come."""

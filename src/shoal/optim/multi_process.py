@@ -142,7 +142,7 @@ class _FirstProcess(Optimizer):
     def _note_thread(self) -> None:
         """Only together with the other processes can it take part in a round, so it does not stand by."""
 
-    def _make_global_step(self, scaler: GradScaler | None) -> None:
+    def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
         if self.grad_averager is not None:
             self._fetch_gradients()
-        super()._make_global_step(scaler)
+        super()._update_global_epoch(grad_scaler)

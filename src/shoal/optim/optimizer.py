@@ -24,7 +24,7 @@ from shoal.optim.company import Company, check_on_mismatch
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
-from shoal.optim.grad_averager import GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
 from shoal.optim.missing_gradients import MissingGradients
@@ -51,6 +51,7 @@ from shoal.optim.training_setup import (
     ParamGroups,
     SchedulerFactory,
     TorchOptimizer,
+    default_silence,
     listed,
     main_groups,
     main_parameters,
@@ -207,42 +208,48 @@ class Optimizer(JointOptimizer):
         self._found_names = remainder.names
         extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
+        # The options, as resolved: programs read them, and subclasses whose factories make other averagers.
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, settings.batch_size_per_step
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
+        self.allreduce_timeout = averaging_timeout if allreduce_timeout is None else allreduce_timeout
+        silence = default_silence(matchmaking_time, averaging_timeout)
+        self.next_chunk_timeout = silence if next_chunk_timeout is None else next_chunk_timeout
+        self.load_state_timeout, self.shutdown_timeout = load_state_timeout, shutdown_timeout
+        self.average_state_every, self.reuse_grad_buffers = settings.average_state_every, settings.reuse_grad_buffers
+        self.offload_optimizer, self.use_ext_grad_buffer = settings.offload_optimizer, settings.use_ext_grad_buffer
+        self.delay_optimizer_step, self.delay_grad_averaging = (
+            settings.delay_optimizer_step,
+            settings.delay_grad_averaging,
+        )
+        self.delay_state_averaging = settings.delay_state_averaging
         self._closing, self._scaling = threading.Event(), LossScaling(in_place=settings.reuse_grad_buffers)
         self._batches, self._missing = BatchesAhead(main), MissingGradients()
-        self.state_averager = TrainingStateAverager(
-            prefix=f"{run_id}_state_averager",
+        self.tracker = self._make_progress_tracker(
+            target_batch_size,
+            **{"performance_ema_alpha": performance_ema_alpha, "guard": guard, **(tracker_opts or {})},
+        )
+        # Groups of one run end an epoch at different times.
+        self.tracker.board.moves_together = not settings.overlaps and not (averager_opts or {}).get("target_group_size")
+        self.state_averager = self._make_state_averager(
             optimizer=optimizer,
             params=params,
             scheduler=scheduler,
-            offload_optimizer=settings.offload_optimizer,
-            custom_gradients=settings.offload_optimizer and not settings.use_local_updates,
             delta_rule_averaging=settings.use_local_updates and settings.delay_state_averaging,
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
             # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
             sync_epoch_when_averaging=settings.overlaps,
-            status_loglevel=self.status_loglevel,
             check_state=check_state,
             **state_options,
         )
-        tracker_options: dict[str, Any] = {
-            "performance_ema_alpha": performance_ema_alpha,
-            "guard": guard,
-            **(tracker_opts or {}),
-        }
-        self.tracker = ProgressTracker(
-            dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
-        )
-        # Groups of one run end an epoch at different times.
-        self.tracker.board.moves_together = not settings.overlaps and not (averager_opts or {}).get("target_group_size")
-        self.grad_averager = settings.make_grad_averager(
-            main, self.state_averager, prefix=f"{run_id}_grad_averager", **gradient_options
-        )
+        self.grad_averager: GradientAverager | None = None
+        if not settings.use_local_updates:
+            factory = settings.grad_averager_factory
+            self.grad_averager = self._make_gradient_averager(factory, **gradient_options)
+            settings.connect_gradients(self.grad_averager, self.state_averager)
         # Peers of different groups share no rounds although they train one model: rounds would not show a split.
         self._compares_rounds = not (averager_opts or {}).get("target_group_size")
         if self._compares_rounds:
@@ -268,7 +275,66 @@ class Optimizer(JointOptimizer):
         )
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
+        self._schema_hash = self._compute_schema_hash()
         self._begin()
+
+    # --- its parts, which subclasses may make in another way ----------------------------------------------------------
+
+    def _make_progress_tracker(self, target_batch_size: int, **kwargs: Any) -> ProgressTracker:
+        """Make the tracker. The first of the three; a subclass may start what it makes, or leave that to this class.
+
+        Args:
+            target_batch_size: samples of all peers together that make an epoch.
+            kwargs: options of the tracker, but those that follow from attributes of this optimizer.
+        """
+        options: dict[str, Any] = {"client_mode": self.client_mode, "start": False, **kwargs}
+        return ProgressTracker(self.dht, self.run_id, target_batch_size, **options)
+
+    def _make_state_averager(self, **kwargs: Any) -> TrainingStateAverager:
+        """Make the averager that steps the optimizer and averages parameters.
+
+        Args:
+            kwargs: as above, of the averager.
+        """
+        options = {
+            **self._options_of_averagers(),
+            "prefix": f"{self.run_id}_state_averager",
+            "offload_optimizer": self.offload_optimizer,
+            "custom_gradients": self.offload_optimizer and not self.use_local_updates,
+            "status_loglevel": self.status_loglevel,
+            **kwargs,
+        }
+        return TrainingStateAverager(**options)
+
+    def _make_gradient_averager(self, factory: GradientAveragerFactory | None, **kwargs: Any) -> GradientAverager:
+        """Make the averager of gradients, the last of the three. Not called with local updates.
+
+        Args:
+            factory: from the user's options; ``None``: :class:`~shoal.optim.grad_averager.GradientAverager`.
+            kwargs: as above, of the averager.
+        """
+        trained = [parameter for parameter in self.state_averager.main_parameters if parameter.requires_grad]
+        options = {
+            **self._options_of_averagers(),
+            "prefix": f"{self.run_id}_grad_averager",
+            "parameters": trained,
+            "reuse_grad_buffers": self.reuse_grad_buffers,
+        }
+        if self.offload_optimizer:  # the averages must be as wide as the optimizer's copies of the parameters
+            options["averaged_grads"] = make_averaged_grads(trained)
+        return (factory or GradientAverager)(**{**options, **kwargs})
+
+    def _options_of_averagers(self) -> dict[str, Any]:
+        return {
+            "dht": self.dht,
+            "min_matchmaking_time": self.matchmaking_time,
+            "allreduce_timeout": self.allreduce_timeout,
+            "next_chunk_timeout": self.next_chunk_timeout,
+            "shutdown_timeout": self.shutdown_timeout,
+            "client_mode": self.client_mode,
+            "auxiliary": self.auxiliary,
+            "start": False,
+        }
 
     def _find_remainder(
         self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
@@ -366,7 +432,7 @@ class Optimizer(JointOptimizer):
         is_late = self.global_step.begun is not None
         is_used = self._accumulate(batch_size, scaler) if is_late else False
         if is_late:
-            self._make_global_step(scaler)
+            self._update_global_epoch(scaler)
         if self._catch_up():
             if self.grad_averager is not None and batch_size > 0:
                 self._scaling.leave_out(self.grad_averager)
@@ -376,12 +442,13 @@ class Optimizer(JointOptimizer):
         self._count_samples(batch_size, is_used)
         if not is_used:
             return loss
-        self.global_step.schedule_rounds()
+        self._maybe_schedule_gradient_averaging()
+        self._maybe_schedule_state_averaging()
         if self.settings.use_local_updates and batch_size > 0:
             self._make_local_step(scaler)
         # Look again whether the swarm is ahead: news may have arrived since the first look.
         if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():
-            self._make_global_step(scaler)
+            self._update_global_epoch(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
 
@@ -396,7 +463,7 @@ class Optimizer(JointOptimizer):
 
     def _catch_up(self) -> bool:
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
-        if not self._synchronization.is_needed():
+        if not self._should_load_state_from_peers():
             return False
         if self._synchronization.is_time():
             with self._reporting.joint_work(), standby.standing_by(self):
@@ -433,11 +500,12 @@ class Optimizer(JointOptimizer):
         delay = self.settings.delay_optimizer_step
         self.state_averager.step(optimizer_step=True, delay_optimizer_step=delay, grad_scaler=scaler)
 
-    def _make_global_step(self, scaler: GradScaler | None) -> None:
+    def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
+        """Make the global step, and go to the next epoch: :class:`~shoal.optim.global_step.GlobalStep`."""
         # This peer is about to tell others that it is ready, so the device must have finished its batches.
         self._batches.finish()  # until here it computes
-        groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
-        scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
+        self._schema_hash = self._compute_schema_hash()  # a program may have exchanged parameters since the last step
+        scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, grad_scaler)
         own = self.local_progress.samples_accumulated
         with self._reporting.joint_work(), standby.standing_by(self):
             is_over = self.global_step.run(scaler)
@@ -445,10 +513,24 @@ class Optimizer(JointOptimizer):
             return
         # The weights of rounds that average parameters are no samples.
         self._note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
-        after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
-        assert groups == after, "the parameters of the optimizer were exchanged during a global step"
+        is_same = self._schema_hash == self._compute_schema_hash()
+        assert is_same, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch(with_others=self.tracker.had_others)
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
+
+    def _compute_schema_hash(self) -> int:
+        """Differs when parameters of the optimizer are exchanged for others."""
+        return hash(tuple(tuple(id(parameter) for parameter in group["params"]) for group in self.opt.param_groups))
+
+    def _maybe_schedule_gradient_averaging(self) -> None:
+        """If the next global step is near, begin to look for a group for its gradients."""
+        if self.grad_averager is not None:
+            self.global_step.schedule_gradients()
+
+    def _maybe_schedule_state_averaging(self) -> None:
+        """The same for its parameters, where gradients are not averaged."""
+        if self.grad_averager is None:
+            self.global_step.schedule_state()
 
     def _note_step(self, samples: float) -> None:
         """A joint step with this many samples was made; 0: they are not counted."""
@@ -473,6 +555,10 @@ class Optimizer(JointOptimizer):
         return contextlib.nullcontext() if self.settings.reuse_grad_buffers else super()._gradients_kept()
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
+
+    def _should_load_state_from_peers(self) -> bool:
+        """Whether this peer must download the state of another one before it goes on."""
+        return self._synchronization.is_needed()
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer is at most one epoch behind."""
@@ -547,10 +633,18 @@ class Optimizer(JointOptimizer):
         """The round of gradients that was scheduled in advance; ``None`` if there is none."""
         return self.global_step.scheduled_grads
 
+    @scheduled_grads.setter
+    def scheduled_grads(self, control: StepControl | None) -> None:
+        self.global_step.scheduled_grads = control
+
     @property
     def scheduled_state(self) -> StepControl | None:
         """The round of parameters that was scheduled in advance; ``None`` if there is none."""
         return self.global_step.scheduled_state
+
+    @scheduled_state.setter
+    def scheduled_state(self, control: StepControl | None) -> None:
+        self.global_step.scheduled_state = control
 
     def _inner_groups(self) -> Sequence[Any]:
         return self._main_groups if self.settings.offload_optimizer else tuple(self.opt.param_groups)

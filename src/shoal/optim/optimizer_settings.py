@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from shoal.averaging.aggregation import check_aggregation
 from shoal.averaging.groups.settings import FROZEN_BASE
 from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
 from shoal.facade import options_from
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.peer_momentum import check_has_no_momentum, check_peer_momentum
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import LRSchedulerBase
-from shoal.optim.training_setup import TorchOptimizer, default_silence
+from shoal.optim.training_setup import TorchOptimizer
 
 if TYPE_CHECKING:
     from shoal.optim.state_averager import TrainingStateAverager
@@ -139,44 +137,29 @@ class OptimizerSettings:
             raise ValueError(f"batch_size must not be negative, got {batch_size}")
         return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
 
-    def make_grad_averager(
-        self, main: Sequence[torch.Tensor], state_averager: TrainingStateAverager, **options: Any
-    ) -> GradientAverager | None:
-        """Make the gradient averager for the user's parameters; ``None`` with local updates.
+    def connect_gradients(self, averager: GradientAverager, state_averager: TrainingStateAverager) -> None:
+        """Let gradients be averaged right where the optimizer reads them, if they are not the user's.
 
         Args:
-            main: the user's parameters.
+            averager: averages the gradients of the user's parameters.
             state_averager: has the optimizer that reads the averages.
-            options: for the factory.
 
         Raises:
             ValueError: the optimizer has momentum of its own beside that of the peers.
         """
-        if self.grad_averager_factory is None:
-            return None
-        trained = [parameter for parameter in main if parameter.requires_grad]
-        # The averages must be as wide as the optimizer's copies of the parameters.
-        if self.offload_optimizer:
-            options["averaged_grads"] = make_averaged_grads(trained)
-        if self.peer_momentum:  # a factory may have its own
-            options["peer_momentum"] = self.peer_momentum
-        averager = self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
         try:
             if averager.peer_momentum:
                 check_has_no_momentum(state_averager.optimizer)
         except ValueError:
             averager.shutdown()
             raise
-        self._connect_gradients(averager, state_averager)
-        return averager
-
-    def _connect_gradients(self, averager: GradientAverager, state_averager: TrainingStateAverager) -> None:
-        """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
         if self.batch_size_per_step is not None:
             averager.accumulator.expect_batches_of(self.batch_size_per_step)
         if self.use_ext_grad_buffer:
             state_averager.shared_buffers = averager
-        trained = [s for s in state_averager.optimizer_parameters if s.requires_grad]
+        pairs = zip(state_averager.main_parameters, state_averager.optimizer_parameters, strict=True)
+        stepped_by_id = {id(parameter): stepped for parameter, stepped in pairs}
+        trained = [stepped_by_id[id(parameter)] for parameter in averager.parameters]
         state_averager.left_alone = lambda: [trained[index] for index in averager.without_gradient()]
         if self.offload_optimizer:
             for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
@@ -184,7 +167,9 @@ class OptimizerSettings:
 
 
 def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options for the averagers of gradients and of parameters, from the arguments of an Optimizer.
+    """Options for the averagers of gradients and of parameters, from the arguments of an Optimizer.
+
+    Without those that an Optimizer keeps as attributes.
 
     Raises:
         TypeError: an option for a codec is not a codec, or one for a rule of averaging not a rule.
@@ -194,32 +179,20 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     check_state_codec("load_state_compression", given["load_state_compression"])
     for name in ("aggregation", "state_aggregation"):
         check_aggregation(name, given[name])
-    matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]
-    next_chunk_timeout = given["next_chunk_timeout"]
-    if next_chunk_timeout is None:
-        next_chunk_timeout = default_silence(matchmaking_time, given["averaging_timeout"])
-    both = {
-        "dht": given["dht"],
-        "min_matchmaking_time": matchmaking_time,
-        "allreduce_timeout": given["averaging_timeout"] if allreduce_timeout is None else allreduce_timeout,
-        "next_chunk_timeout": next_chunk_timeout,
-        "shutdown_timeout": given["shutdown_timeout"],
-        "client_mode": given["client_mode"],
-        "auxiliary": given["auxiliary"],
-        "start": False,
-    }
     own = dict(given["averager_opts"] or {})
     if given["frozen_base"] is not None:
         own["agreement"] = {**(own.get("agreement") or {}), FROZEN_BASE: given["frozen_base"]}
     # A factory may have its own.
     wanted = {"compression": given["grad_compression"], "aggregation": given["aggregation"]}
     gradients = {name: value for name, value in wanted.items() if value is not None}
+    if given["peer_momentum"]:
+        gradients["peer_momentum"] = given["peer_momentum"]
     state = {
         "aggregation": given["state_aggregation"],
         "compression": given["state_averaging_compression"],
         "state_compression": given["load_state_compression"],
     }
-    return {**gradients, **both, **own}, {**state, **both, **own}
+    return {**gradients, **own}, {**state, **own}
 
 
 def _resolve_grad_averager(

@@ -15,17 +15,21 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from shoal.dht.spread import Depth
+from shoal.dht.storage import ValueWithExpiration
 from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 from shoal.p2p import PeerID
 from shoal.p2p.identity import Identity, verify_signature
 from shoal.p2p.names import Name
 from shoal.p2p.transport import Count, Moment, PeerIDBytes
+
+PlainValues = dict[str, Any]
+"""The fields of a record, by name."""
 
 # Seconds that a measurement of the speed takes at least, if batches are shorter.
 SHORTEST_MEASUREMENT = 0.1
@@ -175,6 +179,9 @@ def count_of_samples(option: str, number: object) -> int:
     return count
 
 
+ProgressT = TypeVar("ProgressT", bound="LocalTrainingProgress")
+
+
 class LocalTrainingProgress(msgspec.Struct, frozen=True):
     """How far one peer is, by its own account."""
 
@@ -190,10 +197,26 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
     is_donor: bool = False
     """It does not train: it only has the state of this epoch for others, and comes to no round."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PlainValues:
         """Plain values, for the DHT. Only donors say that they are, and peers without a name say nothing of it."""
         values = msgspec.structs.asdict(self)
         return {key: value for key, value in values.items() if value or key not in ("is_donor", "name")}
+
+    def dict(self) -> PlainValues:
+        """All fields as plain values."""
+        return {name: getattr(self, name) for name in LocalTrainingProgress.__struct_fields__}
+
+    @classmethod
+    def parse_obj(cls: type[ProgressT], value: object) -> ProgressT:
+        """Make one of plain values, such as those of :meth:`dict`.
+
+        Raises:
+            ValueError: a field is missing or has a wrong type.
+        """
+        try:
+            return msgspec.convert(value, cls, strict=True, builtin_types=(bytes,))
+        except msgspec.ValidationError as e:
+            raise ValueError(str(e)) from None
 
     def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
         """A copy of this record whose claims are cut to these limits."""
@@ -236,10 +259,7 @@ def parse_record(value: object) -> ProgressRecord:
     Raises:
         ValueError: it has another form, or its numbers are impossible.
     """
-    try:
-        record = msgspec.convert(value, ProgressRecord, strict=True, builtin_types=(bytes,))
-    except msgspec.ValidationError as e:
-        raise ValueError(str(e)) from None
+    record = ProgressRecord.parse_obj(value)
     Lineage.unpack(record.rounds)
     return record
 
@@ -280,6 +300,66 @@ class GlobalTrainingProgress:
     """DHT time at which the records will be read again."""
     samples_of_last_step: int = 0
     """How many samples were in the latest step of this peer; 0 before the first one, or if they are not counted."""
+
+
+class SwarmRecords(dict[bytes, ValueWithExpiration[PlainValues]]):
+    """The records of the peers that count, by peer id, for a summary of them all.
+
+    It is filled at first use: most summaries need no plain values, and large swarms have many records.
+
+    Args:
+        read: gives what is believed of each peer, and until which DHT time.
+        summarize: makes the usual summary.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Iterable[tuple[LocalTrainingProgress, float]]],
+        summarize: Callable[[], GlobalTrainingProgress],
+    ) -> None:
+        super().__init__()
+        self._read, self._summarize = read, summarize
+
+    def summarize(self) -> GlobalTrainingProgress:
+        """The usual summary."""
+        return self._summarize()
+
+    def _fill(self) -> None:
+        read, self._read = self._read, tuple
+        for record, until in read():
+            super().__setitem__(record.peer_id, ValueWithExpiration(record.dict(), until))
+
+    def __len__(self) -> int:
+        self._fill()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._fill()
+        return super().__iter__()
+
+    def __contains__(self, peer_id: object) -> bool:
+        self._fill()
+        return super().__contains__(peer_id)
+
+    def __getitem__(self, peer_id: bytes) -> ValueWithExpiration[PlainValues]:
+        self._fill()
+        return super().__getitem__(peer_id)
+
+    def get(self, peer_id: bytes, default: Any = None) -> Any:
+        self._fill()
+        return super().get(peer_id, default)
+
+    def keys(self) -> Any:
+        self._fill()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._fill()
+        return super().values()
+
+    def items(self) -> Any:
+        self._fill()
+        return super().items()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from shoal.optim.progress import (
     LocalTrainingProgress,
     PerformanceEMA,
     RefreshPolicy,
+    SwarmRecords,
     estimate_is_off,
     expected_members,
     make_room,
@@ -65,7 +66,7 @@ class ProgressBoard:
         make_guard: Callable[[bytes, Callable[[bytes], Hashable], float], Members] = Members,
     ) -> None:
         self._is_client: Callable[[], bool] = lambda: client_mode or not is_callable()
-        self.lock, self._contributed, self.batch_size = threading.Lock(), False, 0
+        self.lock, self._contributed, self.batch_size = threading.RLock(), False, 0
         self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
@@ -87,6 +88,8 @@ class ProgressBoard:
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
+        self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] = SwarmRecords.summarize
+        """Makes the progress of the swarm of the records that count. It may read from this board."""
         self.strangers: Callable[[], Collection[bytes]] = tuple
         """The peers that have other settings, so that this one cannot average with them."""
         self.foreign: Callable[[], frozenset[bytes]] = frozenset
@@ -587,17 +590,29 @@ class ProgressBoard:
         # This peer is about to take over the winners' state: its own progress no longer counts.
         if own.peer_id in self._settled(now).losers:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
-        return summarize(
-            own,
-            self.guard.limited([c.record for c in valid], now, self.batch_size),
-            published=self.published,
-            target_batch_size=self._target_batch_size,
-            now=now,
-            next_fetch_time=self._global.next_fetch_time,
-            stopped={c.record.peer_id for c in valid if c.unreachable_since is not None},
-            is_sketchy=len(valid) > MAX_CALLED,
-            num_others=self.num_others,
-        )
+        records = self.guard.limited([c.record for c in valid], now, self.batch_size)
+        stopped = {c.record.peer_id for c in valid if c.unreachable_since is not None}
+
+        def summary() -> GlobalTrainingProgress:
+            return summarize(
+                own,
+                records,
+                published=self.published,
+                target_batch_size=self._target_batch_size,
+                now=now,
+                next_fetch_time=self._global.next_fetch_time,
+                stopped=stopped,
+                is_sketchy=len(valid) > MAX_CALLED,
+                num_others=self.num_others,
+            )
+
+        def read() -> Iterable[tuple[LocalTrainingProgress, float]]:
+            expirations = {c.record.peer_id: c.expiration for c in valid}
+            if self.published:
+                yield own, math.inf
+            yield from ((each, expirations[each.peer_id]) for each in records if each.peer_id not in stopped)
+
+        return self.parse_records(SwarmRecords(read, summary))
 
     def call_watchers(self) -> None:
         """Tell the watchers that something has changed."""

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from shoal.averaging.allreduce.receipts import MAX_MEMBERS
 from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
+from shoal.errors import ReactorError
 from shoal.facade import Facade
 from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage
@@ -27,6 +30,7 @@ from shoal.optim.progress import (
     LocalTrainingProgress,
     PerformanceEMA,
     RefreshPolicy,
+    SwarmRecords,
     count_of_samples,
 )
 from shoal.optim.progress_board import ProgressBoard
@@ -144,7 +148,9 @@ class ProgressTracker(Facade):
         self.metadata_expiration = min(metadata_expiration, SHORT_LIFETIME_SECONDS)
         self.fetched_global_progress_this_epoch = threading.Event()
         """Set when the swarm's progress has been refreshed since this peer's last global step."""
-        self._min_refresh_period = min_refresh_period
+        self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
+        self.default_refresh_period = default_refresh_period
+        self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
@@ -157,12 +163,21 @@ class ProgressTracker(Facade):
             *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
             make_guard(guard),
         )
+        # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
+        parse = weakref.WeakMethod(self._parse_swarm_progress_data)
+
+        def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
+            method = parse()
+            return records.summarize() if method is None else method(records)
+
+        self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None
         self._company: Company | None = None
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
+        self._started: concurrent.futures.Future[None] | None = None
         if start:
             try:
                 self.run_in_background()
@@ -173,7 +188,7 @@ class ProgressTracker(Facade):
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start to publish and to read. Returns when others can call this tracker.
+        """Start to publish and to read. Returns when others can call this tracker. Idempotent.
 
         Raises:
             ValueError: another tracker with this prefix is at work on this DHT.
@@ -182,11 +197,12 @@ class ProgressTracker(Facade):
         from shoal.dht.crypto import PrivateKey
         from shoal.optim.progress_schema import progress_validators
 
-        self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
-        schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
-        starting = self._portal.submit(self._start(schema, signatures))
+        if self._started is None:
+            self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
+            schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
+            self._started = self._portal.submit(self._start(schema, signatures))
         if await_ready:
-            starting.result(timeout)
+            self._started.result(timeout)
 
     async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
         from shoal.optim.progress_schema import endorse
@@ -200,17 +216,23 @@ class ProgressTracker(Facade):
             self.board,
             owner_tag=signatures.local_public_key,
             endorsement=endorse(self.dht.p2p.identity, signatures.local_public_key),
-            min_period=self._min_refresh_period,
+            min_period=self.min_refresh_period,
             metadata_expiration=self.metadata_expiration,
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
-        exchange.vouching, exchange.company = self._vouching, self._company
-        # A private run keeps its name to itself.
-        if self._company is not None and self.dht.p2p.membership is None:
-            exchange.runs = self._make_run_list()
+        self.exchange = exchange
+        self._equip()
         await exchange.start()
         self._portal.on_close(exchange.stop)
-        self.exchange = exchange
+
+    def _equip(self) -> None:
+        """Let the exchange use what this tracker was given, before the start or after it."""
+        exchange = self.exchange
+        if exchange is not None:
+            exchange.vouching, exchange.company = self._vouching, self._company
+            # A private run keeps its name to itself.
+            if self._company is not None and exchange.runs is None and self.dht.p2p.membership is None:
+                exchange.runs = self._make_run_list()
 
     def _make_run_list(self) -> RunList:
         board = self.board
@@ -249,6 +271,37 @@ class ProgressTracker(Facade):
                 self._portal.reactor.loop.call_soon_threadsafe(exchange.call_due.set)
 
     # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _parse_swarm_progress_data(self, metadata: SwarmRecords) -> GlobalTrainingProgress:
+        """Progress of the swarm, from the records of its peers. All decisions of this tracker follow from it.
+
+        A subclass may count in another way. It is called often, in any thread, while the records do not change.
+
+        Args:
+            metadata: the records by peer, each as plain values with its expiration, this peer's own among them once it
+                is published. Only peers that count are there, with what is believed of them.
+        """
+        return metadata.summarize()
+
+    @property
+    def training_progress_key(self) -> str:
+        """The key of the DHT under which the records stand."""
+        return f"{self.prefix}_progress"
+
+    @property
+    def global_state_updated(self) -> threading.Event:
+        """Another name of :attr:`fetched_global_progress_this_epoch`."""
+        return self.fetched_global_progress_this_epoch
+
+    @property
+    def should_report_progress(self) -> asyncio.Event:
+        """Set, in the event loop, while there is news of this peer that has not been published yet."""
+        return self._exchange_at_work().report_due
+
+    def _exchange_at_work(self) -> ProgressExchange:
+        if self.exchange is None:
+            raise ReactorError("this progress tracker was made with start=False: call run_in_background() first")
+        return self.exchange
 
     @property
     def global_progress(self) -> GlobalTrainingProgress:
@@ -368,9 +421,10 @@ class ProgressTracker(Facade):
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
     def compare_settings(self, company: Company) -> None:
-        """From now on, compare settings with other peers. Call this before the tracker starts."""
+        """From now on, compare settings with other peers. Call this before the first report of progress."""
         self._company, self.board.strangers = company, lambda: company.strangers
         self.board.foreign = lambda: company.foreign
+        self._equip()
 
     def look_at_company(self) -> None:
         """Warn of peers that do not fit. Called by the training thread before each step.
@@ -399,7 +453,7 @@ class ProgressTracker(Facade):
         self.board.kinship.begin()
 
     def collect_receipts(self, grads: DecentralizedAverager | None, state: DecentralizedAverager) -> None:
-        """Use receipts of rounds, because the run averages in several groups. Call this before the tracker starts.
+        """Use receipts of rounds, because the run averages in several groups. Call this before the first round.
 
         Members that are trusted need none: nothing happens then.
 
@@ -425,6 +479,7 @@ class ProgressTracker(Facade):
             weights_are_samples=grads is not None,
         )
         node.on_receipt, node.next_epoch = self._vouching.take, lambda: board.own.epoch + 1
+        self._equip()
 
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
         """The round that ends this peer's epoch is over.

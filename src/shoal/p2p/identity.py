@@ -20,7 +20,7 @@ import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from shoal.errors import P2PDaemonError, make_private
+from shoal.errors import ForeignPeerError, P2PDaemonError, make_private
 from shoal.logs import quoted
 from shoal.p2p.multiaddr import DAMAGED, Multiaddr
 
@@ -174,7 +174,8 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
         raise ValueError(f"{address} does not say which peer to expect: it must end with /p2p/<peer id>")
     for name, text in items:
         if name == "p2p" and text is not None and PeerID.from_base58(text).public_key is None:
-            raise ValueError(f"{address}: {why_no_key(text)}")
+            error = ForeignPeerError if text.startswith(_OTHER_KEYS) else ValueError
+            raise error(f"{address}: {why_no_key(text)}")
     peer_id = PeerID.from_base58(items[-1][1])
     place = address.decapsulate(f"/p2p/{items[-1][1]}")
     check_circuit(place, peer_id)

@@ -25,6 +25,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "use_relay_hop": None,
     "use_relay_discovery": None,
 }
+_DHT_MODES = ("server", "client", "auto")
 _REACHABILITIES = (None, "public", "private")
 
 
@@ -74,6 +75,8 @@ class NatOptions:
             raise ValueError(
                 f"force_reachability is {chosen['force_reachability']!r}: give 'public', 'private' or None"
             )
+        if arguments.get("dht_mode", "server") not in _DHT_MODES:
+            raise ValueError(f"dht_mode is {arguments['dht_mode']!r}: give 'server', 'client' or 'auto'")
         chosen["trusted_relays"] = tuple(read_targets(chosen.get("trusted_relays") or (), "trusted_relays"))
         others = {name: value for name, value in arguments.items() if name not in names}
         asked = [name for name, value in others.items() if value != _WITHOUT_EFFECT[name]]

@@ -162,8 +162,9 @@ class P2P(Caller):
                 least one of them must answer.
             announce_maddrs: addresses to announce instead of those where this peer listens, such as the public side of
                 a forwarded port.
-            host_maddrs: where to listen, such as ``["/ip4/127.0.0.1/tcp/0"]`` for this machine alone; default: the
-                environment variable ``SHOAL_HOST_MADDRS``, or else all networks of this machine, on a free port.
+            host_maddrs: where to listen, such as ``["/ip4/127.0.0.1/tcp/0"]`` for this machine alone; default,
+                also if empty: the environment variable ``SHOAL_HOST_MADDRS``, or else all networks of this
+                machine, on a free port.
             identity_path: file with this peer's key; made if missing. Without it every start is a new peer.
             check_if_identity_free: with ``identity_path``, ask the initial peers whether another process has it.
             idle_timeout: seconds after which an unused connection is closed.
@@ -212,7 +213,7 @@ class P2P(Caller):
             await Checkup(p2p).add_p2p_handlers(p2p)
             await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
-                hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
+                hosts = host_maddrs or transport.listens_by_default()
                 places = read_addresses(hosts, "host_maddrs")
                 p2p.port_stays = bool(announced) or all(place.get("tcp") != "0" for place in places)
                 await p2p.outlook.listen(places, announced)
