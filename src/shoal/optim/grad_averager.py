@@ -289,7 +289,7 @@ class GradientAverager(DecentralizedAverager):
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos[: len(copies)])
 
     def _expected_layout(self) -> Layout | None:
-        return layout_of(self._tensors) if self._gives_the_state_of(GradientAverager) else None
+        return layout_of(self.averaged_grads) if self._gives_the_state_of(GradientAverager) else None
 
     def get_buffers(self) -> list[torch.Tensor]:
         """Tensors of earlier rounds that a newcomer needs. Do not change them. This averager has none."""
