@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from shoal.averaging.state.download import (
     Download,
     OwnedState,
     Snapshot,
+    check_fit,
     chunk_bytes_of,
     hash_of,
     version_of,
@@ -28,10 +30,19 @@ from shoal.averaging.state.download import (
 from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
 from shoal.averaging.state.places import MAX_DOWNLOADS
 from shoal.clock import get_dht_time
-from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorMetadata, base
+from shoal.compression import (
+    Blockwise4BitQuantization,
+    CompressionInfo,
+    CompressionType,
+    Float16Compression,
+    NoCompression,
+    TensorMetadata,
+    base,
+)
 from shoal.dht.crypto import tag_of
 from shoal.errors import NoAccessTokenError, P2PHandlerError
 from shoal.p2p import Identity
+from shoal.serializer import MSGPackSerializer
 from shoal.tasks import cancel_and_wait
 from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
@@ -391,8 +402,106 @@ async def test_chunks_that_do_not_exist_are_refused(index):
     await swarm.close()
 
 
+class Unpacked:
+    """A class of the user whose values are in the state. Strangers can send it any bytes."""
+
+    def packb(self) -> bytes:
+        return b"nonsense"
+
+    @classmethod
+    def unpackb(cls, data: bytes) -> object:
+        raise KeyError(f"\x1b[2J\nforged line {data!r}")
+
+
+def describe_instead(monkeypatch, donor, **changes):
+    """This donor describes its state in another way than it is."""
+    send_chunks = StateSharing.send_chunks
+
+    async def changed(self, call, snapshot, place):
+        if self is donor.state_sharing:
+            snapshot = replace(snapshot, **changes)
+        await send_chunks(self, call, snapshot, place)
+
+    monkeypatch.setattr(StateSharing, "send_chunks", changed)
+
+
+@pytest.mark.parametrize("priority", [0.0, 5.0])
+@pytest.mark.parametrize("metadata", [b"", b"\xc1", b"\xd9\xff", "ext"])
+async def test_a_donor_whose_plain_values_cannot_be_read_has_no_vote(monkeypatch, caplog, metadata, priority):
+    """The tensors are right, so without a look at the rest this donor would be as good as the honest one."""
+    if metadata == "ext":
+        monkeypatch.setitem(MSGPackSerializer._ext_type_codes, 0x7A, Unpacked)
+        monkeypatch.setitem(MSGPackSerializer._ext_types, Unpacked, 0x7A)
+        metadata = MSGPackSerializer.dumps(Unpacked())
+    swarm = Swarm()
+    liar, honest = await add_donors(swarm, [lambda: state_of(5, (3,))] * 2)
+    liar.state_sharing.set(priority=priority)
+    await liar.state_sharing.declare(True)
+    describe_instead(monkeypatch, liar, metadata=metadata)
+    newcomer = await swarm.add([torch.zeros(1)])
+    for _ in range(3):
+        found = await newcomer.state_sharing.download()
+        assert_is_state(found, 5, (3,))
+        assert found.donor == honest.p2p.peer_id
+    told = [record.getMessage() for record in caplog.records if str(liar.p2p.peer_id) in record.getMessage()]
+    assert len(told) == 1, "once, and then the donor is not asked for a while"
+    assert "plain values cannot be read" in told[0]
+    assert all(each.isprintable() for each in told[0])
+    assert len(told[0]) < 1500
+    await swarm.close()
+
+
+OTHER_TENSORS = {
+    "large, in 4 bits": [torch.zeros(2**20)],
+    "another number": [torch.zeros(3), torch.zeros(3)],
+    "none": [],
+    "another shape": [torch.zeros(4)],
+    "another type": [torch.zeros(3, dtype=torch.int64)],
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+async def test_no_memory_is_taken_for_tensors_that_do_not_fit(monkeypatch, caplog, case):
+    swarm, codec = Swarm(), Blockwise4BitQuantization() if "4 bits" in case else NoCompression()
+    liar = (await add_donors(swarm, [lambda: ({"epoch": 9}, OTHER_TENSORS[case])], state_compression=codec))[0]
+    liar.state_sharing.set(priority=5.0)
+    await liar.state_sharing.declare(True)
+    await add_donors(swarm, [lambda: state_of(5, (3,))])
+    newcomer, taken = await swarm.add([torch.zeros(1)]), []
+    newcomer.state_sharing.check = lambda part, given: check_fit(given, [((3,), torch.float32)])
+    make_download = Download.__init__
+
+    def noted(self, header, *rest):
+        taken.append(sum(header.tensor_bytes))
+        make_download(self, header, *rest)
+
+    monkeypatch.setattr(Download, "__init__", noted)
+    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    assert taken == [12], "only the honest donor's state was downloaded"
+    assert f"the state of peer {liar.p2p.peer_id} is of no use: it" in caplog.text
+    await swarm.close()
+
+
+def test_what_fits():
+    own = [((2, 3), torch.float32), ((), torch.float32), ((5,), torch.int64)]
+    single = TensorMetadata(0, "float32", ())
+    fits = [TensorMetadata(0, "float16", (2, 3)), single, TensorMetadata(0, "int64", (5,))]
+    check_fit(fits, own)
+    check_fit([single, TensorMetadata(0, "float32", (2, 3)), fits[2]], own)
+    with pytest.raises(ValueError, match="tensor 1 has shape"):
+        check_fit([fits[0], TensorMetadata(0, "float32", (7,)), fits[2]], own)
+    with pytest.raises(ValueError, match="tensor 2 is of type torch"):
+        check_fit([*fits[:2], TensorMetadata(0, "float32", (5,))], own)
+
+
 HOSTILE_HEADERS = {
     "too large": {"tensor_bytes": [2**50]},
+    "unknown type": {"tensors": [TensorMetadata(0, "\x1b[2J\n" * 10_000, (3,))]},
+    "large when decoded": {
+        "tensors": [TensorMetadata(CompressionType.BLOCKWISE_4BIT, "float32", (2**40,))],
+        "tensor_bytes": [2**39],
+    },
+    "many dimensions": {"tensors": [TensorMetadata(0, "float32", (1,) * 10_000)]},
     "negative": {"tensor_bytes": [-4]},
     "counts differ": {"tensor_bytes": [12, 4]},
     "sizes differ": {"tensor_bytes": [16]},
@@ -401,7 +510,7 @@ HOSTILE_HEADERS = {
 
 
 @pytest.mark.parametrize("case", HOSTILE_HEADERS)
-async def test_hostile_headers_are_refused(monkeypatch, case):
+async def test_hostile_headers_are_refused(monkeypatch, caplog, case):
     swarm = Swarm()
     await add_donors(swarm, [lambda: state_of(5, (3,))])
 
@@ -415,6 +524,9 @@ async def test_hostile_headers_are_refused(monkeypatch, case):
     monkeypatch.setattr(StateSharing, "send_chunks", hostile)
     newcomer = await swarm.add([torch.zeros(1)])
     assert await newcomer.state_sharing.download() is None
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines
+    assert all(line.isprintable() and len(line) < 1500 for line in lines)
     await swarm.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging.node import AveragerNode
+from shoal.averaging.state.download import layout_of
 from shoal.clock import get_dht_time
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, AveragingError, ShoalError
@@ -376,6 +377,12 @@ def test_no_single_member_replaces_the_estimates_of_the_others(make_averagers):
     run_round(averagers)
     for averager in honest:
         assert max(float(average.abs().max()) for average in averages(averager)) < 100
+
+
+@pytest.mark.parametrize("cls", [GradientAverager, *BOTH])
+def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_averagers, cls):
+    averager = make_averagers(cls, 1)[0]
+    assert averager._expected_layout() == layout_of(averager.get_current_state().tensors)
 
 
 @pytest.mark.parametrize("cls", BOTH)

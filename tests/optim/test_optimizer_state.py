@@ -236,7 +236,7 @@ def test_numbers_in_groups_that_are_not_finite_are_refused():
     initialize_optimizer_state_(newcomer)
     donor.param_groups[0]["d"] = float("nan")
     metadata, tensors = dump_optimizer_state(donor)
-    with pytest.raises(ValueError, match="parameter group 0 has d = nan"):
+    with pytest.raises(ValueError, match="parameter group 0 has 'd' = nan"):
         load_optimizer_state(newcomer, metadata, tensors)
 
 
@@ -251,7 +251,7 @@ def test_numbers_in_groups_of_another_kind_are_refused_and_change_nothing(name, 
     metadata, tensors = dump_optimizer_state(donor)
     metadata["groups"][0][name] = value
     before = copy.deepcopy(newcomer.state_dict())
-    with pytest.raises(ValueError, match=f"parameter group 0 has {name} = .*of another kind"):
+    with pytest.raises(ValueError, match=f"parameter group 0 has '{name}' = .*of another kind"):
         load_optimizer_state(newcomer, metadata, tensors)
     torch.testing.assert_close(newcomer.state_dict(), before)
 

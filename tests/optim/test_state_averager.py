@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.state.download import State
+from shoal.averaging.state.download import State, layout_of
 from shoal.dht.crypto import tag_of
 from shoal.errors import StateRefusedError
 from shoal.optim.grad_scaler import GradScaler
@@ -709,6 +709,14 @@ def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
     assert everything(joiner, extra) == before
 
 
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_averagers, make_optimizer):
+    [averager] = make_averagers(
+        [make_model(0)], optimizer=lambda groups: make_optimizer(groups, lr=0.1), extra_tensors=[torch.zeros(2)]
+    )
+    assert averager._expected_layout() == layout_of(averager.get_current_state()[1])
+
+
 @pytest.mark.parametrize("own_epoch", [0, 1])
 def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_averagers, own_epoch):
     [donor] = make_averagers([make_model(0)], scheduler=lambda o: LambdaLR(o, lambda step: 1.0))
@@ -718,7 +726,7 @@ def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_average
     donor.local_epoch = 4
     metadata, tensors, _ = donor.get_current_state()
     metadata["scheduler"] |= {"last_epoch": 3}
-    with pytest.raises(ValueError, match="it cannot be put in place: ZeroDivisionError"):
+    with pytest.raises(ValueError, match="it makes no sense: ZeroDivisionError"):
         take_over(joiner, metadata, tensors)
     assert joiner.local_epoch == own_epoch
     if own_epoch:

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from shoal.averaging.state.download import layout_of
 from shoal.optim import TrainingAverager
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -43,6 +44,25 @@ def train(averager: TrainingAverager, seed: int) -> None:
 def run_round(averagers: list[TrainingAverager], **options) -> list:
     options = {"expected_group_size": len(averagers), "timeout": 50, **options}
     return in_parallel(*(lambda a=a: a.step(**options) for a in averagers))
+
+
+def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_averagers):
+    averager = make_averagers(1, average_opt_statistics=["exp_avg"], extra_tensors=[torch.zeros(2)])[0]
+    assert averager._expected_layout() == layout_of(averager.get_current_state().tensors)
+    train(averager, 0)
+    assert averager._expected_layout() == layout_of(averager.get_current_state().tensors)
+
+
+def test_a_subclass_decides_itself_what_a_state_is(make_dhts, closing):
+    class Own(TrainingAverager):
+        def get_current_state(self):
+            return {"step": 1}, [torch.zeros(5)]
+
+    opt = torch.optim.SGD(make_model(0).parameters(), lr=0.1)
+    own = closing(
+        Own(opt, average_parameters=True, average_gradients=False, dht=make_dhts(1)[0], prefix="training", start=True)
+    )
+    assert own._expected_layout() is None, "tensors of any shape may be of use to it"
 
 
 def test_everything_chosen_is_averaged_by_weight(make_averagers):

@@ -118,6 +118,44 @@ def dawdle(donor: AveragerNode) -> None:
     donor.state_sharing.send_chunks = send_slowly  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_slow_donor_of_the_highest_priority_is_helped_or_replaced(is_same: bool) -> None:
+    """Without a tracker anybody can give itself any priority."""
+
+    async def main() -> tuple[float | None, float]:
+        swarm = Swarm()
+        await swarm.add_donor(1.0 if is_same else 2.0, priority=1000.0, dawdles=True)
+        for _ in range(2):
+            await swarm.add_donor(1.0)
+        newcomer = await swarm.add(torch.zeros(SMALL))
+        newcomer.state_sharing.rank_donors = None
+        return await swarm.download(newcomer)
+
+    value, seconds = run(main(), time_limit=400)
+    assert value == 1.0
+    assert seconds < 45
+
+
+def test_a_donor_of_the_highest_priority_that_does_not_even_describe_its_state_holds_nobody_up() -> None:
+    async def main() -> tuple[float | None, float]:
+        swarm = Swarm()
+        silent = await swarm.add_donor(2.0, priority=1000.0)
+        never = asyncio.Event()
+
+        async def say_nothing(call: Call, snapshot: Snapshot, place: Place) -> None:
+            await never.wait()
+
+        silent.state_sharing.send_chunks = say_nothing  # type: ignore[method-assign]
+        await swarm.add_donor(1.0)
+        newcomer = await swarm.add(torch.zeros(SMALL))
+        newcomer.state_sharing.rank_donors = None
+        return await swarm.download(newcomer)
+
+    value, seconds = run(main(), time_limit=400)
+    assert value == 1.0
+    assert seconds < 20
+
+
 async def ask_slowly(
     stranger: AveragerNode, donor: AveragerNode, chunks: int, pause: float = DAWDLING_SECONDS, last_pause: float = 0.0
 ) -> None:

@@ -21,7 +21,7 @@ from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepCo
 from shoal.averaging.groups.settings import present_mode
 from shoal.averaging.messages import MAX_GATHERED_BYTES
 from shoal.averaging.node import AveragerNode, average_once, schema_of
-from shoal.averaging.state.download import OwnedState, State
+from shoal.averaging.state.download import Layout, OwnedState, State, check_fit, layout_of
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
@@ -203,6 +203,7 @@ class DecentralizedAverager(Facade):
             "sender_timeout": sender_limit,
             "reducer_timeout": reducer_limit,
         }
+        self._expected: Layout | None = None
         self._portal = Portal(type(self).__name__)
         self._started: concurrent.futures.Future[AveragerNode] | None = None
         if start:
@@ -496,8 +497,24 @@ class DecentralizedAverager(Facade):
         Raises:
             TimeoutError: the download took longer than ``timeout``.
         """
+        self._expected = self._expected_layout()
         coro = self._download_state(skip)
         return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)
 
+    def _expected_layout(self) -> Layout | None:
+        """The tensors that a downloaded state must have; others are refused before they are downloaded.
+
+        Called before each download, by its caller. ``None``: a subclass decides itself what a state is, so its size is
+        limited, but not its shape.
+        """
+        return layout_of(self._tensors) if self._gives_the_state_of(DecentralizedAverager) else None
+
+    def _gives_the_state_of(self, kind: type[DecentralizedAverager]) -> bool:
+        """Whether no subclass has changed what the state of this kind of averager is."""
+        return getattr(self.get_current_state, "__func__", None) is kind.get_current_state
+
     async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
-        return await (await self._ready_node()).state_sharing.download(skip)
+        sharing, expected = (await self._ready_node()).state_sharing, self._expected
+        if expected is not None:
+            sharing.check = lambda part, given: check_fit(given, expected)
+        return await sharing.download(skip)

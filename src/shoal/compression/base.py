@@ -24,6 +24,8 @@ import msgspec
 import numpy as np
 import torch
 
+from shoal.logs import quoted
+
 Buffer = bytes | bytearray | memoryview
 
 MAX_DIMENSIONS = 64
@@ -197,14 +199,14 @@ class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
         """
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
-            raise ValueError(f"serialized tensor has unknown element type {self.dtype!r}")
+            raise ValueError(f"serialized tensor has unknown element type {quoted(self.dtype)}")
         if len(self.size) > MAX_DIMENSIONS:
             raise ValueError(f"serialized tensor has {len(self.size)} dimensions, possible are {MAX_DIMENSIONS}")
         if min(self.size, default=0) < 0 or max(self.size, default=0) >= 2**48:
-            raise ValueError(f"serialized tensor has impossible size {self.size}")
+            raise ValueError(f"serialized tensor has impossible size {quoted(self.size)}")
         count = math.prod(self.size)
         if count >= 2**48 or (count == 0 and math.prod(filter(None, self.size)) >= 2**48):
-            raise ValueError(f"serialized tensor of size {self.size} is too large")
+            raise ValueError(f"serialized tensor of size {quoted(self.size)} is too large")
         if self.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"serialized tensor of type {self.dtype} cannot require gradients")
         return dtype, count

@@ -32,6 +32,7 @@ from shoal.compression.quantization import (
 )
 from shoal.compression.statistics import NonNegative16BitCompression
 from shoal.compression.topk import TopKCompression
+from shoal.logs import one_line, quoted
 from shoal.serializer import MSGPackSerializer
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
@@ -151,6 +152,21 @@ def codec_of(compression: int) -> CompressionBase:
     if codec is None:
         raise ValueError(f"unknown compression code {compression}; this peer knows {sorted(_CODECS)}")
     return codec
+
+
+def check_nbytes(metadata: TensorMetadata, nbytes: int) -> None:
+    """Check that a serialized tensor with this description can take so many bytes, before there are any.
+
+    Raises:
+        ValueError: it cannot, its codec is unknown, or there is no such tensor.
+    """
+    codec, (dtype, count) = codec_of(metadata.compression), metadata.checked()
+    info = CompressionInfo(None, TensorDescriptor(metadata.size, dtype))
+    expected = codec.compressed_nbytes(metadata.size, info)
+    # Peers may send bfloat16 as float32, see USE_LEGACY_BFLOAT16.
+    is_wide = type(codec) is NoCompression and dtype == torch.bfloat16 and nbytes in (2 * count, 4 * count)
+    if expected is not None and nbytes != expected and not is_wide:
+        raise ValueError(f"serialized tensor of shape {quoted(metadata.size)} takes {expected} bytes, got {nbytes}")
 
 
 def is_sparse(compression: int) -> bool:
@@ -295,7 +311,7 @@ class BatchTensorDescriptor(TensorDescriptor):
             and isinstance(pin_memory, bool)
         )
         if not is_valid:
-            raise ValueError(f"not a description of a batch of tensors: {fields}")
+            raise ValueError(f"not a description of a batch of tensors: {quoted(fields)}")
         return cls(
             *size,
             dtype=DTYPES[dtype],
@@ -310,4 +326,4 @@ def _device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as e:
-        raise ValueError(f"not a device: {name!r}: {e}") from None
+        raise ValueError(f"not a device: {quoted(name)}: {one_line(str(e))}") from None

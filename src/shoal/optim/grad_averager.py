@@ -16,7 +16,7 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
-from shoal.averaging.state.download import OwnedState
+from shoal.averaging.state.download import Layout, OwnedState, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of
 from shoal.optim.devices import copy_all
@@ -287,6 +287,9 @@ class GradientAverager(DecentralizedAverager):
         with self.get_tensors() as tensors:
             copies = copies_of(tensors)
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos[: len(copies)])
+
+    def _expected_layout(self) -> Layout | None:
+        return layout_of(self.averaged_grads) if self._gives_the_state_of(GradientAverager) else None
 
     def get_buffers(self) -> list[torch.Tensor]:
         """Tensors of earlier rounds that a newcomer needs. Do not change them. This averager has none."""

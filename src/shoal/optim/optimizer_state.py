@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.averaging.finite import first_not_finite
+from shoal.logs import one_line, quoted
 from shoal.optim.devices import is_dtensor
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,11 @@ def _may_travel(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_number, value))
     return _is_number(value) or isinstance(value, torch.Tensor)
+
+
+def statistics_of(optimizer: TorchOptimizer) -> list[torch.Tensor]:
+    """The tensors of its state, in the order of :func:`dump_optimizer_state`. They are not copied."""
+    return [value for _, value in _all_leaves(optimizer) if isinstance(value, torch.Tensor)]
 
 
 def has_statistics(optimizer: TorchOptimizer) -> bool:
@@ -308,12 +314,15 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
     if not isinstance(metadata, dict) or {"structure", "values", "groups"} - metadata.keys():
         raise ValueError("the optimizer state is malformed")
     leaves = _all_leaves(optimizer)
-    own = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+    own = statistics_of(optimizer)
     if metadata["structure"] != _structure(leaves):
         raise ValueError(f"the other peer's optimizer keeps other statistics than this {type(optimizer).__name__}")
-    shapes, own_shapes = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in own]
-    if len(shapes) != len(own_shapes) or not all(map(_can_replace, shapes, own_shapes)):
-        raise ValueError(f"optimizer statistics have shapes {shapes}, expected {own_shapes}")
+    if len(tensors) != len(own):
+        raise ValueError(f"it has {len(tensors)} tensors of optimizer statistics, expected {len(own)}")
+    for index, (theirs, mine) in enumerate(zip(tensors, own, strict=True)):
+        if not _can_replace(tuple(theirs.shape), tuple(mine.shape)):
+            shape, expected = tuple(theirs.shape), tuple(mine.shape)
+            raise ValueError(f"optimizer statistic {index} has shape {shape}, expected {expected}")
     if not isinstance(metadata["values"], list) or not isinstance(metadata["groups"], list):
         raise ValueError("the optimizer state is malformed")
     _check_values([value for _, value in leaves if not isinstance(value, torch.Tensor)], metadata["values"])
@@ -323,11 +332,13 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
         for name, value in _given_state(optimizer, metadata, group, given).items():
             if not _is_same_kind(value, group.get(name)):
                 raise ValueError(
-                    f"parameter group {number} has {name} = {value!r}, and this peer's is of another kind: "
-                    f"{group.get(name)!r}"
+                    f"parameter group {number} has {quoted(name)} = {quoted(value)}, and this peer's is of another "
+                    f"kind: {quoted(group.get(name))}"
                 )
             if not _is_finite(value) and _is_finite(_plain_copy(group.get(name, 0))):
-                raise ValueError(f"parameter group {number} has {name} = {value!r}, and this peer's is finite")
+                raise ValueError(
+                    f"parameter group {number} has {quoted(name)} = {quoted(value)}, and this peer's is finite"
+                )
 
 
 def _can_replace(given: tuple[int, ...], own: tuple[int, ...]) -> bool:
@@ -376,7 +387,7 @@ def _check_values(own: Sequence[Any], given: Sequence[Any]) -> None:
         for value, theirs in zip(own, given, strict=True):
             _as_own(value, theirs)
     except (TypeError, ValueError, OverflowError) as e:
-        raise ValueError(f"optimizer statistics are malformed: {e}") from None
+        raise ValueError(f"optimizer statistics are malformed: {one_line(str(e))}") from None
 
 
 def _as_own(own: Any, given: Any) -> Any:

@@ -19,7 +19,7 @@ from shoal.averaging import StepControl
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.control import AveragingMode, RoundResult
 from shoal.averaging.finite import without_overflow
-from shoal.averaging.state.download import OwnedState, State
+from shoal.averaging.state.download import Layout, OwnedState, State, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
 from shoal.optim.grad_averager import GradientAverager, logger
@@ -315,6 +315,9 @@ class LowRankAverager(GradientAverager):
         tensors = self.get_buffers()
         infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         return OwnedState({"group_bits": self.node.group_bits}, tensors, infos)
+
+    def _expected_layout(self) -> Layout | None:
+        return layout_of(self.get_buffers()) if self._gives_the_state_of(LowRankAverager) else None
 
     async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
         state = await super()._download_state(skip)

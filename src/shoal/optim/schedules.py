@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import lr_scheduler
 
+from shoal.logs import quoted
+
 logger = logging.getLogger(__name__)
 
 # Up to this many steps are made one by one, which takes a few tenths of a second.
@@ -304,11 +306,13 @@ def load_scheduler_state(scheduler: Any, received: Any, *, of_others: bool = Fal
     merged = _merge(state, received, names)
     if names is not None and (other := {k: received.get(k) for k in state if merged[k] != _merge(state, received)[k]}):
         own_values = {name: state[name] for name in other}
-        logger.warning("the swarm's schedule has %s, this peer keeps its own %s", other, own_values)
+        logger.warning("the swarm's schedule has %s, this peer keeps its own %s", quoted(other), own_values)
     scheduler.load_state_dict(merged)
     own, theirs = state.get("base_lrs"), received.get("base_lrs")
     if own is not None and theirs is not None and list(map(float, own)) != theirs:
-        logger.warning("the swarm's schedule starts from learning rates %s instead of %s: taken over", theirs, own)
+        logger.warning(
+            "the swarm's schedule starts from learning rates %s instead of %s: taken over", quoted(theirs), own
+        )
 
 
 def _merge(own: Any, given: Any, names: frozenset[str] | None = None) -> Any:

@@ -20,11 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.state.download import GivenState, OwnedState, State
+from shoal.averaging.state.download import GivenState, Layout, OwnedState, State, layout_of
 from shoal.errors import StateRefusedError
-from shoal.logs import Seldom
+from shoal.logs import Seldom, one_line
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.lineage import LineageKeeper
+from shoal.optim.optimizer_state import statistics_of
 from shoal.optim.schedules import catch_up, check_received_schedule, dump_scheduler_state, load_scheduler_state
 from shoal.optim.training_setup import names_in
 from shoal.optim.training_state import (
@@ -96,6 +97,19 @@ def check(check_state: CheckState | None) -> None:
         raise _CheckFailed(e) from e
     if verdict is not None and not verdict:
         raise StateRefusedError(f"check_state returned {verdict!r}")
+
+
+@contextmanager
+def refusing_nonsense() -> Iterator[None]:
+    """Inside this context, what another peer has sent is taken apart. Errors that only nonsense can cause refuse it.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError) as e:
+        raise ValueError(f"it makes no sense: {type(e).__name__}: {one_line(str(e))}") from e
 
 
 def first_accepted(
@@ -305,6 +319,13 @@ class StateHolder(DecentralizedAverager):
             self.is_first,
         )
 
+    def _expected_layout(self) -> Layout | None:
+        if not self._gives_the_state_of(StateHolder):
+            return None
+        with self._state_lock:
+            own = [*self.optimizer_parameters, *self.extra_tensors, *self._buffers(), *statistics_of(self.optimizer)]
+            return layout_of(own)
+
     def _leave_out(self, donor: PeerID, version: bytes | None) -> None:
         self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)
 
@@ -371,19 +392,20 @@ class StateHolder(DecentralizedAverager):
                 but neither its epoch nor its schedule.)
         """
         metadata, tensors = downloaded
-        state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
+        with refusing_nonsense():
+            state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
         with self.get_tensors(), self._state_access():
             check_epoch(state.epoch, self._local_epoch, accept_older, run)
-            check_received_schedule(self.scheduler, state.scheduler, state.optimizer_metadata["groups"], state.epoch)
+            with refusing_nonsense():
+                groups = state.optimizer_metadata["groups"]
+                check_received_schedule(self.scheduler, state.scheduler, groups, state.epoch)
             # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
             has_trained = self._local_epoch > 0
             own = self._copy_own_state(downloaded, state.epoch) if has_trained or self._check_state else None
             epochs, schedule = (self._local_epoch, self._stepped_epoch), dump_scheduler_state(self.scheduler)
             try:
-                try:
+                with refusing_nonsense():
                     self._put_in_place(state)
-                except (ArithmeticError, LookupError, TypeError) as e:
-                    raise ValueError(f"it cannot be put in place: {type(e).__name__}: {e}") from e
                 check(self._check_state)
             except BaseException:
                 if own is not None:

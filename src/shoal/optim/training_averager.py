@@ -18,11 +18,11 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
-from shoal.averaging.state.download import OwnedState
+from shoal.averaging.state.download import Layout, OwnedState, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.optim.devices import copy_all, wait_for_devices
-from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
+from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, statistics_of
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
 from shoal.optim.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
 from shoal.p2p import PeerID
@@ -177,6 +177,11 @@ class TrainingAverager(DecentralizedAverager):
             state = describe_state(self._setup, self.extra_tensors, [], self.local_step, self.node.group_bits)
         metadata = {**state.metadata, "step": self.local_step}
         return OwnedState(metadata, state.tensors, state.infos)
+
+    def _expected_layout(self) -> Layout | None:
+        if not self._gives_the_state_of(TrainingAverager):
+            return None
+        return layout_of([*self._setup.optimizer_parameters, *self.extra_tensors, *statistics_of(self.opt)])
 
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None, *, skip: Collection[PeerID] = ()

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.averaging.groups.settings import contradiction_of
@@ -28,6 +28,7 @@ from shoal.averaging.state.gathering import MAX_VOTERS, Gathering
 from shoal.averaging.state.places import Place, Places
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, NoCompression
+from shoal.compression.base import TensorMetadata
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.dht.spread import any_place, key_at, places_to_write
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
@@ -115,6 +116,9 @@ class StateSharing:
             lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)), self._host_of_newcomer
         )
         """The newcomers that download from this peer."""
+        self.check: Callable[[bytes, Sequence[TensorMetadata]], object] | None = None
+        """Raises ``ValueError`` if this peer has no use for tensors with these descriptions. Called before a download
+        with the name of a part of the state, or an empty one for all of it. ``None``: anything may be of use."""
         self.get_part: Callable[[bytes], OwnedState | None] | None = None
         """Returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread. ``None``: there
         are no parts."""
@@ -316,6 +320,7 @@ class StateSharing:
                 self._rate,
                 self._agreement,
                 self._is_one_state,
+                None if self.check is None else functools.partial(self.check, part),
             )
             state = await gathering.run(await self.find_donors(skip))
             self.contradictions = gathering.contradictions

@@ -17,6 +17,9 @@ ASSUMED_SPEED = 1e6
 # A donor whose state was no good is avoided for so many seconds.
 REFUSAL_SECONDS = 600.0
 
+# One that offers what this peer can never use is not asked at all for so many seconds.
+REST_SECONDS = 60.0
+
 _MAX_REMEMBERED = 1024
 
 
@@ -55,6 +58,10 @@ class DonorMemory:
         _remember(self._distrusted if version is None else self._left_out, donor, now + REFUSAL_SECONDS)
         if version is not None:
             _remember(self._unwanted, version, None)
+
+    def rest(self, donor: PeerID, now: float) -> None:
+        """Do not ask a donor for a while, because this peer can never use what it offers."""
+        _remember(self._left_out, donor, max(self._left_out.get(donor, now), now + REST_SECONDS))
 
     def asks(self, donor: PeerID, now: float) -> bool:
         """Whether a donor may be asked."""

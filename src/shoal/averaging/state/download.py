@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ from blake3 import blake3
 from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
 from shoal.averaging.state.arrivals import SPEED_SECONDS, Arrivals
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
-from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
-from shoal.compression.serialization import is_sparse
+from shoal.compression.base import DTYPES, Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
+from shoal.compression.serialization import check_nbytes, is_sparse
 from shoal.compression.statistics import codec_for_download
 from shoal.errors import ProtocolError
+from shoal.logs import one_line, quoted
 from shoal.p2p import Call, PeerID
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import run_in_worker
@@ -60,6 +61,10 @@ HASH_BYTES = 32
 HASHING_THREADS = 4
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
 _MAX_PIECES = 64
+
+
+class UnusableStateError(ProtocolError):
+    """A donor offers what this peer can never use. The donor is left out for a while."""
 
 
 class State(NamedTuple):
@@ -293,7 +298,7 @@ class Download:
             deserialize_torch_tensor(SerializedTensor(metadata, self._buffers.pop()))
             for metadata in self._header.tensors
         ]
-        return State(MSGPackSerializer.loads(self._header.metadata), tensors)
+        return State(read_metadata(self._header.metadata), tensors)
 
     async def fetch_from(self, call: Call, arrivals: Arrivals) -> None:
         """Take chunks from one donor until all are here.
@@ -444,11 +449,18 @@ def _copy(source: memoryview, targets: Sequence[memoryview]) -> None:
         target[:], source = source[: len(target)], source[len(target) :]
 
 
-async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[StateHeader, bytes]:
+async def open_state(
+    call: Call, max_bytes: int, chunk_timeout: float, check: Callable[[Sequence[TensorMetadata]], object] | None = None
+) -> tuple[StateHeader, bytes]:
     """Receive and check a donor's answer to a request for its state, and the hashes of the chunks.
 
+    Args:
+        max_bytes: the tensors may take this many bytes, encoded as well as decoded.
+        check: raises ``ValueError`` if tensors with these descriptions are of no use to this peer.
+
     Raises:
-        ProtocolError: the answer is malformed, or the state is larger than ``max_bytes``.
+        UnusableStateError: this peer can never use what the donor offers.
+        ProtocolError: the answer is malformed.
         TimeoutError: there is no answer.
     """
     async with asyncio.timeout(chunk_timeout):
@@ -457,14 +469,96 @@ async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[
             raise ProtocolError("ended without an answer")
         if not header.allowed:
             return header, b""
-        sizes = header.tensor_bytes
-        if len(sizes) != len(header.tensors) or len(sizes) > MAX_TENSORS or any(size < 0 for size in sizes):
-            raise ProtocolError("the list of tensors is malformed")
-        # A few bytes of them could claim any amount of memory, and zeros are no parameters.
-        if any(is_sparse(metadata.compression) for metadata in header.tensors):
-            raise ProtocolError("the state was compressed by a codec that leaves values out")
-        if sum(sizes) > max_bytes:
-            raise ProtocolError(f"a state of {sum(sizes)} bytes is over the limit of {max_bytes}")
-        hashes = bytearray(HASH_BYTES * -(-sum(sizes) // chunk_bytes_of(sum(sizes))))
+        try:
+            _check_tensors(header, max_bytes)
+            if check is not None:
+                check(header.tensors)
+            await run_in_worker(read_metadata, header.metadata)
+        except ValueError as e:
+            raise UnusableStateError(str(e)) from None
+        total = sum(header.tensor_bytes)
+        hashes = bytearray(HASH_BYTES * -(-total // chunk_bytes_of(total)))
         await call.read_payload_into(memoryview(hashes))
     return header, bytes(hashes)
+
+
+def read_metadata(packed: bytes) -> Any:
+    """The plain values of a state.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    try:
+        return MSGPackSerializer.loads(packed)
+    except Exception as e:  # a class of the user that unpacks its own values may raise anything
+        raise ValueError(f"its plain values cannot be read: {type(e).__name__}: {one_line(str(e))}") from None
+
+
+def _check_tensors(header: StateHeader, max_bytes: int) -> None:
+    """Check a donor's description of its tensors before any memory is taken for them.
+
+    Raises:
+        ValueError: there can be no such tensors, or they are too large.
+    """
+    sizes = header.tensor_bytes
+    if len(sizes) != len(header.tensors) or len(sizes) > MAX_TENSORS:
+        raise ValueError("the list of tensors is malformed")
+    # A few bytes of them could claim any amount of memory, and zeros are no parameters.
+    if any(is_sparse(metadata.compression) for metadata in header.tensors):
+        raise ValueError("the state was compressed by a codec that leaves values out")
+    decoded = 0
+    for metadata, nbytes in zip(header.tensors, sizes, strict=True):
+        dtype, count = metadata.checked()
+        check_nbytes(metadata, nbytes)
+        decoded += count * dtype.itemsize
+        if decoded > max_bytes:
+            break
+    if max(decoded, sum(sizes)) > max_bytes:
+        raise ValueError(f"a state of {max(decoded, sum(sizes))} bytes is over the limit of {max_bytes}")
+
+
+Layout = Sequence[tuple[Sequence[int], torch.dtype]]
+"""The shape and the type of each tensor of a state."""
+
+
+def layout_of(tensors: Iterable[torch.Tensor]) -> Layout:
+    """The shapes and types of tensors."""
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def check_fit(given: Sequence[TensorMetadata], own: Layout) -> None:
+    """Check that tensors of a donor can take the places of this peer's own, before they are downloaded.
+
+    A floating point number of any size can take the place of another one. A tensor without dimensions can take the
+    place of any other one and be replaced by it, because some optimizers keep a single zero for a tensor of zeros.
+
+    Args:
+        given: descriptions of valid tensors.
+
+    Raises:
+        ValueError: their number, shapes or types differ.
+    """
+    if len(given) != len(own):
+        raise ValueError(f"it has {len(given)} tensors, and this peer has {len(own)}")
+    largest = max((math.prod(shape) for shape, _ in own), default=0)
+    for index, (theirs, (shape, dtype)) in enumerate(zip(given, own, strict=True)):
+        is_single = not theirs.size or (not shape and math.prod(theirs.size) <= largest)
+        if theirs.size != tuple(shape) and not is_single:
+            raise ValueError(f"its tensor {index} has shape {quoted(theirs.size)}, expected {tuple(shape)}")
+        given_dtype = DTYPES[theirs.dtype]
+        if (given_dtype.is_complex, given_dtype.is_floating_point) != (dtype.is_complex, dtype.is_floating_point):
+            raise ValueError(f"its tensor {index} is of type {given_dtype}, expected {dtype}")
+
+
+def check_bytes(given: Sequence[TensorMetadata], most: int) -> None:
+    """Check that the tensors of a donor take at most this many bytes here, before they are downloaded.
+
+    Args:
+        given: descriptions of valid tensors.
+
+    Raises:
+        ValueError: they are larger.
+    """
+    total = sum(math.prod(each.size) * DTYPES[each.dtype].itemsize for each in given)
+    if total > most:
+        raise ValueError(f"it has {total} bytes, and this peer has use for {most} at most")

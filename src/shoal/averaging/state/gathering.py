@@ -5,10 +5,13 @@ most hosts show. A large state it takes from several donors of that version at o
 Among donors of the same version, those that were quick before come first. What a donor claims about itself does not
 count.
 
+A donor whose description makes no sense, or does not fit this peer, has no vote. It is left out for a while.
+
 *Slow downloads.* A download that is going to take long gets help from other donors of the same version. If no donor can
 help, the newcomer changes to another version, but only to one that as many donors show and that is expected to be here
 sooner. It keeps the chunks that have come, in case it returns. It never leaves a donor without having another one: the
-last donor may take its time as long as it sends anything.
+last donor may take its time as long as it sends anything. If the donors of the best rank are slow, or do not even
+describe their state, the next ones are asked, too.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
 from shoal.averaging.state.arrivals import Arrivals
 from shoal.averaging.state.donor_memory import DonorMemory
-from shoal.averaging.state.download import Download, GivenState, open_state, version_of
+from shoal.averaging.state.download import Download, GivenState, UnusableStateError, open_state, version_of
+from shoal.compression.base import TensorMetadata
 from shoal.logs import one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -80,6 +84,7 @@ class Gathering:
         trains: whether this peer is going to train with the state.
         rate: so many bytes in a second are taken at most.
         is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them.
+        check: raises ``ValueError`` if tensors with these descriptions are of no use to this peer.
     """
 
     def __init__(
@@ -96,7 +101,9 @@ class Gathering:
         rate: float = math.inf,
         agreement: Mapping[str, str] | None = None,
         is_one_state: bool = True,
+        check: Callable[[Sequence[TensorMetadata]], object] | None = None,
     ) -> None:
+        self.check = check
         self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
         self.is_one_state = is_one_state
         self.request = DownloadRequest(part=part, trains=trains, agreement=dict(agreement or {}))
@@ -183,6 +190,14 @@ class Gathering:
                 self._known.add(other)
                 self._named[other] = rank
 
+    def leave_out(self, peer: PeerID, error: Exception) -> None:
+        """Note that this peer can never use what a donor offers, and do not ask that donor for a while."""
+        self.p2p.metrics.states_refused += 1
+        self.memory.warn_seldom("the state of peer %s is of no use: %s", peer, error, about=peer)
+        if not self.request.part:  # a donor that lacks a part of the state may still have a good state
+            self.memory.rest(peer, asyncio.get_running_loop().time())
+        self.leave(peer, "of no use")
+
     def leave(self, peer: PeerID, reason: str) -> None:
         """Note that a donor is not used, or not any more."""
         self.p2p.metrics.donors_left[reason] += 1
@@ -213,20 +228,17 @@ class _Attempt:
     async def run(self) -> GivenState | None:
         """The state; ``None`` if it did not arrive. Then other donors may be left to ask."""
         try:
-            voters = [donor for donor in self._waiting if donor[0] == self._rank][: self._gathering.most_voters]
-            for donor in voters:
-                self._waiting.remove(donor)
-                self._ask(donor)
+            voters = self._ask_best()
             offer = await self._vote(voters)
             if offer is None:
                 return None
+            self._rank = offer.donor[0]
             self._tell_of_others(offer)
             self._begin(offer)
             await self._look_after()
             return await self._result()
         except (ValueError, RuntimeError) as e:
-            peer = self._source.donor[1] if self._source is not None else voters[0][1]
-            logger.warning("the state of %s cannot be read: %s", peer, e)
+            self._gathering.leave_out(voters[0][1] if self._source is None else self._source.donor[1], e)
             return None
         finally:
             await cancel_and_wait(*self._tasks)
@@ -248,6 +260,15 @@ class _Attempt:
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
+    def _ask_best(self) -> list[Donor]:
+        """Ask the first donors that wait, as far as they have the same rank."""
+        rank = self._waiting[0][0]
+        asked = [donor for donor in self._waiting if donor[0] == rank][: self._gathering.most_voters]
+        for donor in asked:
+            self._waiting.remove(donor)
+            self._ask(donor)
+        return asked
+
     def _ask(self, donor: Donor) -> None:
         self._asked[donor] = None
         self._tasks.append(asyncio.ensure_future(self._take_from(donor)))
@@ -259,7 +280,7 @@ class _Attempt:
             await gathering.reach(peer)
             async with gathering.get_stub(peer).rpc_download_state() as call:
                 await call.send(gathering.request)
-                header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout)
+                header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout, gathering.check)
                 if not header.allowed:
                     gathering.note_refusal(donor, header)
                     return
@@ -276,6 +297,8 @@ class _Attempt:
                 await call.send_end()
                 async with asyncio.timeout(gathering.chunk_timeout):
                     await call.receive(StateChunk)
+        except UnusableStateError as e:
+            gathering.leave_out(peer, e)
         except PEER_FAILURES as e:
             gathering.leave(peer, "failed")
             warn = gathering.memory.warn_seldom  # anybody can declare any number of donors
@@ -324,20 +347,31 @@ class _Attempt:
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 
-    async def _vote(self, voters: Collection[Donor]) -> _Offer | None:
-        """The offer to take: of the version that most donors show that answer in time; ``None``: none answers."""
+    async def _vote(self, voters: list[Donor]) -> _Offer | None:
+        """The offer to take: of the version that most donors show that answer in time; ``None``: none answers.
+
+        Args:
+            voters: the donors that have been asked. Those of the next rank are added if none of these answers soon.
+        """
         loop, ends_at = asyncio.get_running_loop(), None
+        asks_more_at = loop.time() + SLOW_SECONDS
         while True:
             self._news.clear()
             best = self._best(voters)
             if not self._asked or (best is not None and self._is_certain(best)):
                 return best
-            if best is not None and ends_at is None:
+            if best is None:
+                if loop.time() >= asks_more_at and self._waiting:
+                    voters += self._ask_best()
+                    asks_more_at = loop.time() + SLOW_SECONDS
+                await first_completed(self._news.wait(), timeout=asks_more_at - loop.time() if self._waiting else None)
+                continue
+            if ends_at is None:
                 patience = VOTE_SECONDS + best.total_bytes / VOTE_BYTES_PER_SECOND
                 ends_at = loop.time() + min(patience, self._gathering.chunk_timeout / 2)
-            if ends_at is not None and loop.time() >= ends_at:
+            if loop.time() >= ends_at:
                 return best
-            await first_completed(self._news.wait(), timeout=None if ends_at is None else ends_at - loop.time())
+            await first_completed(self._news.wait(), timeout=ends_at - loop.time())
 
     def _votes(self) -> Counter[bytes]:
         """By version: the number of hosts that show it. Several peers on one host have one vote for a version."""
@@ -355,7 +389,9 @@ class _Attempt:
         if not self._offers:
             return None
         order, weights = {donor: number for number, donor in enumerate(voters)}, self._weights()
-        first = min(self._offers, key=lambda offer: (-weights[offer.version], order[offer.donor]))
+        rank = min(offer.donor[0] for offer in self._offers)
+        of_best_rank = [offer for offer in self._offers if offer.donor[0] == rank]
+        first = min(of_best_rank, key=lambda offer: (-weights[offer.version], order[offer.donor]))
         same = [offer for offer in self._offers if offer.version == first.version]
         host_of = self._gathering.p2p.host_of
         pairs = {(offer.header.metadata, host_of(offer.donor[1])) for offer in same}
@@ -408,6 +444,10 @@ class _Attempt:
                 self._ask(helper)
             elif (not self._active and not self._asked) or (self._is_slow and self._is_better_left()):
                 return
+            elif self._is_slow and not self._asked and self._waiting:
+                # No donor of this rank can help, and no version that is known would be here sooner.
+                self._extra += 1
+                self._ask(self._waiting.popleft())
             await first_completed(download.finished.wait(), self._news.wait(), timeout=CHECK_SECONDS)
             self._is_slow = download.seconds_left() > SLOW_SECONDS
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,21 +18,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging.state.download import OwnedState, State
-from shoal.compression import CompressionInfo, TensorRole
+from shoal.averaging.state.download import OwnedState, State, check_bytes, check_fit
+from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.logs import Seldom
 from shoal.optim.epochs import usual_lag
+from shoal.optim.optimizer_state import statistics_of
 from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import PARAMETERS, Standing
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
-from shoal.optim.outer.kept import Kept, OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
+from shoal.optim.outer.kept import (
+    SHARE_FOR_NEWCOMERS,
+    Kept,
+    OuterParameters,
+    Wanted,
+    answer,
+    parse_answer,
+    parse_request,
+    request_for,
+)
 from shoal.optim.outer.schedule import SlotCounter
-from shoal.optim.state_holder import first_accepted
+from shoal.optim.state_holder import first_accepted, refusing_nonsense
 from shoal.optim.training_state import OlderStateError
 
 if TYPE_CHECKING:
@@ -39,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The most statistics that an inner optimizer keeps of a value.
+MOST_STATISTICS = 8
 # The name of the part of the state that has the statistics of the inner optimizers.
 STATISTICS = b"inner"
 # That of the part that has the extra tensors.
@@ -113,6 +126,28 @@ class Giving:
         if not found and not whole and (is_far_behind or any(known is not None for _, known in wanted.values())):
             return None
         return answer(found, whole)
+
+    def check(self, part: bytes, given: Sequence[TensorMetadata]) -> None:
+        """Check what another peer offers of a part of the state, before it is downloaded. Called in the event loop.
+
+        Raises:
+            ValueError: this peer has no use for such tensors.
+        """
+        own = [each for fragment in self.fragments for each in fragment.state.layout]
+        if not part:
+            check_fit(given, own)
+        elif part == EXTRA:
+            check_fit(given, [((self.extra.length,), torch.float32)] if given else [])
+        elif part == STATISTICS:
+            # They may not exist here yet, so only their size is checked. The training thread waits for this download.
+            known = sum(each.nbytes for optimizer in self.inner.optimizers for each in statistics_of(optimizer))
+            usual = MOST_STATISTICS * sum(each.numel() * 8 for each in self.inner.parameters)
+            check_bytes(given, max(known, usual) + 2**20)
+        else:
+            # A donor keeps at most this many bytes of updates, or the latest one.
+            vectors = 4 * sum(fragment.fragment.length for fragment in self.fragments)
+            whole = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own)
+            check_bytes(given, whole + SHARE_FOR_NEWCOMERS * vectors)
 
 
 @dataclass
@@ -231,11 +266,12 @@ class CatchingUp:
         updates, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
         try:
             if found is not None:
-                updates, whole = parse_answer(found[0], found[1], len(fragments))
+                with refusing_nonsense():
+                    updates, whole = parse_answer(found[0], found[1], len(fragments))
             for each in fragments:
                 made += each.make_up(updates.get(each.number, ()), whole.get(each.number))
         except ValueError as e:
-            logger.warning("the updates of another peer make no sense: %s", e)
+            self._warn_seldom("the updates of another peer make no sense: %s", e)
         if made:
             logger.info("this peer has made up for %d updates", made)
         return None if found is None else made
@@ -298,10 +334,10 @@ class CatchingUp:
         if found is None or not found[1]:
             return
         try:
-            with rounds.lock:
+            with rounds.lock, refusing_nonsense():
                 rounds.inner.load_statistics(found[0], found[1])
         except ValueError as e:
-            logger.warning("the inner optimizers begin without the statistics of another peer: %s", e)
+            self._warn_seldom("the inner optimizers begin without the statistics of another peer: %s", e)
 
     def _take_over_extra(self) -> None:
         """Begin with the extra tensors of another peer. They soon are those of all anyhow."""
@@ -313,14 +349,14 @@ class CatchingUp:
         try:
             self.extra.load(list(found[1]))
         except ValueError as e:
-            logger.warning("this peer begins with extra tensors of its own: %s", e)
+            self._warn_seldom("this peer begins with extra tensors of its own: %s", e)
 
     def _tried(self, download: Callable[[], Any]) -> Any:
         """What a download brings; ``None`` if it fails."""
         try:
             return download()
         except (ShoalError, TimeoutError, ValueError) as e:
-            logger.warning("a download from other peers has failed: %s", str(e) or type(e).__name__)
+            self._warn_seldom("a download from other peers has failed: %s", str(e) or type(e).__name__)
             return None
 
     def _go_along(self) -> None:
@@ -372,7 +408,8 @@ class CatchingUp:
                 raise ValueError("a fragment of it has no tensors")
             parts.append((each, own, left[:count]))
             del left[:count]
-            each.check(own, parts[-1][2])
+            with refusing_nonsense():
+                each.check(own, parts[-1][2])
         with rounds.lock:
             lost = [each.take_over(own, theirs, is_new=is_new) for each, own, theirs in parts]
         self._tell_what_is_lost(max(lost))

@@ -17,6 +17,7 @@ import torch
 
 from shoal.averaging.majorities import PEERS_PER_LIAR
 from shoal.compression.base import bytes_of
+from shoal.logs import quoted
 
 HASH_BYTES = 16
 # A message tells no more links than this, whatever its sender has.
@@ -96,14 +97,14 @@ def parse_links(value: object) -> tuple[Link, ...]:
         ValueError: they are malformed.
     """
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_LINKS:
-        raise ValueError(f"no list of 1 to {MOST_LINKS} links: {str(value)[:100]}")
+        raise ValueError(f"no list of 1 to {MOST_LINKS} links: {quoted(value)}")
     links = []
     for each in value:
         match each:
             case [int(version), bytes(digest), int(samples)] if len(digest) == HASH_BYTES:
                 links.append(Link(version, digest, samples))
             case _:
-                raise ValueError(f"no link: {str(each)[:100]}")
+                raise ValueError(f"no link: {quoted(each)}")
     versions = [link.version for link in links]
     if versions != list(range(versions[0], versions[0] + len(links))) or versions[0] < 0 or versions[-1] > MOST:
         raise ValueError(f"links must follow each other: {versions}")

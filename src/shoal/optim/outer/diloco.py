@@ -235,6 +235,7 @@ class DiLoCo(JointOptimizer):
             self._fragments,
             giving.everything,
             giving.part,
+            giving.check,
             dht,
             prefix=f"{run_id}_outer_averager",
             start=False,

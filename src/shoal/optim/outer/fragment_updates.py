@@ -34,6 +34,7 @@ from shoal.optim.outer.kept import Kept, KeptResults, OuterParameters, packed, u
 from shoal.optim.outer.mixing import Mixing, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
+from shoal.optim.state_holder import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -422,7 +423,8 @@ class FragmentUpdates:
             ValueError: something does not fit. Updates before it have been made.
         """
         if whole is not None:
-            self.check(*whole)
+            with refusing_nonsense():
+                self.check(*whole)
         links = () if whole is None else parse_links(whole[0]["chain"])
         if whole is not None and self.standing is Standing.LOST and self.heard_of in links:
             self.take_over(*whole, is_new=False)

@@ -16,6 +16,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
+from shoal.logs import quoted
 from shoal.optim.outer.chain import HASH_BYTES, MOST, Link, hash_of, parse_links
 from shoal.serializer import MSGPackSerializer
 
@@ -201,7 +202,7 @@ def parse_answer(
     """
     updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
     if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
-        raise ValueError(f"no updates: {str(metadata)[:100]}")
+        raise ValueError(f"no updates: {quoted(metadata)}")
     left, found, whole = list(tensors), dict[int, list[Kept]](), dict[int, OuterParameters]()
     for each in updates:
         match each:
@@ -218,14 +219,14 @@ def parse_answer(
                 del left[:count]
                 found.setdefault(fragment, []).append(kept)
             case _:
-                raise ValueError(f"no update: {str(each)[:100]}")
+                raise ValueError(f"no update: {quoted(each)}")
     for each in states:
         match each:
             case [int(fragment), own, int(count)] if 0 <= fragment < fragments and 0 < count <= len(left):
                 whole[fragment] = own, left[:count]
                 del left[:count]
             case _:
-                raise ValueError(f"no outer parameters: {str(each)[:100]}")
+                raise ValueError(f"no outer parameters: {quoted(each)}")
     for kept_of_one in found.values():
         if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
             raise ValueError("updates must follow each other")

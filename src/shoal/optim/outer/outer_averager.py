@@ -16,7 +16,7 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import average_once
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.state.gathering import MAX_VOTERS
-from shoal.compression import CompressionInfo, TensorRole
+from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.optim.outer.chain import Statement
 from shoal.optim.outer.extra import ROLE as EXTRA_ROLE
 from shoal.p2p import PeerID
@@ -64,6 +64,7 @@ class OuterAverager(DecentralizedAverager):
         contributors: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
         get_part: a part of the state by its name, or ``None`` to refuse it, likewise.
+        check: see :attr:`~shoal.averaging.state.donor.StateSharing.check`.
         options: of :class:`~shoal.averaging.DecentralizedAverager`.
     """
 
@@ -75,6 +76,7 @@ class OuterAverager(DecentralizedAverager):
         contributors: Sequence[Contributor],
         get_state: Callable[[], OwnedState],
         get_part: Callable[[bytes], OwnedState | None],
+        check: Callable[[bytes, Sequence[TensorMetadata]], object],
         *args: Any,
         **options: Any,
     ) -> None:
@@ -82,6 +84,7 @@ class OuterAverager(DecentralizedAverager):
         self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
         self._contributors, self._get_state, self._get_part = tuple(contributors), get_state, get_part
+        self._check = check
         infos = [
             CompressionInfo.from_tensor(vector, key=number, role=TensorRole.GRADIENT)
             for number, vector in enumerate(self.vectors)
@@ -139,7 +142,7 @@ class OuterAverager(DecentralizedAverager):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         super().run_in_background(await_ready=True, timeout=timeout)
-        self.node.state_sharing.get_part = self._get_part
+        self.node.state_sharing.get_part, self.node.state_sharing.check = self._get_part, self._check
 
     def load_part_from_peers(
         self, part: bytes, timeout: float, *, differs: bool = False

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from shoal.averaging.state.download import Layout, layout_of
+from shoal.logs import quoted
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
     initialize_optimizer_state_,
     load_optimizer_state,
     noting_state,
+    statistics_of,
 )
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
 from shoal.optim.schedules import (
@@ -94,6 +97,11 @@ class OuterState:
         schedule = dump_scheduler_state(self.scheduler)
         return {"version": self.version, "optimizer": metadata, "scheduler": schedule}, [self.values, *tensors]
 
+    @property
+    def layout(self) -> Layout:
+        """The shapes and types of the tensors of :meth:`dump`."""
+        return layout_of([self.values, *statistics_of(self.optimizer)])
+
     def check(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
         """Check that a state from :meth:`dump` of another peer fits.
 
@@ -101,7 +109,7 @@ class OuterState:
             ValueError: it does not; nothing has been changed.
         """
         if not isinstance(metadata, Mapping) or not isinstance(version := metadata.get("version"), int) or version < 0:
-            raise ValueError(f"the state of a fragment has no version: {str(metadata)[:100]}")
+            raise ValueError(f"the state of a fragment has no version: {quoted(metadata)}")
         if not tensors or tensors[0].shape != self.values.shape or tensors[0].dtype != torch.float32:
             raise ValueError(f"outer parameters must be {tuple(self.values.shape)} float32 numbers")
         for tensor in tensors:
