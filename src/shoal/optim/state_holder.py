@@ -206,6 +206,7 @@ class StateHolder(DecentralizedAverager):
         self._stepped_epoch = 0
         averager_kwargs.setdefault("tensor_infos", contents.infos())
         super().__init__(contents.averaged, dht, **averager_kwargs)
+        contents.averaged = self._tensors
 
     @property
     def local_epoch(self) -> int:
@@ -246,7 +247,19 @@ class StateHolder(DecentralizedAverager):
 
     def _optimizer_access(self) -> AbstractContextManager[Any]:
         """Takes the tensor lock if the optimizer's own tensors are averaged: they must not change during a round."""
-        return self.get_tensors() if self.reuse_tensors else nullcontext()
+        return self._lock.hold() if self.reuse_tensors else nullcontext()
+
+    @contextmanager
+    def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
+        """The averaged tensors, protected: no averaging happens inside this block. Keep it short.
+
+        Between two rounds, tensors that are copies have the values of what they are copies of.
+        """
+        with super().get_tensors() as tensors:
+            if not self._contents.has_copies:
+                with self._state_access():
+                    self._contents.load_into_averaged()
+            yield tensors
 
     def name_parameters(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Note the names of the parameters in the model, unless they came with names.
@@ -320,7 +333,7 @@ class StateHolder(DecentralizedAverager):
         own, self._own_state = self._own_state, None
         if own is None:
             return False
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             self._put_back(own)
             if self.lineage_keeper is not None:
                 self.lineage_keeper.adopt_lineage(own.state.lineage, own.local_epoch)
@@ -351,7 +364,7 @@ class StateHolder(DecentralizedAverager):
         Raises:
             ValueError: it does not fit.
         """
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             self._own_state = None
             epoch = load_checkpoint(self._setup, state_dict)
             self._contents.adopt_statistics()
@@ -372,7 +385,7 @@ class StateHolder(DecentralizedAverager):
         """
         metadata, tensors = downloaded
         state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             check_epoch(state.epoch, self._local_epoch, accept_older, run)
             check_received_schedule(self.scheduler, state.scheduler, state.optimizer_metadata["groups"], state.epoch)
             # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
@@ -407,7 +420,8 @@ class StateHolder(DecentralizedAverager):
         if self.shared_buffers is not None:
             self.shared_buffers.set_buffers(state.buffers)
         apply_state(state, self._setup, self.extra_tensors)
-        self._contents.load_into_averaged()
+        if self._contents.has_copies:
+            self._contents.load_into_averaged()
         self._contents.update_main_parameters()
         self.local_epoch = state.epoch
 
