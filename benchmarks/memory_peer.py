@@ -110,9 +110,7 @@ class MemoryPeer:
         def step(*args: Any, **kwargs: Any) -> Any:
             began = time.monotonic()
             control = average(*args, **kwargs)
-            control.add_done_callback(
-                lambda _: self.spans.append(("averaging gradients", began, time.monotonic()))
-            )
+            control.add_done_callback(lambda _: self.spans.append(("averaging gradients", began, time.monotonic())))
             return control
 
         shared.load_state_from_peers, shared.grad_averager.step = load_state_from_peers, step

@@ -44,7 +44,7 @@ from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
-from shoal.compression.base import dtype_name, is_stand_in
+from shoal.compression.base import dtype_name, is_stand_in, zeros_like_all
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
 from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, patient
@@ -302,17 +302,19 @@ class AveragerNode(ServicerBase):
         Raises:
             AllreduceException: it failed; ``share_averaged`` of the error says how much has changed nevertheless.
         """
-        if any(map(is_stand_in, lane.tensors)):
-            raise AllreduceException("the values of this round were given up before it began")
+        tensors = lane.tensors
+        if any(map(is_stand_in, tensors)):
+            # This peer only helps: it has withdrawn from the round, or it is an auxiliary. The others need not wait.
+            tensors, session.weight = zeros_like_all(tensors), 0.0
         try:
             async with asyncio.timeout(self.config.allreduce_timeout):
-                await self.average(session, lane.tensors, lane.infos)
+                await self.average(session, tensors, lane.infos)
         except _RETRIABLE as e:
             is_late = isinstance(e, TimeoutError)
             if is_late:
                 session.blame_slow_members()
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
-            share = session.share_averaged(lane.tensors)
+            share = session.share_averaged(tensors)
             if share:
                 reason += f"; {100 * share:.1f} % of the values were averaged before, so it is not tried again"
             failure = AllreduceException(reason or type(e).__name__)

@@ -295,6 +295,14 @@ def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def zeros_like_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros of the same shapes and types, in memory as that of :func:`room_for`."""
+    zeros = room_for(tensors)
+    for tensor in zeros:
+        tensor.zero_()
+    return zeros
+
+
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor that has a shape and hardly any memory: it takes the place of one whose memory is not needed now.
 

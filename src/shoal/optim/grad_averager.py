@@ -19,7 +19,7 @@ from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
-from shoal.compression.base import copies_of, room_for, stand_in
+from shoal.compression.base import copies_of, room_for, stand_in, zeros_like_all
 from shoal.optim.devices import copy_all
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.peer_momentum import PeerMomentum, check_peer_momentum
@@ -146,9 +146,7 @@ class GradientAverager(DecentralizedAverager):
     def _make_room(self) -> None:
         """Give the averages memory, if they have none; the caller holds the lock."""
         if not self._has_room:
-            self._tensors[: len(self.parameters)] = zeroed = room_for(self.averaged_grads)
-            for tensor in zeroed:
-                tensor.zero_()
+            self._tensors[: len(self.parameters)] = zeros_like_all(self.averaged_grads)
             self._has_room = True
 
     def free_averages(self) -> None:

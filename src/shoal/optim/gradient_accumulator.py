@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.compression.base import room_for, stand_in
+from shoal.compression.base import stand_in, zeros_like_all
 from shoal.optim.devices import copy_all, is_dtensor
 from shoal.optim.missing_gradients import MissingGradients
 
@@ -60,9 +60,7 @@ class GradientAccumulator:
         if self._sums is None:
             likes = [stand_in(p.shape, _wide(p.dtype)) for p in self.parameters]
             if all(map(self._is_summed_here, self.parameters)):
-                self._sums = room_for(likes)
-                for each in self._sums:
-                    each.zero_()
+                self._sums = zeros_like_all(likes)
             else:
                 self._sums = [
                     torch.zeros_like(p, device=p.device if self._device is None else self._device, dtype=like.dtype)
@@ -73,11 +71,6 @@ class GradientAccumulator:
     def _is_summed_here(self, parameter: torch.Tensor) -> bool:
         device = parameter.device if self._device is None else torch.device(self._device)
         return device.type == "cpu" and parameter.is_contiguous() and not is_dtensor(parameter)
-
-    def free(self) -> None:
-        """Give the memory of the sums back until the next batch, if nothing has been added to them."""
-        if self.samples == 0:
-            self._sums = None
 
     def _grads(self) -> list[torch.Tensor]:
         """Every parameter's ``.grad``; missing ones are created with zeros."""

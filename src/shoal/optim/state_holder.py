@@ -253,13 +253,18 @@ class StateHolder(DecentralizedAverager):
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
         """The averaged tensors, protected: no averaging happens inside this block. Keep it short.
 
-        Between two rounds, tensors that are copies have the values of what they are copies of.
+        Between two rounds, tensors that are copies have the values of what they are copies of, inside this block.
         """
         with super().get_tensors() as tensors:
-            if not self._contents.has_copies:
-                with self._state_access():
-                    self._contents.load_into_averaged()
-            yield tensors
+            if self._contents.has_copies:
+                yield tensors
+                return
+            with self._state_access():
+                self._contents.load_into_averaged()
+            try:
+                yield tensors
+            finally:
+                self._contents.drop_copies()
 
     def name_parameters(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Note the names of the parameters in the model, unless they came with names.
