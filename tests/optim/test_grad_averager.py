@@ -13,6 +13,7 @@ from shoal.clock import get_dht_time
 from shoal.errors import AveragingError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.state_jobs import let_go
 from tests.optim.conftest import in_parallel, wait_until
 
 
@@ -225,6 +226,22 @@ def test_peers_average_by_samples(make_dhts, closing, reuse_grad_buffers):
             for parameter in averager.parameters:
                 torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))
         assert all(p.grad is grad for p, grad in zip(averager.parameters, before, strict=True))
+
+
+def test_a_peer_that_withdraws_from_a_complete_group_does_not_fail_the_others(make_dhts, closing):
+    """Its averages have no memory, because it has not begun the round."""
+    averagers = make_averagers(make_dhts, closing, 2)
+    controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
+    wait_until(lambda: all(c.stage == AveragingStage.AWAITING_TRIGGER for c in controls), "the group is complete")
+    stays, _ = averagers
+    set_grads(stays.parameters, 3.0)
+    stays.accumulate_grads_(batch_size=4)
+    in_parallel(lambda: stays.step(control=controls[0]), lambda: let_go([controls[1]], timeout=30))
+    assert not stays.last_round.failed_peers
+    assert len(stays.last_round.peers) == 2
+    with stays.use_averaged_gradients():
+        for parameter in stays.parameters:
+            torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 3.0))
 
 
 def test_gradients_that_nobody_has_are_missing(make_dhts, closing):

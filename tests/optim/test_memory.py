@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.state.download import Download
 from shoal.optim import GradScaler
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.state_holder import StateHolder
 from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, meet
 
@@ -131,3 +134,37 @@ def scale_losses(trainer) -> None:
         scaler.update()
 
     trainer.opt.step = scaled_step
+
+
+def test_a_download_and_rounds_take_at_most_four_copies_of_the_model_each(make_trainers, monkeypatch):
+    """Counted when a state arrives, is taken over, and a round ends, over both peers."""
+    monkeypatch.setitem(make_trainers.__globals__, "make_model", wide_model)
+    before = storages()
+    donor, newcomer = make_trainers(PEERS, optimizer=lambda groups: torch.optim.Adam(groups, lr=1e-3))
+    model = sum(parameter.nbytes for parameter in donor.model.parameters())
+    sizes: dict[str, int] = {}
+
+    def watch(owner: type, method: str) -> None:
+        """Note the bytes of all new tensors at the end of each call."""
+        original = getattr(owner, method)
+
+        def watched(*args, **kwargs):
+            result = original(*args, **kwargs)
+            extra = sum(size for address, size in storages().items() if address not in before)
+            sizes[method] = max(sizes.get(method, 0), extra)
+            return result
+
+        monkeypatch.setattr(owner, method, watched)
+
+    watch(Download, "result")
+    watch(StateHolder, "take_over")
+    watch(RoundVector, "let_go")
+    watch(GradientAverager, "load_accumulators_into_averager_")
+    donor.step()
+    assert newcomer.opt.load_state_from_peers()
+    meet(donor, newcomer)
+    in_parallel(*(lambda t=trainer: t.train_until(3) for trainer in (donor, newcomer)))
+    assert sizes.keys() == {"result", "take_over", "let_go", "load_accumulators_into_averager_"}
+    # Parameters, gradients and the two statistics are those of plain torch.
+    assert {name: size for name, size in sizes.items() if size > PEERS * (4 + 4) * model} == {}
+    assert sizes["let_go"] < PEERS * (4 + 3) * model, "no state is kept once it is given away or taken over"

@@ -44,7 +44,7 @@ from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
-from shoal.compression.base import dtype_name
+from shoal.compression.base import dtype_name, is_stand_in, zeros_like_all
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
 from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, patient
@@ -86,8 +86,8 @@ class Lane:
         trust: Trust,
         leave_group: Callable[[bytes], None],
     ) -> None:
-        self.indices = indices
-        self.tensors, self.infos = [tensors[i] for i in indices], [infos[i] for i in indices]
+        self.indices, self._all_tensors = indices, tensors
+        self.infos = [infos[i] for i in indices]
         prefix = config.lane_prefix(tag)
         self.keys = GroupKeyManager(dht_node, prefix, config.initial_group_bits, config.target_group_size, p2p)
         settings = MatchmakingSettings(
@@ -114,6 +114,11 @@ class Lane:
         self.is_spoilt = False
         """Some values of this peer were not finite when it last averaged."""
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of this lane. Others may take their place between two rounds."""
+        return [self._all_tensors[index] for index in self.indices]
+
 
 def _auxiliaries(group: GroupInfo) -> list[PeerID]:
     return [peer for peer, mode in zip(group.peer_ids, group.modes, strict=True) if mode == AveragingMode.AUX]
@@ -133,7 +138,8 @@ class AveragerNode(ServicerBase):
     Args:
         p2p: this peer.
         dht_node: the distributed table.
-        tensors: the tensors to average; changed in place.
+        tensors: the tensors to average; changed in place. The list may get other tensors of the same shapes while the
+            lock is held.
         infos: one for each tensor.
         config: the options.
         lock: held while the tensors are averaged.
@@ -152,7 +158,7 @@ class AveragerNode(ServicerBase):
         get_state: GetState,
         average: Average = average_once,
     ) -> None:
-        self.p2p, self.tensors, self.infos, self.config, self.lock = p2p, list(tensors), list(infos), config, lock
+        self.p2p, self.tensors, self.infos, self.config, self.lock = p2p, tensors, list(infos), config, lock
         self.average = average
         """Averages in a group that was found."""
         self.last_round: RoundResult | None = None
@@ -280,6 +286,7 @@ class AveragerNode(ServicerBase):
                     await self._average_in(session, lane)
             finally:
                 session.tell(self.p2p.behaviour)
+                session.let_go()
                 self._report_not_finite(session, lane)
                 self._report_overstated(session.overstating)
         finally:
@@ -295,15 +302,19 @@ class AveragerNode(ServicerBase):
         Raises:
             AllreduceException: it failed; ``share_averaged`` of the error says how much has changed nevertheless.
         """
+        tensors = lane.tensors
+        if any(map(is_stand_in, tensors)):
+            # This peer only helps: it has withdrawn from the round, or it is an auxiliary. The others need not wait.
+            tensors, session.weight = zeros_like_all(tensors), 0.0
         try:
             async with asyncio.timeout(self.config.allreduce_timeout):
-                await self.average(session, lane.tensors, lane.infos)
+                await self.average(session, tensors, lane.infos)
         except _RETRIABLE as e:
             is_late = isinstance(e, TimeoutError)
             if is_late:
                 session.blame_slow_members()
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
-            share = session.share_averaged(lane.tensors)
+            share = session.share_averaged(tensors)
             if share:
                 reason += f"; {100 * share:.1f} % of the values were averaged before, so it is not tried again"
             failure = AllreduceException(reason or type(e).__name__)

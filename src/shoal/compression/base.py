@@ -297,6 +297,28 @@ def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def zeros_like_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros of the same shapes and types, in memory as that of :func:`room_for`."""
+    zeros = room_for(tensors)
+    for tensor in zeros:
+        tensor.zero_()
+    return zeros
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor that has a shape and hardly any memory: it takes the place of one whose memory is not needed now.
+
+    Nothing can be written to it, and its values are NaN, so that nobody takes them for real ones.
+    """
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device="cpu").expand(tuple(shape))
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a :func:`stand_in`, unless it has a single value, or none."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
 def _cut(copy: torch.Tensor, original: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Matching pieces of a copy and its original."""
     if copy.nbytes > COPY_BYTES and original.is_contiguous():

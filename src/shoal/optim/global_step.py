@@ -357,6 +357,7 @@ class GlobalStep:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             copy_all([p.grad for p, _ in pairs if p.grad is not None], [grad for _, grad in pairs])
+        averager.free_averages()
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Gradients: accumulate them locally, then average them with other peers, each weighted by its number of samples.
 
 Batches add their gradients to accumulators, on the device of the model. A round writes their mean to tensors on the
-CPU, averages those in place, and the optimizer reads the result from them.
+CPU, averages those in place, and the optimizer reads the result from them. Between two rounds these tensors need no
+memory, see :meth:`GradientAverager.free_averages`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
 from shoal.averaging.state.download import Layout, OwnedState, layout_of
 from shoal.compression import CompressionInfo, TensorRole
-from shoal.compression.base import copies_of
+from shoal.compression.base import copies_of, room_for, stand_in, zeros_like_all
 from shoal.optim.devices import copy_all
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.peer_momentum import PeerMomentum, check_peer_momentum
@@ -36,9 +37,13 @@ GradientAveragerFactory = Callable[..., "GradientAverager"]
 """A function that makes a gradient averager; it is called with keywords."""
 
 
+def _average_type(parameter: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def make_averaged_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Zeros on the CPU for averages, in single precision at least: means over many samples are too small for half."""
-    return [torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu") for p in parameters]
+    return [torch.zeros(p.shape, dtype=_average_type(p), device="cpu") for p in parameters]
 
 
 class GradientAverager(DecentralizedAverager):
@@ -87,8 +92,12 @@ class GradientAverager(DecentralizedAverager):
         self.accumulator = GradientAccumulator(self.parameters, reuse_grad_buffers, accumulate_grads_on)
         self._new_averaged_grads = False
         self._accumulators_used = False
+        # Averages that are this object's own take memory only from the beginning of a round until they are used.
+        self._may_free, self._has_room = not averaged_grads, bool(averaged_grads)
         averaged = (
-            self._check_averaged_grads(averaged_grads) if averaged_grads else make_averaged_grads(self.parameters)
+            self._check_averaged_grads(averaged_grads)
+            if averaged_grads
+            else [stand_in(parameter.shape, _average_type(parameter)) for parameter in self.parameters]
         )
         # A parameter that no member has a gradient of is left alone, as in torch. So the members tell each other which
         # ones they have gradients of: the mean of these marks is above 0 if anybody has one.
@@ -131,7 +140,22 @@ class GradientAverager(DecentralizedAverager):
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
         """Inside this context the averaged gradients do not change by themselves, and may be changed."""
         with super().get_tensors():
+            self._make_room()
             yield self.averaged_grads
+
+    def _make_room(self) -> None:
+        """Give the averages memory, if they have none; the caller holds the lock."""
+        if not self._has_room:
+            self._tensors[: len(self.parameters)] = zeros_like_all(self.averaged_grads)
+            self._has_room = True
+
+    def free_averages(self) -> None:
+        """Give the memory of the averages back until the next round: they have been used. Without effect on tensors
+        that came from the caller."""
+        if self._may_free:
+            with super().get_tensors():
+                self._tensors[: len(self.parameters)] = [stand_in(t.shape, t.dtype) for t in self.averaged_grads]
+                self._has_room = False
 
     def without_gradient(self) -> list[int]:
         """Positions of the parameters that no member of the last round had a gradient of.
@@ -181,12 +205,13 @@ class GradientAverager(DecentralizedAverager):
     def load_accumulators_into_averager_(self) -> None:
         """Put this peer's own mean gradient, or its momentum, where the averages go."""
         with super().get_tensors() as averaged:
+            self._make_room()
             self._write_own(averaged)
 
     def own_mean(self) -> list[torch.Tensor]:
         """A copy of this peer's own mean gradient, or its momentum, in case a round fails after the accumulators are
         reset."""
-        targets = [torch.empty_like(tensor) for tensor in self._tensors]
+        targets = room_for(self._tensors)
         self._write_own(targets)
         return targets
 
@@ -195,6 +220,7 @@ class GradientAverager(DecentralizedAverager):
         """Put what :meth:`own_mean` has returned where the averages go. A round that has failed late may have changed
         some of them."""
         with super().get_tensors() as averaged:
+            self._make_room()
             copy_all(averaged, own_mean)
 
     def _write_own(self, tensors: Sequence[torch.Tensor]) -> None:

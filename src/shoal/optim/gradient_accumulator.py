@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.optim.devices import copy_all
+from shoal.compression.base import stand_in, zeros_like_all
+from shoal.optim.devices import copy_all, is_dtensor
 from shoal.optim.missing_gradients import MissingGradients
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class GradientAccumulator:
         self._expected_batch_size: int | None = None
         self._warned = False
         self._missing = MissingGradients()
+        # The first batch makes them: a peer that has no gradients yet needs no memory for them.
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
         # Positions of parameters that no batch has had a gradient of, since the last reset.
@@ -48,16 +50,27 @@ class GradientAccumulator:
         self._left: dict[int, tuple[int, int]] = {}
         if reuse_grad_buffers:
             self._latest = LatestGradients(self.parameters)
-        else:
-            self._sums = [
-                torch.zeros_like(p, device=p.device if device is None else device, dtype=_wide(p.dtype)).detach()
-                for p in self.parameters
-            ]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The tensors with the sums."""
-        return self._grads() if self._sums is None else self._sums
+        return self._grads() if self.reuse_grad_buffers else self._own_sums()
+
+    def _own_sums(self) -> list[torch.Tensor]:
+        if self._sums is None:
+            likes = [stand_in(p.shape, _wide(p.dtype)) for p in self.parameters]
+            if all(map(self._is_summed_here, self.parameters)):
+                self._sums = zeros_like_all(likes)
+            else:
+                self._sums = [
+                    torch.zeros_like(p, device=p.device if self._device is None else self._device, dtype=like.dtype)
+                    for p, like in zip(map(torch.Tensor.detach, self.parameters), likes, strict=True)
+                ]
+        return self._sums
+
+    def _is_summed_here(self, parameter: torch.Tensor) -> bool:
+        device = parameter.device if self._device is None else torch.device(self._device)
+        return device.type == "cpu" and parameter.is_contiguous() and not is_dtensor(parameter)
 
     def _grads(self) -> list[torch.Tensor]:
         """Every parameter's ``.grad``; missing ones are created with zeros."""
@@ -98,12 +111,13 @@ class GradientAccumulator:
         self.samples += batch_size
         self.batches += 1
         weight = batch_size / self._first_batch_size
-        if self._sums is None:
+        if self.reuse_grad_buffers:
             self._weigh_latest(weight)
             return
+        own = self._own_sums()
         if self._device is None and self.batches == 1:  # the parameters may have moved
-            self._sums = [s.to(p.device) for s, p in zip(self._sums, self.parameters, strict=True)]
-        present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
+            own = self._sums = [s.to(p.device) for s, p in zip(own, self.parameters, strict=True)]
+        present = [(s, p.grad) for s, p in zip(own, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
             # Blocking copies: all gradients are there when to() returns.
@@ -114,7 +128,7 @@ class GradientAccumulator:
         grad = self.parameters[index].grad
         if grad is None:
             return False
-        return self._sums is not None or self._left.get(index) != (grad.data_ptr(), grad._version)
+        return not self.reuse_grad_buffers or self._left.get(index) != (grad.data_ptr(), grad._version)
 
     def marks(self) -> torch.Tensor:
         """For each parameter 1, or 0 if no batch has had a gradient of it."""
@@ -194,12 +208,12 @@ class GradientAccumulator:
         """Start again from zero."""
         self.samples = self.batches = self._first_batch_size = 0
         present = self._sums
-        if present is None:
+        if self.reuse_grad_buffers:
             present = [p.grad for p in self.parameters if p.grad is not None]
         if present:
             torch._foreach_zero_(present)
         self._untouched = set(range(len(self.parameters)))
-        if self._sums is None:
+        if self.reuse_grad_buffers:
             grads = [(index, p.grad) for index, p in enumerate(self.parameters) if p.grad is not None]
             self._left = {index: (grad.data_ptr(), grad._version) for index, grad in grads}
         if self._latest is not None:

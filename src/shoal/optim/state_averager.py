@@ -333,12 +333,14 @@ class TrainingStateAverager(StateHolder):
         if control is None or is_used_up:
             control = job.control = self.schedule_step(**options)
         try:
-            with self.get_tensors(), self._state_access():
+            with self._lock.hold(), self._state_access():
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
         except Exception as e:  # whatever has failed, training goes on
             control.cancel()
+            with self._lock.hold():
+                self._contents.drop_copies()
             log_failure("parameters were not averaged in epoch %d: %s", job.epoch, e)
             if self.on_averaged is not None:
                 self.on_averaged(None)
@@ -367,11 +369,12 @@ class TrainingStateAverager(StateHolder):
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # A round in progress holds the tensor lock. Local steps without averages must not wait for it.
-            access = self.get_tensors() if averaged else self._optimizer_access()
+            access = self._lock.hold() if averaged else self._optimizer_access()
             with access, self._state_access():
                 if averaged:  # it is one job: jobs that average never overlap
                     meanwhile = self.delta_rule_averaging and averaged[-1].request.delay_averaging
                     self._contents.take_averaged(as_difference=meanwhile)
+                    self._contents.drop_copies()
                 self._contents.update_main_parameters()
         for job in [*finished, unfinished]:
             if job is not None:

@@ -220,6 +220,7 @@ class StateHolder(DecentralizedAverager):
         self._stepped_epoch = 0
         averager_kwargs.setdefault("tensor_infos", contents.infos())
         super().__init__(contents.averaged, dht, **averager_kwargs)
+        contents.averaged = self._tensors
 
     @property
     def local_epoch(self) -> int:
@@ -260,7 +261,24 @@ class StateHolder(DecentralizedAverager):
 
     def _optimizer_access(self) -> AbstractContextManager[Any]:
         """Takes the tensor lock if the optimizer's own tensors are averaged: they must not change during a round."""
-        return self.get_tensors() if self.reuse_tensors else nullcontext()
+        return self._lock.hold() if self.reuse_tensors else nullcontext()
+
+    @contextmanager
+    def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
+        """The averaged tensors, protected: no averaging happens inside this block. Keep it short.
+
+        Between two rounds, tensors that are copies have the values of what they are copies of, inside this block.
+        """
+        with super().get_tensors() as tensors:
+            if self._contents.has_copies:
+                yield tensors
+                return
+            with self._state_access():
+                self._contents.load_into_averaged()
+            try:
+                yield tensors
+            finally:
+                self._contents.drop_copies()
 
     def name_parameters(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Note the names of the parameters in the model, unless they came with names.
@@ -341,7 +359,7 @@ class StateHolder(DecentralizedAverager):
         own, self._own_state = self._own_state, None
         if own is None:
             return False
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             self._put_back(own)
             if self.lineage_keeper is not None:
                 self.lineage_keeper.adopt_lineage(own.state.lineage, own.local_epoch)
@@ -372,7 +390,7 @@ class StateHolder(DecentralizedAverager):
         Raises:
             ValueError: it does not fit.
         """
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             self._own_state = None
             epoch = load_checkpoint(self._setup, state_dict)
             self._contents.adopt_statistics()
@@ -394,7 +412,7 @@ class StateHolder(DecentralizedAverager):
         metadata, tensors = downloaded
         with refusing_nonsense():
             state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
-        with self.get_tensors(), self._state_access():
+        with self._lock.hold(), self._state_access():
             check_epoch(state.epoch, self._local_epoch, accept_older, run)
             with refusing_nonsense():
                 groups = state.optimizer_metadata["groups"]
@@ -429,7 +447,8 @@ class StateHolder(DecentralizedAverager):
         if self.shared_buffers is not None:
             self.shared_buffers.set_buffers(state.buffers)
         apply_state(state, self._setup, self.extra_tensors)
-        self._contents.load_into_averaged()
+        if self._contents.has_copies:
+            self._contents.load_into_averaged()
         self._contents.update_main_parameters()
         self.local_epoch = state.epoch
 

@@ -22,6 +22,7 @@ from shoal.averaging.finite import all_finite, first_not_finite, without_overflo
 from shoal.averaging.majorities import PEERS_PER_LIAR
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.compression.base import copies_of, room_for, stand_in
 from shoal.logs import Seldom, quoted
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.epochs import EPOCHS_AHEAD
@@ -43,6 +44,9 @@ from shoal.p2p import PeerID
 
 class StateTensors:
     """Knows which tensors are copies of which others, and moves values between them.
+
+    The copies take memory only while they are needed: from :meth:`load_into_averaged` to :meth:`drop_copies`. At other
+    times stand-ins without memory are in their places.
 
     Args:
         setup: parameters and optimizer.
@@ -72,8 +76,11 @@ class StateTensors:
         # Indices of the averaged tensors that are copies.
         self._copied = not_here if reuse_tensors else list(range(len(local)))
         self.averaged = [tensor.detach() for tensor in local]
+        """The tensors that are averaged. The averager works on this very list."""
         for index in self._copied:
-            self.averaged[index] = copy_for_averaging(local[index])
+            self.averaged[index] = stand_in(local[index].shape, exchanged_type(local[index]))
+        self.has_copies = False
+        """Whether the copies have memory, and values."""
         self._before_averaging: list[torch.Tensor] | None = None
 
     def _check_statistics(self) -> None:
@@ -142,8 +149,19 @@ class StateTensors:
         Args:
             remember: keep the loaded values for :meth:`take_averaged` with ``as_difference``.
         """
+        if not self.has_copies:
+            copies = room_for([self.averaged[index] for index in self._copied])
+            for index, copy in zip(self._copied, copies, strict=True):
+                self.averaged[index] = copy
+            self.has_copies = True
         self._copy(from_local=True)
-        self._before_averaging = [tensor.clone() for tensor in self.averaged] if remember else None
+        self._before_averaging = copies_of(self.averaged) if remember else None
+
+    def drop_copies(self) -> None:
+        """After a round: give the memory of the copies back."""
+        for index in self._copied:
+            self.averaged[index] = stand_in(self.averaged[index].shape, self.averaged[index].dtype)
+        self.has_copies, self._before_averaging = False, None
 
     @torch.no_grad()
     def take_averaged(self, as_difference: bool = False) -> None:
@@ -152,6 +170,8 @@ class StateTensors:
         Args:
             as_difference: add the change that averaging has made, so that local steps made meanwhile survive.
         """
+        if not self.has_copies and self._copied:
+            return
         if not as_difference or self._before_averaging is None:
             self._copy(from_local=False)
             return
@@ -209,10 +229,14 @@ def add_change_above_zero(local: torch.Tensor, new: torch.Tensor, old: torch.Ten
         local.copy_(torch.where(local < 0, torch.minimum(before, new.to(local.device, local.dtype)), local))
 
 
+def exchanged_type(tensor: torch.Tensor) -> torch.dtype:
+    """The type in which a tensor is averaged. Half precision becomes single precision, so that nothing is lost."""
+    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+
+
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU. Half precision becomes single precision, so that averaging loses nothing."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    return copy_to_host(tensor, dtype)
+    """A copy on the CPU, of the type in which the tensor is averaged."""
+    return copy_to_host(tensor, exchanged_type(tensor))
 
 
 # Beyond this number, a float can no longer count in ones.

@@ -316,7 +316,7 @@ class RoundVector:
         self.alpha, self.is_spoilt = alpha, is_spoilt
         self.flat = [tensor.detach().view(-1) for tensor in tensors]
         """The tensors, each in one dimension."""
-        self._values_averaged = 0
+        self._total_values, self._values_averaged = sum(flat.numel() for flat in self.flat), 0
         self.parts: list[list[Part]] = [[] for _ in shares]
         """Parts of each reducer, in the order in which they are averaged."""
         for part in split_into_parts(infos, codec, part_size_bytes, shares):
@@ -336,8 +336,7 @@ class RoundVector:
     @property
     def share_averaged(self) -> float:
         """The share of the values that holds an average with others, from 0 to 1."""
-        total = sum(flat.numel() for flat in self.flat)
-        return self._values_averaged / total if total else 1.0
+        return self._values_averaged / self._total_values if self._total_values else 1.0
 
     @property
     def is_complete(self) -> bool:
@@ -370,6 +369,11 @@ class RoundVector:
         """Forget averages that still wait for those of earlier parts."""
         for early in self._early:
             early.clear()
+
+    def let_go(self) -> None:
+        """The round is over, also for others: do not keep the tensors alive any longer."""
+        self.flat, self._kept = [], []
+        self.drop_early()
 
     def has_average(self, reducer: int, index: int) -> bool:
         """Whether a held part has an average. It has none if nobody has contributed."""

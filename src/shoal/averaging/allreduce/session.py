@@ -126,6 +126,7 @@ class Round:
             await self.completion.linger(linger)
         finally:
             await cancel_and_wait(self._work)
+            self.allreduce.vector.let_go()
 
     async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Serve the call of a member that sends the parts which this one reduces."""
@@ -459,6 +460,10 @@ class GroupSession:
         return max(
             (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
         )
+
+    def let_go(self) -> None:
+        """The step is over: do not keep its tensors alive any longer."""
+        self._vectors = [([], vector) for _, vector in self._vectors]
 
     def blame_slow_members(self) -> None:
         """The time for the whole round is over: count the senders as failed for which this member waited as a reducer.
