@@ -362,7 +362,7 @@ def test_it_reports_what_it_carries() -> None:
         running.line_that_matches(re.compile(r"Relay for 0 peers: 0 circuits, 0\.0 MB carried since the last report"))
 
         async def be_a_guest() -> None:
-            guest = await P2P.create([address], no_listen=True)
+            guest = await P2P.create([address], client_mode=True)
             try:
                 guest.reservations.trusted = parse_peer_addresses([address])
                 guest.reservations.want(True)
