@@ -151,6 +151,17 @@ def test_another_option_is_named_on_both_sides(peers, name, caplog):
     warns(first, caplog, told.split(" is ")[0].removeprefix("this peer trains with "))
 
 
+def test_donors_with_another_base_are_asked_even_if_that_is_known_so_that_both_users_are_told(peers, caplog):
+    first = peers.make(frozen_base="one")
+    begin(first)
+    newcomer = peers.make(frozen_base="another")
+    wait_until(lambda: newcomer.opt._company.strangers, "it has heard of the other base")
+    assert not newcomer.opt.load_state_from_peers(timeout=10)
+    here, there = str(newcomer.opt.dht.peer_id), str(first.opt.dht.peer_id)
+    assert [text for text in caplog.messages if text.startswith(f"donor {there}") and "'one' there" in text]
+    assert [text for text in caplog.messages if text.startswith(f"newcomer {here}") and "'another' there" in text]
+
+
 def with_schedule(make: Callable[[torch.optim.Optimizer], Any]) -> dict[str, Any]:
     model = make_model()
     return {"model": model, "params": model.parameters(), "optimizer": torch.optim.SGD, "scheduler": make}
