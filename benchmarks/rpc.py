@@ -117,7 +117,7 @@ class Client:
 
 
 async def measure(address: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    p2p = await P2P.create(initial_peers=[address], no_listen=True)
+    p2p = await P2P.create(initial_peers=[address], client_mode=True)
     try:
         client = Client(p2p, PeerID.from_base58(address.rpartition("/")[2]), args.megabytes)
         measurements: dict[str, Callable[[], Awaitable[float]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -9,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from shoal.compression import NoCompression
+from shoal.optim.grad_averager import GradientAverager
 
 
 def find(path: str) -> Any:
@@ -26,7 +28,8 @@ def find(path: str) -> Any:
 
 
 def expected_signature(parameters: str) -> inspect.Signature:
-    scope = {"NoCompression": NoCompression, **{name: importlib.import_module(name) for name in ("shoal", "torch")}}
+    modules = {name: importlib.import_module(name) for name in ("shoal", "torch")}
+    scope: dict[str, Any] = {"NoCompression": NoCompression, "GradientAverager": GradientAverager, **modules}
     exec(f"def function({' '.join(parameters.split())}): pass", scope)
     return inspect.signature(scope["function"])
 
@@ -34,7 +37,13 @@ def expected_signature(parameters: str) -> inspect.Signature:
 def same_default(actual: Any, expected: Any) -> bool:
     if isinstance(expected, NoCompression):
         return actual is None or type(actual) is NoCompression
+    if isinstance(expected, functools.partial):
+        return isinstance(actual, functools.partial) and _of_partial(actual) == _of_partial(expected)
     return bool(actual == expected and (actual is None) == (expected is None))
+
+
+def _of_partial(made: functools.partial[Any]) -> tuple[Any, ...]:
+    return made.func, made.args, made.keywords
 
 
 def check_signature(path: str, parameters: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pydantic
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 import shoal as hivemind
 
@@ -360,3 +362,25 @@ def test_a_dht_takes_no_number_of_workers() -> None:
     dht = hivemind.DHT(num_workers=None, host_maddrs=[], start=True)
     assert dht.num_workers > 0
     dht.shutdown()
+
+
+async def test_addresses_for_quic_are_skipped() -> None:
+    hosts = ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic"]
+    p2p = await hivemind.P2P.create(host_maddrs=hosts)
+    assert ["tcp" in address for address in await p2p.get_visible_maddrs()] == [True]
+    await p2p.shutdown()
+    with pytest.raises(hivemind.p2p.P2PDaemonError, match=r"no usable address to listen on in .*quic"):
+        await hivemind.P2P.create(host_maddrs=hosts[1:])
+
+
+async def test_an_rsa_identity_is_refused_with_the_fix(tmp_path: Path) -> None:
+    key = rsa.generate_private_key(65537, 1024).private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    identity = tmp_path / "identity"
+    identity.write_bytes(b"\x08\x00\x12" + bytes([len(key) & 127 | 128, len(key) >> 7]) + key)  # as libp2p writes it
+    identity.chmod(0o400)
+    with pytest.raises(
+        hivemind.p2p.P2PDaemonError, match=r"not an Ed25519 identity .*: delete the file to get a new one"
+    ):
+        await hivemind.P2P.create(identity_path=identity)

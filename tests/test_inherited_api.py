@@ -270,7 +270,7 @@ SIGNATURES = {
         load_state_timeout=600.0, reuse_grad_buffers=False, offload_optimizer=None, delay_optimizer_step=None,
         delay_grad_averaging=False, delay_state_averaging=True, average_state_every=1, use_local_updates=False,
         client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=None,
-        grad_averager=shoal.optim.optimizer_settings.DEFAULT_GRAD_AVERAGER, use_ext_grad_buffer=None,
+        grad_averager=GradientAverager.get_factory(), use_ext_grad_buffer=None,
         state_averaging_compression=NoCompression(), load_state_compression=NoCompression(),
         average_opt_statistics=(), extra_tensors=(), averager_opts=None, tracker_opts=None, performance_ema_alpha=0.1,
         shutdown_timeout=5, verbose=False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import part_length
+from shoal.averaging.control import AveragingMode
 from shoal.compression import (
     CompressionInfo,
     Float16Compression,
@@ -51,6 +53,49 @@ async def test_every_codec_averages(codec, dtype):
             error = (tensor.double() - mean).square().mean().sqrt() if tensor.numel() else torch.tensor(0.0)
             assert error <= limit + 2 * rounding, tensor.shape
             assert tensor.dtype == dtype
+
+
+async def with_a_client(codecs):
+    """What two members have after a round in which the second one reduces everything: their tensors, by member."""
+    torch.manual_seed(0)
+    alike, unlike = torch.linspace(0, 22, 1000), torch.randn(2, 1000)
+    tensors = [[alike.clone(), unlike[0].clone()], [alike + 5, unlike[1].clone()]]
+    swarm = Swarm()
+    for each, mode in zip(tensors, (AveragingMode.CLIENT, AveragingMode.NODE), strict=True):
+        await swarm.add(each, mode=mode, compression=PerTensorCompression(codecs))
+    controls = [make_control(node, expected_group_size=2) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    await swarm.close()
+    return tensors
+
+
+@alone_in_virtual_time
+async def test_the_average_of_a_tensor_does_not_depend_on_the_codec_of_the_one_beside_it():
+    """Two tensors with one codec are cut as one. Members have nearly the same first one, and nothing in common else."""
+    half, eighth = Float16Compression(), Uniform8BitQuantization()
+    results = {codecs: await with_a_client(codecs) for codecs in itertools.product((half, eighth), repeat=2)}
+    for codec in (half, eighth):
+        for member in range(2):
+            for index, pairs in enumerate((((codec, half), (codec, eighth)), ((half, codec), (eighth, codec)))):
+                one, other = (results[codecs][member][index] for codecs in pairs)
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 5])
+@pytest.mark.parametrize("spread", [0.01, 10.0], ids=["alike", "unlike"])
+@alone_in_virtual_time
+async def test_float16_costs_each_member_its_rounding_and_no_more(members, spread):
+    """Members do not get the same bits: each gets the difference to what it has sent, rounded to float16."""
+    torch.manual_seed(members)
+    common = torch.randn(30_000)
+    tensors = [[common + spread * torch.randn(30_000)] for _ in range(members)]
+    before = torch.stack([tensor.double() for [tensor] in tensors])
+    mean = before.mean(0)
+    await average(tensors, compression=Float16Compression(), part_size_bytes=10_000)
+    half_a_step = 2.0**-11
+    rounding = half_a_step * (before.abs().mean(0) + before.abs() + (mean - before).abs())
+    for index, [result] in enumerate(tensors):
+        assert ((result.double() - mean).abs() <= 1.01 * rounding[index] + 1e-6).all()
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=name_of)

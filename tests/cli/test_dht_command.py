@@ -362,7 +362,7 @@ def test_it_reports_what_it_carries() -> None:
         running.line_that_matches(re.compile(r"Relay for 0 peers: 0 circuits, 0\.0 MB carried since the last report"))
 
         async def be_a_guest() -> None:
-            guest = await P2P.create([address], no_listen=True)
+            guest = await P2P.create([address], client_mode=True)
             try:
                 guest.reservations.trusted = parse_peer_addresses([address])
                 guest.reservations.want(True)
@@ -452,6 +452,43 @@ def test_the_name_that_older_scripts_know(monkeypatch: pytest.MonkeyPatch, capsy
     assert "positive number of seconds, got 0" in capsys.readouterr().err
     scripts = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'hivemind-dht = "{hivemind_dht.__module__}:{hivemind_dht.__name__}"' in scripts
+
+
+def test_scripts_read_the_addresses_from_stderr() -> None:
+    def run(*options: str) -> subprocess.Popen[str]:
+        call = "import sys; from shoal.cli.__main__ import hivemind_dht; sys.exit(hivemind_dht())"
+        command = [sys.executable, "-c", call, "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--refresh_period", "0.3"]
+        return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if match := re.search(pattern, line):
+                return match
+        pytest.fail(f"it ended without a line like {pattern}")
+
+    started: list[subprocess.Popen[str]] = []
+    try:
+        started.append(first := run())
+        assert first.stderr is not None
+        line = first.stderr.readline()
+        words = "Running a DHT instance. To connect other peers to this one, use --initial_peers "
+        assert line.startswith(words)
+        addresses = line.removeprefix(words).split()
+        assert [Multiaddr(address)["ip4"] for address in addresses] == ["127.0.0.1"]
+        assert all("/p2p/" in address for address in addresses)
+        assert read_until(first, "Full list of visible multiaddresses: (.+)")[1].split() == addresses
+        started.append(second := run("--initial_peers", *addresses))
+        for process in started:
+            read_until(process, TWO_NODES.pattern)
+            read_until(process, r"Local storage contains \d+ keys")
+        for process in (second, first):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def test_the_command_alone_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,7 @@ async def test_a_good_peer() -> None:
 
 
 async def test_in_client_mode_nobody_has_to_dial_back() -> None:
-    found = await examine_each_other(no_listen=True)
+    found = await examine_each_other(client_mode=True)
     assert "dial back" not in found
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
 

@@ -24,7 +24,7 @@ PORT = 31337
 
 async def examine_relay(**options: Any) -> dict[str, Finding]:
     async with Peers("tcp") as peers:
-        relay, caller = await peers.start(**options), await peers.start(no_listen=True)
+        relay, caller = await peers.start(**options), await peers.start(client_mode=True)
         [address] = relay.get_addresses(relay.peer_id)
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, None)}
         assert await is_relay(caller, relay.peer_id) is (found["relay"].values["code"] == 0)
@@ -67,7 +67,7 @@ async def test_a_relay_that_carries_nothing() -> None:
 
 async def test_a_token_for_one_identity_cannot_call_itself() -> None:
     async with Peers("tcp") as peers:
-        relay, caller = await peers.start(relay=True), await peers.start(no_listen=True)
+        relay, caller = await peers.start(relay=True), await peers.start(client_mode=True)
         [address] = relay.get_addresses(relay.peer_id)
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, "no token")}
     assert found["circuit"].verdict is Verdict.UNKNOWN
@@ -79,7 +79,7 @@ async def test_a_peer_that_nobody_has_to_call() -> None:
     guest = run.invite(ROLES_BY_NAME["monitor"], int(time.time()) + 3600).text
     async with Peers("tcp") as peers:
         relay = await peers.start(relay=True, token=run.text)
-        caller = await peers.start(no_listen=True, token=guest)
+        caller = await peers.start(client_mode=True, token=guest)
         [address] = relay.get_addresses(relay.peer_id)
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, guest)}
     assert list(found) == ["relay"]
@@ -89,7 +89,7 @@ async def test_a_peer_that_nobody_has_to_call() -> None:
 
 async def test_a_relay_that_has_gone() -> None:
     async with Peers("tcp") as peers:
-        relay, caller = await peers.start(relay=True), await peers.start(no_listen=True)
+        relay, caller = await peers.start(relay=True), await peers.start(client_mode=True)
         [address] = relay.get_addresses(relay.peer_id)
         await relay.shutdown()
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, None)}
@@ -106,7 +106,7 @@ async def reach_of(p2p: P2P) -> dict[str, Finding]:
 async def test_on_its_own() -> None:
     async with Peers("tcp") as peers:
         found = await reach_of(await peers.start())
-        assert await reach_of(await peers.start(no_listen=True)) == {}
+        assert await reach_of(await peers.start(client_mode=True)) == {}
     assert list(found) == ["reachable", "NAT", "IPv6", "port mapping"]
     assert {each.verdict for each in found.values()} <= {Verdict.OK, Verdict.UNKNOWN}, found
     assert found["reachable"].verdict is Verdict.UNKNOWN, "nobody was asked"

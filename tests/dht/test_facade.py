@@ -9,16 +9,57 @@ import pytest
 from shoal.clock import get_dht_time
 from shoal.dht import DHT, DHTNode
 from shoal.errors import DHTError, P2PDaemonError, ReactorError
+from tests.p2p.peers import Number, Service, serving
 
 
-def test_no_listen_is_another_name_of_client_mode() -> None:
-    with DHT(start=True) as server, DHT(server.get_visible_maddrs(), start=True, no_listen=True) as client:
+def test_a_peer_that_does_not_listen_is_called_through_a_relay_by_its_id() -> None:
+    with DHT(start=True) as relay:
+        peers = relay.get_visible_maddrs()
+        with DHT(peers, start=True, no_listen=True) as hidden, DHT(peers, start=True) as caller:
+            assert not hidden.client_mode
+            assert hidden.p2p.transport.listeners == []
+            visible = [str(address) for address in hidden.get_visible_maddrs()]
+            assert visible == [f"{address}/p2p-circuit/p2p/{hidden.peer_id}" for address in peers]
+            hidden.run_coroutine(_serve)
+
+            async def call(dht: DHT, node: DHTNode) -> int:
+                answer = await Service.get_stub(node.p2p, hidden.peer_id).rpc_square(Number(value=3))
+                return int(answer.value)
+
+            assert caller.run_coroutine(call) == 9
+            assert hidden.store("key", 1, get_dht_time() + 60)
+            found = caller.get("key", latest=True)
+            assert found is not None
+            assert found.value == 1
+            with DHT(hidden.get_visible_maddrs(), start=True) as newcomer:
+                assert newcomer.get("key") is not None
+
+
+async def _serve(dht: DHT, node: DHTNode) -> None:
+    await serving(node.p2p)
+
+
+@pytest.mark.parametrize("options", [{"client_mode": True}, {"no_listen": True, "use_auto_relay": False}])
+def test_a_client_is_never_called(options: dict[str, bool]) -> None:
+    with DHT(start=True) as server, DHT(server.get_visible_maddrs(), start=True, **options) as client:
         assert client.client_mode
         assert client.get_visible_maddrs() == []
         assert client.store("key", 1, get_dht_time() + 60)
         found = server.get("key")
         assert found is not None
         assert found.value == 1
+        assert server.p2p.relay.guests == []
+
+
+def test_a_peer_that_neither_listens_nor_finds_a_relay_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        DHT(start=True, relay=False) as server,
+        DHT(server.get_visible_maddrs(), start=True, no_listen=True) as hidden,
+    ):
+        assert hidden.get_visible_maddrs() == []
+        [line] = [text for text in caplog.messages if "nobody can call this peer" in text]
+        assert line.endswith("none of 1 peers relays. Leave no_listen out, or run a public `shoal dht`")
+        assert hidden.store("key", 1, get_dht_time() + 60)
 
 
 def test_what_it_looks_like() -> None:

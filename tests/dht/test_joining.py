@@ -210,7 +210,7 @@ async def test_a_broken_connection_keeps_nobody_out(failures):
 async def test_a_peer_that_does_not_listen_is_a_client_whatever_it_says():
     swarm = Swarm()
     await swarm.node()
-    node = await DHTNode.create(p2p=await swarm.p2p(no_listen=True), initial_peers=await addresses(swarm.nodes[0]))
+    node = await DHTNode.create(p2p=await swarm.p2p(client_mode=True), initial_peers=await addresses(swarm.nodes[0]))
     assert node.client_mode
 
 

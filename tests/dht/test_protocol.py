@@ -56,7 +56,7 @@ def plain(value: bytes, expiration_time: float, key: DHTID = KEY, in_cache: bool
 
 
 async def make_protocol(swarm: Swarm, **options: Any) -> DHTProtocol:
-    p2p = await swarm.p2p(no_listen=options.get("client_mode", False))
+    p2p = await swarm.p2p(client_mode=options.get("client_mode", False))
     node_id = options.pop("node_id", None) or DHTID.generate(rng=swarm.rng)
     others = {name: options.pop(name) for name in ("client_mode", "record_validator", "authorizer") if name in options}
     protocol = DHTProtocol(p2p, node_id, NodeConfig(**options), **others)

@@ -91,7 +91,7 @@ class Crowd:
 async def test_half_of_the_files_are_the_users(victim: Peer, kind: str) -> None:
     ready = await asyncio.to_thread(victim.wait_for, "address", START_LIMIT_SECONDS)
     crowd = Crowd(ready["address"])
-    honest = await P2P.create(no_listen=True)
+    honest = await P2P.create(client_mode=True)
     honest.add_addresses(crowd.peer, [crowd.place])
     try:
         await crowd.come(getattr(crowd, kind))

@@ -16,6 +16,7 @@ from torch import nn
 
 import shoal.lightning
 from shoal.errors import BootstrapError
+from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.progress import PerformanceEMA
 from shoal.optim.report import Reporting
 from shoal.p2p.tokens import Token
@@ -448,6 +449,16 @@ def test_options_reach_the_optimizer(make: Make, pl: ModuleType, tmp_path: Path)
         name: value for name, value in options.items() if name != "scheduler_fn"
     }
     assert given["averager_opts"] == {"request_timeout": 1.0}
+
+
+def test_by_default_gradients_are_averaged_exactly(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+    averagers = []
+    model = make_model(pl)
+    model.on_train_batch_end = lambda *args: averagers.append(model.trainer.optimizers[0].grad_averager)
+    make_trainer(pl, tmp_path, strategy=make()).fit(model, data())
+    assert {type(averager) for averager in averagers} == {GradientAverager}
+    assert averagers[0].get_buffers() == []
+    assert averagers[0].phases == "one all-reduce"
 
 
 # --- names and packages -----------------------------------------------------------------------------------------------

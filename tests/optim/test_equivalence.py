@@ -10,9 +10,10 @@ import torch
 
 from shoal.compression import BlockwiseQuantization, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
+from shoal.optim.grad_averager import GradientAverager
 from tests.device import chosen_device
 from tests.drills import mostly_drills
-from tests.optim.conftest import in_parallel, wait_until
+from tests.optim.conftest import in_parallel, over_sockets, wait_until
 
 pytestmark = pytest.mark.timeout(300)  # so long only on a machine that has other things to do
 
@@ -252,3 +253,35 @@ def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradie
     tolerance = 1e-4 if of_gradients is NoCompression else 0.03  # processors round differently
     for model in models:
         assert reading_loss(model, digits).item() == pytest.approx(expected, rel=tolerance)
+
+
+@over_sockets
+def test_by_default_two_peers_step_with_the_exact_mean_of_noise(make_dhts, closing):
+    """And nothing is kept or given to newcomers for another way of averaging."""
+    noise = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    opts, weights = [], []
+    for dht in make_dhts(2):
+        weights.append(torch.nn.Parameter(torch.zeros(256, 256)))
+        options = {"matchmaking_time": 60.0, "averaging_timeout": 120.0, "target_batch_size": 4}
+        optimizer = torch.optim.SGD([weights[-1]], lr=1.0)
+        opts.append(closing(Optimizer(dht=dht, run_id="run", optimizer=optimizer, **options)))
+
+    def run(index: int) -> None:
+        opt = opts[index]
+        (weights[index] * noise[index]).sum().backward()
+        opt.step(batch_size=2)
+        wait_until(lambda: opt.tracker.expected_group_size == 2, "both peers know each other")
+        finish_epoch(opt, 0)
+
+    in_parallel(*(lambda i=i: run(i) for i in range(2)))
+    mean = noise.double().mean(0)
+    for opt, weight in zip(opts, weights, strict=True):
+        opt.state_averager.finish_jobs(60)
+        assert len(opt.grad_averager.last_round.peers) == 2
+        error = (weight.double() + mean).norm() / mean.norm()
+        assert error < 1e-6, f"the step is {error:.1%} off"
+        assert type(opt.grad_averager) is GradientAverager
+        assert opt.grad_averager.get_buffers() == []
+        _, tensors, _ = opt.state_averager.get_current_state()
+        assert [tensor.shape for tensor in tensors if tensor.numel() > 1] == [(256, 256)], "only parameters are given"
+    assert torch.equal(*weights)

@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from shoal import DHT, DiLoCo, Float16Compression, NoCompression, Optimizer
-from shoal.errors import SettingsMismatch
+from shoal.errors import AllreduceException, SettingsMismatch
 from shoal.optim import company
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, backward, in_parallel, meet, wait_until
 
@@ -104,11 +106,37 @@ OTHER_OPTIONS = {
     ),
     "compression": ({"grad_compression": Float16Compression()}, "grad_compression is "),
     "grad_averager": ({"peer_momentum": 0.9}, "grad_averager is one all-reduce, peer_momentum 0.9 here"),
+    "PowerEF": (
+        {"grad_averager": PowerEFGradientAverager.get_factory(averager_rank=1, min_compression_ratio=0.3)},
+        "grad_averager is PowerEF of rank 1, saving 0.3 or more, "
+        "repaired every 10 rounds here and one all-reduce there",
+    ),
+    "PowerSGD": (
+        {"grad_averager": PowerSGDGradientAverager.get_factory(averager_rank=1, min_compression_ratio=0.3)},
+        "grad_averager is PowerSGD of rank 1, saving 0.3 or more",
+    ),
     "use_local_updates": (
         {"use_local_updates": True, "grad_averager": None},
         "this peer trains with Optimizer(use_local",
     ),
 }
+
+
+def test_peers_with_other_averagers_form_no_group(peers, caplog):
+    low_rank = PowerEFGradientAverager.get_factory(averager_rank=1, min_compression_ratio=0.3)
+    first, other = (peers.make(**options).opt.grad_averager for options in ({}, {"grad_averager": low_rank}))
+    exact = peers.make().opt.grad_averager
+    controls = [each.schedule_step(timeout=4.0) for each in (first, other, exact)]
+    for averager, control in zip((first, other, exact), controls, strict=True):
+        averager.parameters[0].grad = torch.ones_like(averager.parameters[0])
+        averager.accumulate_grads_(batch_size=1)
+        averager.step(control=control, wait=False)
+    alike = {str(each.peer_id) for each in (first, exact)}
+    assert {str(peer) for peer in controls[0].result(30)} == alike
+    with pytest.raises(AllreduceException, match="phases is 'one all-reduce' there and 'PowerEF of rank 1"):
+        controls[1].result(30)
+    assert any("phases is 'PowerEF" in text and "there and 'one all-reduce' here" in text for text in caplog.messages)
+    assert any("'one all-reduce' there and 'PowerEF" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
@@ -121,6 +149,17 @@ def test_another_option_is_named_on_both_sides(peers, name, caplog):
     assert any(told in each for each in error.differences)
     assert error.peers == [str(first.opt.dht.peer_id)]
     warns(first, caplog, told.split(" is ")[0].removeprefix("this peer trains with "))
+
+
+def test_donors_with_another_base_are_asked_even_if_that_is_known_so_that_both_users_are_told(peers, caplog):
+    first = peers.make(frozen_base="one")
+    begin(first)
+    newcomer = peers.make(frozen_base="another")
+    wait_until(lambda: newcomer.opt._company.strangers, "it has heard of the other base")
+    assert not newcomer.opt.load_state_from_peers(timeout=10)
+    here, there = str(newcomer.opt.dht.peer_id), str(first.opt.dht.peer_id)
+    assert [text for text in caplog.messages if text.startswith(f"donor {there}") and "'one' there" in text]
+    assert [text for text in caplog.messages if text.startswith(f"newcomer {here}") and "'another' there" in text]
 
 
 def with_schedule(make: Callable[[torch.optim.Optimizer], Any]) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class LocalOptimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
+            target_group_size=2,
             start=True,
         )
 

@@ -41,7 +41,7 @@ class Relayed(Peers):
 
     async def caller(self, **options: Any) -> P2P:
         """Somebody who does not listen and knows no relay."""
-        p2p = await P2P.create(**self._options({"no_listen": True, **options}))
+        p2p = await P2P.create(**self._options({"client_mode": True, **options}))
         p2p.circuits.punching = None
         self.hidden.append(p2p)
         return p2p

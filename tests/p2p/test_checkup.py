@@ -70,7 +70,7 @@ async def test_calling_back() -> None:
         answer: CallBack = await checkup(caller, server).rpc_call_back(Question())
         [address] = caller.get_addresses(caller.peer_id)
         assert answer.reached == {str(address): True}
-        client = await peers.start(no_listen=True)
+        client = await peers.start(client_mode=True)
         assert (await checkup(client, server).rpc_call_back(Question())).reached == {}
 
 

@@ -97,11 +97,11 @@ async def test_visible_addresses(kind: str) -> None:
         assert await second.list_peers() == [PeerInfo(first.peer_id, first.get_addresses(first.peer_id))]
 
 
-@pytest.mark.parametrize("no_listen", [False, True])
-async def test_who_was_called_knows_who_has_called(no_listen: bool) -> None:
+@pytest.mark.parametrize("client_mode", [False, True])
+async def test_who_was_called_knows_who_has_called(client_mode: bool) -> None:
     async with Peers("tcp") as peers:
         first = await peers.start()
-        second = await peers.start(initial_peers=await first.get_visible_maddrs(), no_listen=no_listen)
+        second = await peers.start(initial_peers=await first.get_visible_maddrs(), client_mode=client_mode)
         await until(lambda: bool(first.server.peers))
         await first.wait_for_at_least_n_peers(1)
         assert [info.peer_id for info in await first.list_peers()] == [second.peer_id]
@@ -109,7 +109,7 @@ async def test_who_was_called_knows_who_has_called(no_listen: bool) -> None:
             await stub(second, first).rpc_square(Number(value=1))  # its greeting tells where it listens
         addresses = second.get_addresses(second.peer_id)
         assert await first.list_peers() == [PeerInfo(second.peer_id, addresses)]
-        assert bool(addresses) is not no_listen
+        assert bool(addresses) is not client_mode
         await second.shutdown()
         await until(lambda: not first.server.peers)
         assert len(await first.list_peers()) == bool(addresses), "whose address is known may be called again"
@@ -166,7 +166,7 @@ async def test_identity_in_use_by_a_client(tmp_path: Path) -> None:
         witness = await peers.start()
         await serving(witness)
         path, addresses = tmp_path / "id", await witness.get_visible_maddrs()
-        client = await peers.start(initial_peers=addresses, identity_path=path, no_listen=True)
+        client = await peers.start(initial_peers=addresses, identity_path=path, client_mode=True)
         await stub(client, witness).rpc_square(Number(value=1))
         with pytest.raises(P2PDaemonError, match="and connected to peer"):
             await P2P.create(initial_peers=addresses, identity_path=path)

@@ -289,7 +289,7 @@ async def test_thousands_of_strangers_do_not_keep_honest_peers_out(crowd: int) -
         try:
             attacking = asyncio.ensure_future(attack())
             while not attacking.done():
-                newcomer = await P2P.create(no_listen=True)
+                newcomer = await P2P.create(client_mode=True)
                 newcomer.add_addresses(server.peer_id, server.get_addresses(server.peer_id))
                 await timed(newcomer, "call of a newcomer")
                 await newcomer.shutdown()

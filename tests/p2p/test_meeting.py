@@ -244,7 +244,7 @@ async def test_a_private_address_of_another_network_comes_with_the_address_to_gi
     at_home = await Server("192.168.1.5/24", host_maddrs="0.0.0.0:0").advice_on(LAPTOP)
     assert at_home.startswith(f"{what}, if this one has a public address, which its own interfaces do not show;")
     assert "run `shoal dht` on a machine that has one" in at_home
-    client = await Server("203.0.113.7/24", no_listen=True).advice_on(LAPTOP)
+    client = await Server("203.0.113.7/24", client_mode=True).advice_on(LAPTOP)
     assert client.endswith("run `shoal dht` on a machine that both can call, and give its address to both")
     assert not await Server("192.168.77.5/24").advice_on(LAPTOP)
     assert not await Server("203.0.113.7/24").advice_on(Multiaddr("/dns/example.org/tcp/1"))

@@ -417,7 +417,7 @@ async def test_list_comes_with_the_next_greeting(kind: str) -> None:
         first = await peers.start(token=SECRET.text)
         assert first.members is not None
         first.members.learn(revoke(first, bytes(32)).to_bytes(), None)
-        late, client = await peers.start(token=invitation()), await peers.start(token=invitation(), no_listen=True)
+        late, client = await peers.start(token=invitation()), await peers.start(token=invitation(), client_mode=True)
         await serving(first)
         for p2p in (late, client):
             assert await square(p2p, first) == 9

@@ -288,7 +288,7 @@ async def test_closing_does_not_wait_for_a_silent_router() -> None:
 
 
 async def test_a_peer_of_one_machine_needs_no_router() -> None:
-    for options in ({}, {"nat_port_map": False}, {"no_listen": True}):
+    for options in ({}, {"nat_port_map": False}, {"client_mode": True}):
         p2p = await P2P.create(**options)
         assert p2p.outlook.mapping is None
         await p2p.shutdown()

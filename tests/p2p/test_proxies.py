@@ -152,7 +152,7 @@ async def test_a_peer_calls_another_one_through_a_proxy(scheme: str, user: str, 
     async with SmallProxy(names={OUTSIDE: "127.0.0.1"}, user=user, password=secret, piece=piece) as proxy:
         transport = TcpTransport(Identity.generate(), proxies=proxies_at(proxy, scheme, user=user, password=secret))
         there = f"/dns4/{OUTSIDE}/tcp/{port}/p2p/{server.peer_id}"
-        client = await P2P.create([there], transport=transport, no_listen=True)
+        client = await P2P.create([there], transport=transport, client_mode=True)
         try:
             client.address_book.add(server.peer_id, [f"/dns4/{OUTSIDE}/tcp/{port}"])
             for value in range(3):

@@ -58,7 +58,7 @@ async def test_a_swarm_on_one_machine_is_public_to_itself_and_asks_nobody(kind: 
 async def test_who_does_not_listen_is_a_client() -> None:
     async with Peers("tcp") as peers:
         server = await peers.start()
-        client = await peers.start(no_listen=True)
+        client = await peers.start(client_mode=True)
         await serving(server)
         await stub(client, server).rpc_square(Number(value=3))
         assert client.reachability is Reachability.CLIENT

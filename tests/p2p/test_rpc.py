@@ -103,7 +103,7 @@ async def test_a_client_is_not_callable(kind: str) -> None:
     async with Peers(kind) as peers:
         server = await peers.start()
         await serving(server)
-        client = await peers.start(no_listen=True)
+        client = await peers.start(client_mode=True)
         assert client.client_mode
         assert await client.get_visible_maddrs() == []
         assert (await stub(client, server).rpc_square(Number(value=5))).value == 25

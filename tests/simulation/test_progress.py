@@ -68,7 +68,7 @@ async def start_swarm(
     peers = []
     for index in range(count):
         host = network.add_host()
-        create = P2P.create(transport=host.transport(), rng=host.rng, no_listen=index < clients)
+        create = P2P.create(transport=host.transport(), rng=host.rng, client_mode=index < clients)
         kind = kinds[index] if index < len(kinds) else ProgressExchange
         peer = Peer(host, await host.run(create), table, kind)
         await host.run(peer.exchange.start())

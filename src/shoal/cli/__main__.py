@@ -82,8 +82,12 @@ def complete(parser: argparse.ArgumentParser) -> None:
         argcomplete.autocomplete(parser)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, **preset: Any) -> int:
     """Run the command.
+
+    Args:
+        arguments: the words behind the name of the command; default: those of this process.
+        preset: options that the command line does not have.
 
     Returns:
         The exit status.
@@ -92,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     complete(parser)
     parsed = parse(parser, arguments)
+    vars(parsed).update(preset)
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
@@ -107,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hivemind_dht() -> int:
-    """The command ``hivemind-dht``: another name for ``shoal dht``, for existing scripts."""
-    return main(["dht", *sys.argv[1:]])
+    """The command ``hivemind-dht``: like ``shoal dht``, for existing scripts, which read its addresses from stderr."""
+    return main(["dht", *sys.argv[1:]], for_scripts=True)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--qr", action="store_true", help="show the address as a QR code, too, for a phone")
     for name in (*WITHOUT_EFFECT, *ALWAYS_ON):
         add_option(parser, name, action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, for_scripts=False)
 
 
 def _positive(text: str) -> float:
@@ -290,13 +290,15 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         try:
             addresses = dht.get_visible_maddrs()
+            if arguments.for_scripts:
+                _say(*lines_for_scripts(addresses), to_stderr=True)
             _say(
                 *how_to_join(addresses, is_private=dht.p2p.membership is not None),
                 *_whom_it_met(dht),
                 *(qr_code(line_to_paste(addresses)) if arguments.qr else []),
                 _what_stays(arguments, kept),
             )
-            _report_until_interrupted(dht, arguments.refresh_period)
+            _report_until_interrupted(dht, arguments.refresh_period, to_stderr=arguments.for_scripts)
         except KeyboardInterrupt:
             _say("Leaving.")
         finally:
@@ -389,8 +391,17 @@ def _what_stays(arguments: argparse.Namespace, kept: Kept | None) -> str:
     return f"The next start will have another address; for one that stays, {how}."
 
 
-def _say(*lines: str) -> None:
-    print(*lines, sep="\n", flush=True)
+def _say(*lines: str, to_stderr: bool = False) -> None:
+    print(*lines, sep="\n", file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def lines_for_scripts(addresses: Sequence[Multiaddr]) -> list[str]:
+    """The lines in which scripts for ``hivemind-dht`` look for the addresses."""
+    told = " ".join(str(address) for address in sorted(addresses, key=reach_of, reverse=True))
+    return [
+        f"Running a DHT instance. To connect other peers to this one, use --initial_peers {told}",
+        f"Full list of visible multiaddresses: {told}",
+    ]
 
 
 def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> list[str]:
@@ -433,7 +444,9 @@ def qr_code(text: str) -> list[str]:
     return [f"{before}{line}{after}" for line in drawn.getvalue().splitlines()]
 
 
-def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:
+def _report_until_interrupted(
+    dht: DHT, period: float, pause: Callable[[float], object] | None = None, *, to_stderr: bool = False
+) -> None:
     pause = pause or time.sleep  # waiting for an event would ignore Ctrl-C on Windows
     told, carried = set(dht.get_visible_maddrs()), 0
     while True:
@@ -446,6 +459,7 @@ def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], 
             f"Local storage contains {keys} keys",
             *relay_lines,
             *(f"This peer can be reached at {address} now" for address in addresses if address not in told),
+            to_stderr=to_stderr,
         )
         told = set(addresses)
 

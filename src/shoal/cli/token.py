@@ -223,7 +223,7 @@ def _key_of(text: str) -> bytes:
 async def _spread(given: str | os.PathLike[str], run: Identity, keys: Sequence[bytes], via: str) -> RevocationList:
     """Extend the newest list that is known here or at a peer of the run, and give it to that peer."""
     [(place, named), *_] = parse_peer_addresses(via)
-    p2p = await P2P.create(via, token=given, no_listen=True)
+    p2p = await P2P.create(via, token=given, client_mode=True)
     try:
         peer = named or p2p.met[place]
         assert p2p.members is not None

@@ -188,11 +188,10 @@ class DHTNode:
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
-            client_mode = kwargs.pop("no_listen", False) or client_mode
             # Where neighbours will do, the others need not be there.
             reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
-            p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
-            if not p2p.client_mode:
+            p2p = await P2P.create(initial_peers=reachable_at_start, client_mode=client_mode, **kwargs)
+            if not p2p.client_mode and not kwargs.get("no_listen"):
                 _say_where_it_listens(
                     await p2p.get_visible_maddrs(), is_open=authorizer is None and p2p.membership is None
                 )

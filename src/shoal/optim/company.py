@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
+from shoal.averaging.groups.settings import contradiction_of
 from shoal.errors import SettingsMismatch
 from shoal.logs import Seldom, counted
 from shoal.optim.run_settings import RunSettings
@@ -60,6 +61,8 @@ class Known:
     """To wait for peers that fit makes no sense."""
     was_first: bool = False
     """It was there before this peer took part."""
+    refuses: bool = False
+    """It has declared something else than this peer, so it refuses its state and says why."""
 
 
 class Company:
@@ -76,6 +79,8 @@ class Company:
         self.own, self.digest = settings, settings.digest
         self.strangers: frozenset[bytes] = frozenset()
         """The peers with which this one cannot average."""
+        self.refusing: frozenset[bytes] = frozenset()
+        """Those of them that refuse their state, with a reason for the users of both sides."""
         self.foreign: frozenset[bytes] = frozenset()
         """Those, and the peers that have not told yet whether they can. Rounds say nothing about these: the two sides
         have not come apart, because they were never together."""
@@ -125,7 +130,9 @@ class Company:
             digest = settings.digest
         can_average = self.own.can_average_with(settings)
         is_urgent = can_average or self.own.differs_in_options(settings)
-        self._note(peer, Known(digest, tuple(self.own.differences(settings)), can_average, is_urgent, was_first))
+        refuses = bool(contradiction_of(self.own.declared, settings.declared))
+        told = tuple(self.own.differences(settings))
+        self._note(peer, Known(digest, told, can_average, is_urgent, was_first, refuses))
 
     def _note(self, peer: bytes, known: Known) -> None:
         self._known.pop(peer, None)
@@ -136,6 +143,7 @@ class Company:
             self._warned_of.discard(oldest)
         self._known[peer] = known
         self.strangers = frozenset(p for p, each in self._known.items() if each.differences and not each.can_average)
+        self.refusing = frozenset(peer for peer in self.strangers if self._known[peer].refuses)
         self.foreign = self.strangers | {p for p, each in self._known.items() if each.differences is None}
 
     # --- what follows -------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ def __getattr__(name: str) -> Any:
 GUARDS = ("members", "open")
 # How long a peer that believes the epoch to be over waits for others to tell how far they are.
 SECONDS_TO_ASK = 0.25
+# Donors with another frozen base or agreement refuse. They are asked last, because a refusal tells both users why.
+RANK_OF_REFUSING = -2.0
 
 
 def check_guard(guard: str) -> None:
@@ -535,13 +537,18 @@ class ProgressTracker(Facade):
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
         strangers = self.board.strangers()
+        refusing: frozenset[bytes] = frozenset() if self._company is None else self._company.refusing
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:
             tag = peer.to_bytes()
-            if tag in verdict.losers or tag in strangers or (gives_way and tag not in verdict.winners):
+            if tag in verdict.losers or (gives_way and tag not in verdict.winners):
                 continue
-            if self.board.time_of_record(tag) is None:
+            if tag in refusing:
+                ranks[peer] = RANK_OF_REFUSING
+            elif tag in strangers:
+                continue
+            elif self.board.time_of_record(tag) is None:
                 ranks[peer] = -1.0  # it is not known yet
             elif tag in epochs:
                 ranks[peer] = epochs[tag]

@@ -133,7 +133,7 @@ def advise_on_private(p2p: P2P, address: Multiaddr) -> str:
     if not p2p.transport.is_elsewhere(address):
         return ""
     what = f". {ip_text_of(address)} is a private address of another network"
-    if p2p.client_mode:
+    if not p2p.transport.addresses():  # nobody else can join through it
         return f"{what}: run `shoal dht` on a machine that both can call, and give its address to both"
     own = (short_form(each) for each in p2p.outlook.announced() if _is_public(each))
     public = [each if p2p.port_stays else f"{each.rpartition(':')[0]}:PORT" for each in own if each is not None]

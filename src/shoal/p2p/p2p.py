@@ -9,6 +9,7 @@ import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shoal.clock import get_clock
@@ -146,6 +147,7 @@ class P2P(Caller):
         startup_timeout: float = 15,
         check_if_identity_free: bool = True,
         no_listen: bool = False,
+        client_mode: bool = False,
         transport: Transport | None = None,
         rng: random.Random | None = None,
         limits: Limits = DEFAULT_LIMITS,
@@ -169,7 +171,8 @@ class P2P(Caller):
             check_if_identity_free: with ``identity_path``, ask the initial peers whether another process has it.
             idle_timeout: seconds after which an unused connection is closed.
             startup_timeout: seconds for reaching the first initial peer.
-            no_listen: only call others, never be called.
+            no_listen: accept no connections. Others call this peer through relays, unless ``use_auto_relay=False``.
+            client_mode: only call others, never be called.
             transport: a way to reach peers other than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
@@ -202,17 +205,22 @@ class P2P(Caller):
             have_enough_files()
             limits, relay_limits = limits.that_fit(), relay_limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        relay = False if options.relay_hop_limit == 0 else relay
+        client_mode = client_mode or (no_listen and not options.use_auto_relay)
+        if no_listen:
+            options = replace(options, force_reachability="private")
+        relay = False if options.relay_hop_limit == 0 or no_listen else relay
         rng = rng or random.Random()
         p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options, name)
-        p2p.client_mode = no_listen
+        p2p.client_mode = client_mode
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
             p2p.members = await Members.of(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
             await p2p.relay.add_p2p_handlers(p2p)
-            if not no_listen:
+            if no_listen and not client_mode:
+                p2p.outlook.begin()
+            elif not client_mode:
                 hosts = host_maddrs or transport.listens_by_default()
                 places = read_addresses(hosts, "host_maddrs")
                 p2p.port_stays = bool(announced) or all(place.get("tcp") != "0" for place in places)
@@ -259,7 +267,7 @@ class P2P(Caller):
         if not await asyncio.to_thread(os.path.exists, identity_path):
             raise FileNotFoundError(f"there is no identity in {identity_path}: make one with P2P.generate_identity")
         try:
-            p2p = await cls.create(initial_peers, identity_path=identity_path, no_listen=True, **of_a_daemon)
+            p2p = await cls.create(initial_peers, identity_path=identity_path, client_mode=True, **of_a_daemon)
         except IdentityTakenError:
             return True
         await p2p.shutdown()
@@ -353,7 +361,7 @@ class P2P(Caller):
         return self.address_book.changes
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
-        """Addresses to give to others, each with ``/p2p/<peer id>``; empty for a peer that does not listen.
+        """Addresses to give to others, each with ``/p2p/<peer id>``; empty for a peer that nobody can call.
 
         Args:
             latest: look at this machine's networks again.

@@ -187,8 +187,12 @@ class Outlook:
             )
         for address in usable:
             await transport.listen(address, self._p2p.server.accept)
-        transport.on_addresses_changed = self._note_move
         self.evidence.announcement = announced
+        self.begin()
+
+    def begin(self) -> None:
+        """Be called by others from now on: at the addresses where this peer listens, or else through relays."""
+        self._p2p.transport.on_addresses_changed = self._note_move
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced(), self.reach
@@ -365,6 +369,13 @@ class Outlook:
     def warn_client(self) -> None:
         """Tell the user that nobody can call this peer, and what to do."""
         if self._p2p.client_mode:
+            return
+        if not self._p2p.transport.addresses():
+            self._warn_seldom(
+                "nobody can call this peer: it does not listen (no_listen), and none of %d peers relays. Leave "
+                "no_listen out, or run a public `shoal dht`",
+                len(self.contacts),
+            )
             return
         seen = ", ".join(self.seen_at()) or "not known"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")

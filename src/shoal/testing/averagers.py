@@ -193,8 +193,8 @@ async def start_averager(
     if isinstance(table, DHTNode):
         p2p = table.p2p
     else:
-        no_listen = settings.get("mode") is AveragingMode.CLIENT
-        p2p = await host.run(P2P.create(transport=host.transport(), rng=host.rng, no_listen=no_listen))
+        client_mode = settings.get("mode") is AveragingMode.CLIENT
+        p2p = await host.run(P2P.create(transport=host.transport(), rng=host.rng, client_mode=client_mode))
     node = make_averager(p2p, tensors, table, **settings)
     await host.run(node.start())
     return node
@@ -269,7 +269,7 @@ class AveragerSwarm(Swarm[AveragerNode]):
             tensors: the tensors to average; changed in place.
             settings: as for :func:`make_averager`.
         """
-        p2p = await self.p2p(no_listen=settings.get("mode") is AveragingMode.CLIENT)
+        p2p = await self.p2p(client_mode=settings.get("mode") is AveragingMode.CLIENT)
         node = make_averager(p2p, tensors, self.table, **settings)
         await node.start()
         self.nodes.append(node)

@@ -73,7 +73,7 @@ class DHTSwarm(Swarm[DHTNode]):
         chosen = self.rng.sample(servers, min(friends, len(servers)))
         addresses = [address for friend in chosen for address in await friend.get_visible_maddrs()]
         options.setdefault("initial_peers", addresses)
-        p2p = await self.p2p(no_listen=client_mode, token=token)
+        p2p = await self.p2p(client_mode=client_mode, token=token)
         node = await DHTNode.create(p2p=p2p, client_mode=client_mode, **options)
         self.nodes.append(node)
         return node

@@ -151,6 +151,11 @@ class Part:
     info: CompressionInfo
     """The description of this part for the codec."""
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of values in each segment."""
+        return [stop - start for _, start, stop in self.segments]
+
     def pieces_of(self, flat_tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values of this part, as one view into each tensor that holds some of them."""
         return [flat_tensors[tensor_index][start:stop] for tensor_index, start, stop in self.segments]

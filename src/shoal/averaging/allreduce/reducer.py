@@ -59,6 +59,12 @@ def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     return int(far) < 0.25 * one.numel()
 
 
+def _choose(choices: list[bool], one: torch.Tensor, other: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Piece by piece, values of the one or of the other."""
+    pieces = zip(choices, one.split_with_sizes(lengths), other.split_with_sizes(lengths), strict=True)
+    return torch.cat([first if is_first else second for is_first, first, second in pieces])
+
+
 def _in_range(average: torch.Tensor | None) -> torch.Tensor | None:
     return None if average is None else without_overflow(average)
 
@@ -79,6 +85,8 @@ class _PartState:
     values: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """What has arrived, by sender; of this member what counts, if that is not its values as they are. ``None``: nothing
     that counts, because it is not finite."""
+    similar: list[bool] | None = None
+    """By tensor: whether this member's own values count as if they had been sent; ``None``: the same for all."""
     is_complete: bool = False
     """What comes now is too late: it is being averaged."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,11 +184,17 @@ class PartReducer:
         """Wait for the average of a part, for this member itself."""
         state = self._states[index]
         await state.done.wait()
-        average, counted = state.average, state.values.get(self._local_index)
+        average, counted, part = state.average, state.values.get(self._local_index), self._parts[index]
         self._taken(state, self._local_index)
         if average is None or counted is None:
             return OwnAverage(average, False, state.is_shared)
-        return OwnAverage(without_overflow(average - counted), True, state.is_shared)
+        difference = without_overflow(average - counted)
+        own = None if state.similar is None or self._own_values is None else self._own_values(part)
+        if state.similar is None or own is None:
+            return OwnAverage(difference, True, state.is_shared)
+        # A difference would round the averages of tensors whose own values have counted exactly.
+        moved = without_overflow(own + difference)
+        return OwnAverage(_choose(state.similar, moved, average, part.lengths), False, state.is_shared)
 
     def is_averaged(self, index: int) -> bool:
         """Whether a part has been averaged."""
@@ -421,8 +435,16 @@ class PartReducer:
         if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:
             return values
         others = [sent for i, sent in sorted(state.values.items()) if sent is not None and self.weights[i] > 0]
-        if not others or not values.is_floating_point() or not _are_similar(values, others[0]):
+        if not others or not values.is_floating_point():
             return values
-        _, decoded = part.codec.compress_and_decode(values, part.info)
+        # Tensor by tensor: the average of one must not depend on which others are cut together with it.
+        own, sent = (each.split_with_sizes(part.lengths) for each in (values, others[0]))
+        similar = [_are_similar(*pair) for pair in zip(own, sent, strict=True)]
+        if not any(similar):
+            return values
+        decoded = part.codec.compress_and_decode(values, part.info)[1]
+        if not all(similar):
+            state.similar = similar
+            decoded = _choose(similar, decoded, values, part.lengths)
         state.values[self._local_index] = decoded
         return decoded

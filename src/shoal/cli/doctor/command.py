@@ -183,7 +183,7 @@ async def _start_peer(
 ) -> tuple[P2P, Finding]:
     """Start a peer as the user would, and report how that went; a peer that cannot listen can still call others."""
     if arguments.client_mode:
-        p2p = await P2P.create(no_listen=True, identity_path=identity_path, token=token)
+        p2p = await P2P.create(client_mode=True, identity_path=identity_path, token=token)
         return p2p, ok("listening", "no: in client mode a peer only calls others")
     try:
         p2p = await P2P.create(
@@ -193,7 +193,7 @@ async def _start_peer(
             token=token,
         )
     except (P2PDaemonError, OSError, ValueError) as error:
-        p2p = await P2P.create(no_listen=True, identity_path=identity_path, token=token)
+        p2p = await P2P.create(client_mode=True, identity_path=identity_path, token=token)
         fix = "give another address or port with --host-maddrs, or stop what listens there"
         return p2p, fail("listening", str(error), fix)
     return p2p, describe_listening(await p2p.get_visible_maddrs())

@@ -86,10 +86,10 @@ def _judged(answer: Reserved | None, round_trip: float) -> Finding:
 async def _through(address: Multiaddr, relay: PeerID, token: str | None) -> Finding:
     """Call from one temporary peer of this machine to another one, through the relay."""
     try:
-        guest = await P2P.create(no_listen=True, token=token)
+        guest = await P2P.create(client_mode=True, token=token)
     except NO_ANSWER as error:  # the token is for one identity
         return unknown("circuit", f"not tried, it takes a second identity: {error}")
-    caller = await P2P.create(no_listen=True, token=token)
+    caller = await P2P.create(client_mode=True, token=token)
     try:
         async with asyncio.timeout(RESERVE_SECONDS):
             reserved = asyncio.Event()
