@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
-from shoal.archive.store import Store
+from shoal.archive.store import Store, memory_of_this_machine
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
@@ -254,13 +252,6 @@ def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = 
         rate=rate,
         is_one_state=False,  # this peer does not know how the run averages
     )
-
-
-def memory_of_this_machine() -> int:
-    """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
-    if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2**40
 
 
 async def _download(source: StateSharing, *_: Any, **options: Any) -> GivenState | None:

@@ -52,6 +52,9 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     """Tells in which order the samples are, by :func:`order_of`."""
     is_stream: bool = False
 
+    def __post_init__(self) -> None:
+        _check_chunks(self.samples, self.chunk)
+
     @property
     def size(self) -> int | None:
         """As in the keys of its blocks: ``None`` for a stream, whether or not its end is known."""
@@ -62,11 +65,20 @@ class PassState(msgspec.Struct, frozen=True):
     """What a checkpoint has of a pass."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
-    samples: int | None
-    chunk: int
-    done: bytes
+    samples: Annotated[int, Meta(ge=0, lt=2**53)] | None
+    chunk: Annotated[int, Meta(ge=1, le=LONGEST_CHUNK)]
+    done: Annotated[bytes, Meta(max_length=MOST_CHUNKS // 8)]
     """One bit for each chunk."""
-    order: str = ""
+    order: Annotated[str, Meta(max_length=32)] = ""
+
+    def __post_init__(self) -> None:
+        _check_chunks(self.samples or 0, self.chunk)
+
+
+def _check_chunks(samples: int, chunk: int) -> None:
+    """Refuse a size that no data set has: this peer makes a bit for each chunk."""
+    if -(-samples // chunk) > MOST_CHUNKS:
+        raise ValueError(f"{samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks")
 
 
 def parse_state(state: object, samples: int | None, chunk: int, order: str) -> PassState:
