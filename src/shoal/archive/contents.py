@@ -167,7 +167,7 @@ def _cut(
     end = 0
     for number, offset, shape in [*layout, (-1, len(vector), [])]:
         if not end <= offset <= len(vector):
-            raise ValueError(f"a parameter cannot begin at {offset}")
+            raise ValueError(f"a parameter cannot begin at {quoted(offset)}")
         if offset > end:
             yield Piece(f"{filling}.filling.{end}", TRAINING, vector[end:offset], is_whole=False)
         if number < 0:

@@ -25,7 +25,7 @@ from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.logs import counted
+from shoal.logs import counted, one_line
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -207,7 +207,7 @@ class Archiver:
 
     def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
         """Tell why what a donor gave is no good, and ask it no more for a while."""
-        logger.warning("%s", why)
+        logger.warning("%s", one_line(why))
         bad.add(donor)
         self._dht.run_coroutine(partial(_leave_out, source, donor))
 

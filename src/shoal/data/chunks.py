@@ -13,6 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shoal.logs import one_line
+
 CHUNKS_PER_BLOCK = 4096
 _FINISHED_BYTES = 2**13
 MOST_CHUNKS = CHUNKS_PER_BLOCK * 8 * _FINISHED_BYTES
@@ -90,7 +92,7 @@ def parse_state(state: object, samples: int | None, chunk: int, order: str) -> P
     try:
         found = msgspec.convert(state, PassState, builtin_types=(bytes,))
     except msgspec.ValidationError as e:
-        raise ValueError(f"this is not the state_dict() of a SharedPass: {e}") from None
+        raise ValueError(f"this is not the state_dict() of a SharedPass: {one_line(str(e))}") from None
     if found.chunk != chunk or (samples is not None and found.samples not in {samples, None}):
         raise ValueError(
             f"this state is of {found.samples} samples in chunks of {found.chunk}, and the data set has "

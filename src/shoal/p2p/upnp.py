@@ -16,6 +16,7 @@ from async_upnp_client.client_factory import UpnpFactory
 from async_upnp_client.const import HttpRequest, HttpResponse
 from async_upnp_client.exceptions import UpnpActionError, UpnpConnectionError
 
+from shoal.logs import one_line, quoted
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 from shoal.p2p.upnp_search import SEARCH_SECONDS, find_description, is_of_host
 
@@ -44,7 +45,7 @@ class _Requester(UpnpRequester):
 
     async def async_http_request(self, http_request: HttpRequest) -> HttpResponse:
         if not is_of_host(http_request.url, self._host):
-            raise UpnpConnectionError(f"the router {self._host} sends elsewhere: {http_request.url[:100]}")
+            raise UpnpConnectionError(f"the router {self._host} sends elsewhere: {quoted(http_request.url)}")
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
@@ -98,7 +99,7 @@ class Upnp(Mapper):
                     break
         except UpnpActionError as e:
             reason = _REASONS.get(e.error_code or 0, f"{e.error_code} {e.error_desc or ''}".strip())
-            raise NoMappingError(f"the router refuses: {reason[:200]}") from e
+            raise NoMappingError(f"the router refuses: {one_line(reason[:200])}") from e
         except NoMappingError:
             self._service = None  # it may have moved: it is searched for the next time
             raise
@@ -184,4 +185,4 @@ def _service_of(device: UpnpDevice) -> UpnpService | None:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
+    return one_line(f"{type(error).__name__}: {error}"[:200])
