@@ -161,4 +161,6 @@ class MSGPackSerializer(SerializerBase):
             )
         except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:
             # Unhashable keys, or bytes that are truncated or too many.
+            if depth:
+                raise  # the value around this one says it, and once is enough
             raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {one_line(str(e))}") from e

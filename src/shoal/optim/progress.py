@@ -523,6 +523,11 @@ class Companion:
         return replace(self, record=record)
 
     @property
+    def is_heard(self) -> bool:
+        """Whether this peer has heard from it directly; otherwise its record may be that of a dead peer."""
+        return self.heard_at > -math.inf
+
+    @property
     def has_ended(self) -> bool:
         """Whether its program has ended, as far as this peer knows."""
         return self.unreachable_since is not None and self.is_refused
