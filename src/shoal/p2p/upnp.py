@@ -98,8 +98,9 @@ class Upnp(Mapper):
                 else:
                     break
         except UpnpActionError as e:
-            reason = _REASONS.get(e.error_code or 0, f"{e.error_code} {e.error_desc or ''}".strip())
-            raise NoMappingError(f"the router refuses: {one_line(reason[:200])}") from e
+            said = one_line(f"{e.error_code} {e.error_desc or ''}"[:200]).strip()
+            reason = _REASONS.get(e.error_code or 0, said)
+            raise NoMappingError(f"the router refuses: {reason}") from e
         except NoMappingError:
             self._service = None  # it may have moved: it is searched for the next time
             raise
@@ -125,7 +126,7 @@ class Upnp(Mapper):
         try:
             await self._call("DeletePortMapping", NewRemoteHost="", NewExternalPort=self._outer_port, NewProtocol="TCP")
         except UpnpActionError as e:
-            raise NoMappingError(f"the router does not take the port back: {e.error_code}") from e
+            raise NoMappingError(f"the router does not take the port back: {quoted(e.error_code)}") from e
 
     async def _add(self, port: int, seconds: int) -> None:
         wanted = {
