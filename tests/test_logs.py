@@ -27,6 +27,7 @@ from shoal.logs import (
     quoted,
     use_hivemind_log_handler,
     with_names,
+    words_of,
 )
 from shoal.testing import run
 
@@ -290,6 +291,50 @@ def test_quoted_values_are_short_whatever_strangers_send():
 def test_what_another_peer_says_stays_in_its_line():
     assert one_line("a\nb\x1b[31mc") == "a b [31mc"
     assert len(one_line("x" * 10**6)) < 1000
+    assert words_of(ValueError("a\nb")) == "a b"
+    assert words_of(TimeoutError()) == "TimeoutError"
+
+
+HOSTILE = "\x1b[2J\r\nNov 21 15:14:07.123 [WARN] forged\x07\x9b31m"
+
+
+def test_rare_lines_have_the_words_of_others_on_one_line() -> None:
+    """Programs with handlers of their own get these lines as they are."""
+    lines: list[str] = []
+    seldom = Seldom(lambda text, *values: lines.append(text % values))
+    seldom("%s said %s, and %s, of %d: %s", "peer", HOSTILE, ValueError(HOSTILE * 10_000), 3, None)
+    [line] = lines
+    assert line.isprintable()
+    assert line.startswith("peer said  [2J")
+    assert line.endswith("..., of 3: None")
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize("shows", ["", "get_logger(); "], ids=["short lines", "more lines"])
+def test_no_text_controls_the_terminal_or_forges_a_line(shows: str) -> None:
+    """Errors of other libraries may hold what a stranger has sent; so may their tracebacks."""
+    script = f"""
+import logging, shoal
+from shoal.logs import get_logger
+{shows}shoal.DHT
+with shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], name="me"):
+    pass
+logger = logging.getLogger("shoal.dht")
+logger.warning("a peer says %s", {HOSTILE!r})
+try:
+    raise ValueError({HOSTILE!r})
+except ValueError:
+    logger.exception("it failed")
+"""
+    lines = output_of(script)
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("Nov 21 15:14:07.123") for line in lines)
+    assert sum("forged" in line for line in lines) == 2
+
+
+def test_lines_of_the_program_itself_stay_as_they_are() -> None:
+    script = 'import logging, shoal.logs\nshoal.logs.use_hivemind_log_handler("in_root_logger")\n'
+    assert "\ttab" in output_of(script + 'logging.getLogger("mine").warning("a\\ttab")')[0]
 
 
 def test_lines_of_one_kind_are_seldom(monkeypatch):

@@ -53,7 +53,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import Enum
 from types import NoneType
-from typing import TextIO
+from typing import Any, TextIO
 
 from shoal.signs import as_far_as
 
@@ -68,6 +68,8 @@ MOST_LINES_OF_A_KIND = 5
 MOST_LINES, WIDTH = 2, 100
 # The names that peers give themselves: their length, and of how many peers they are remembered.
 MAX_NAME_CHARACTERS, MOST_NAMES = 32, 4096
+# Of an error in a traceback: the errors behind it whose words are made harmless.
+_MOST_CAUSES = 32
 # Characters of a peer id that are shown: its end, which is what differs between peers.
 SHOWN_CHARACTERS = 8
 
@@ -96,16 +98,45 @@ def counted(number: int, noun: str) -> str:
 
 def quoted(value: object) -> str:
     """A value for an error text or a log line, shortened, because strangers send values of any length."""
+    rest = ""
     if isinstance(value, (str, bytes, bytearray)) and len(value) > QUOTED_CHARACTERS:
-        return f"{value[:QUOTED_CHARACTERS]!r}... ({len(value)} long)"
+        value, rest = value[:QUOTED_CHARACTERS], f"... ({len(value)} long)"
     text = repr(value) if isinstance(value, (str, bytes, bytearray, int, float, NoneType)) else reprlib.repr(value)
-    return text if len(text) <= 4 * QUOTED_CHARACTERS else f"{text[: 4 * QUOTED_CHARACTERS]}..."
+    return f"{text}{rest}" if len(text) <= 4 * QUOTED_CHARACTERS else f"{text[: 4 * QUOTED_CHARACTERS]}{rest or '...'}"
 
 
 def one_line(text: str) -> str:
     """A text from another peer, for a log: on one line, without terminal codes, and not too long."""
     line = "".join(each if each.isprintable() else " " for each in text[:TOLD_CHARACTERS])
     return f"{line}..." if len(text) > TOLD_CHARACTERS else line
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, as :func:`one_line`; its type if it says nothing."""
+    return one_line(str(error)) or type(error).__name__
+
+
+def harmless(text: str) -> str:
+    """A text without terminal codes, in which no line after the first one can be taken for a line of the log.
+
+    The texts of others are made harmless where they enter an error. This is for what was overlooked, and for the errors
+    of other libraries.
+    """
+    return re.sub(r"\n(?=\S)", "\n  ", _without_codes(text))
+
+
+def _without_codes(text: str) -> str:
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
+
+
+def _harmless_traceback(text: str, error: BaseException | None) -> str:
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            break
+        said = str(error)
+        text = text.replace(said, harmless(said)) if "\n" in said else text
+        error = error.__cause__ or error.__context__
+    return _without_codes(text)
 
 
 _PEER_ID = re.compile(r"(?<![\w/])12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
@@ -151,7 +182,8 @@ class Seldom:
     """Lets one line of each kind through in a while: lines that strangers can cause must not fill a disk.
 
     A line about one peer does not suppress a line about another peer, unless there is a crowd of them. Inside an event
-    loop its clock counts, so that an hour of simulated time has the lines of an hour.
+    loop its clock counts, so that an hour of simulated time has the lines of an hour. Texts and errors among the values
+    are put on one line, because they may be the words of strangers.
 
     Args:
         log: writes a line, such as the ``warning`` of a logger.
@@ -185,7 +217,13 @@ class Seldom:
         self.told[kind], self._left_out[kind] = {**told, about: (clock, now)}, 0
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
-        self._log(kind, *values)
+        self._log(kind, *map(_on_one_line, values))
+
+
+def _on_one_line(value: object) -> object:
+    if isinstance(value, BaseException):
+        return words_of(value)
+    return one_line(value) if isinstance(value, str) else value
 
 
 def _now() -> tuple[object, float]:
@@ -252,9 +290,14 @@ class ConsoleFormatter(logging.Formatter):
         level = "WARN" if record.levelno == logging.WARNING else record.levelname
         style = _STYLES.get(record.levelno, "")
         caller = f" [{TextStyle.BOLD}{record.name}.{record.funcName}:{record.lineno}{TextStyle.RESET}]"
+        # The lines of the program itself are its own affair.
+        text = harmless(record.message) if record.name.partition(".")[0] == PACKAGE else record.message
         tells_caller = record.levelno != logging.INFO or self._always_tells_caller
         reset = TextStyle.RESET if style else ""
-        return f"{when} [{style}{level}{reset}]{caller if tells_caller else ''} {with_names(record.message)}"
+        return f"{when} [{style}{level}{reset}]{caller if tells_caller else ''} {with_names(text)}"
+
+    def formatException(self, ei: Any) -> str:
+        return _harmless_traceback(super().formatException(ei), ei[1])
 
 
 def _in_few_lines(text: str) -> list[str]:
@@ -278,11 +321,14 @@ class ShortFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         head = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname} {PACKAGE}: "
-        lines = _in_few_lines(head + with_names(record.message))
+        lines = _in_few_lines(head + with_names(harmless(record.message)))
         style = _STYLES.get(record.levelno, "")
         if style:
             lines[0] = lines[0].replace(record.levelname, f"{style}{record.levelname}{TextStyle.RESET}", 1)
         return "\n".join(lines)
+
+    def formatException(self, ei: Any) -> str:
+        return _harmless_traceback(super().formatException(ei), ei[1])
 
 
 class OwnHandler(logging.Handler):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgpack
 
-from shoal.logs import Seldom
+from shoal.logs import Seldom, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -161,4 +161,6 @@ class MSGPackSerializer(SerializerBase):
             )
         except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:
             # Unhashable keys, or bytes that are truncated or too many.
-            raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {e}") from e
+            if depth:
+                raise  # the value around this one says it, and once is enough
+            raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {one_line(str(e))}") from e

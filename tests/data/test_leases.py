@@ -12,7 +12,7 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.data import leases as module
-from shoal.data.chunks import PassRecord, PassState, numbers_in, unpack_bits
+from shoal.data.chunks import MOST_CHUNKS, PassRecord, PassState, numbers_in, unpack_bits
 from shoal.data.kept import read_pass, tell_pass
 from shoal.data.leases import LEASE_SECONDS, PATIENCE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
@@ -403,6 +403,30 @@ def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
             await crowd.swarm.kill(node)
 
     run(main(), seed=15)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_liar_cannot_claim_more_samples_than_a_data_set_can_have(
+    caplog: pytest.LogCaptureFixture, is_stream: bool
+) -> None:
+    """A peer keeps a bit for each chunk: of 2**52 chunks they would be 512 terabytes."""
+
+    async def main() -> None:
+        crowd = Crowd(samples=None)
+        liar, reader = await crowd.swarm.node(), await crowd.swarm.node()
+        record = [0, 2**52, 1, b"", "", is_stream]
+        assert await liar.store("run_data", record, get_dht_time() + 60, subkey=tag_of(liar.peer_id))
+        assert await read_pass(reader, "run") is None
+        if is_stream:
+            leases = Leases(reader, "run", number=0, rng=random.Random(0), samples=None, chunk=1, in_order=True)
+            assert await leases.next(wait=True) == 0
+            assert leases.samples is None
+            await leases.close()
+        for node in (liar, reader):
+            await crowd.swarm.kill(node)
+
+    run(main(), seed=16)
+    assert f"are more than {MOST_CHUNKS} chunks" in caplog.text
 
 
 def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.server import Server
 from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import Session, decode_header
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import BADGES, IDENTITY, KEYS, PACKED_HEADERS, RUN, calls, messages, validator
 from tests.p2p.peers import ScriptedStream
@@ -53,6 +53,7 @@ async def _opening(script: bytes) -> str:
     try:
         await _connection(script, memory).receive_open()
     except (ProtocolError, StreamClosedError) as e:
+        check_text(e)
         return type(e).__name__
     finally:
         assert memory.total == 0
@@ -67,6 +68,7 @@ async def _answers(script: bytes) -> str:
         while await call.receive(FindResponse) is not None:
             await call.read_payload(1000)
     except (ProtocolError, StreamClosedError, P2PHandlerError, P2PDaemonError) as e:
+        check_text(e)
         return type(e).__name__
     finally:
         assert memory.total == 0
@@ -80,7 +82,8 @@ async def _proof_to_listener(proof: bytes) -> str:
     stream = cast("TcpStream", ScriptedStream(proof, SOMEBODY))
     try:
         found = await verify_dialler(stream, LISTENER.peer_id, CERTIFICATE)
-    except StreamClosedError:
+    except StreamClosedError as e:
+        check_text(e)
         return "StreamClosedError"
     assert found is None, "a proof that nobody made"
     return "refused"
@@ -103,6 +106,7 @@ async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
         expected = LISTENER.peer_id if len(script) % 2 else None  # where the address does not say who is there
         await prove_to_listener(stream, IDENTITY, ADDRESS, expected, JUDGE)
     except (DialError, StreamClosedError) as e:
+        check_text(e)
         assert not stream.written, "nothing is told to a listener that is refused"
         return type(e).__name__
     assert bytes(CERTIFICATE) == certificate or len(stream.written) == PROOF_BYTES
@@ -155,6 +159,7 @@ async def _frame(hostile: tuple[type[Header], bytes]) -> str:
     try:
         await receive_frame(session, header_type)
     except (ProtocolError, StreamClosedError) as e:
+        check_text(e)
         return type(e).__name__
     assert len(script) - len(session.script) == 2 + int.from_bytes(script[:2]), "what follows a frame stays"
     return "read"
@@ -221,7 +226,8 @@ class Victim:
         response_type = {"ping": PingResponse, "store": StoreResponse, "find": FindResponse}[kind]
         try:
             answer = decode_header(data, response_type)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "ProtocolError"
         protocol = self.protocol
 
@@ -232,7 +238,8 @@ class Victim:
         if kind == "ping":
             try:
                 await protocol.ping(SOMEBODY, validate=True)
-            except ValidationError:
+            except ValidationError as e:
+                check_text(e)
                 return "ValidationError"
             return "believed"
         if kind == "store":

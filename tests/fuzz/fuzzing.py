@@ -19,6 +19,15 @@ SLOWEST_SECONDS = 2.0
 MAX_GROWTH_BYTES = 2 * 2**20
 """Caches that are not full after half of the inputs may grow by this much."""
 INPUTS_PER_FRESH_START = 1000
+MOST_CHARACTERS = 1200
+"""Of the text of an error."""
+
+
+def check_text(error: BaseException) -> None:
+    """Whatever was refused, the error has one line without terminal codes, and a length that people read."""
+    text = str(error)
+    assert text.isprintable(), f"an error that strangers can write on a terminal by: {text[:2000]!r}"
+    assert len(text) <= MOST_CHARACTERS, f"an error of {len(text)} characters: {text[:2000]!r}"
 
 
 @dataclass

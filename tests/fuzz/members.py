@@ -25,7 +25,7 @@ from shoal.p2p import Header, Identity, PeerID
 from shoal.p2p.transport import decode_header
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import ADDRESSES, IDENTITY
 
@@ -105,7 +105,8 @@ def _header(header_type: type[Header]) -> Target:
     def feed(data: bytes) -> str:
         try:
             decode_header(data, header_type)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "ProtocolError"
         return "parsed"
 
@@ -117,7 +118,8 @@ def _group(data: bytes) -> str:
     own: Any = SimpleNamespace(peer_id=IDENTITY.peer_id, add_addresses=lambda *_: None)
     try:
         group = read_group(own, decode_header(data, messages.GroupStart), VALUES)
-    except ProtocolError:
+    except ProtocolError as e:
+        check_text(e)
         return "ProtocolError"
     assert sum(group.shares) == VALUES
     assert IDENTITY.peer_id in group.peer_ids
@@ -128,7 +130,8 @@ def _group(data: bytes) -> str:
 def _progress_record(data: bytes) -> str:
     try:
         record = parse_record(MSGPackSerializer.loads(data))
-    except ValueError:
+    except ValueError as e:
+        check_text(e)
         return "ValueError"
     assert record.samples_accumulated >= 0 <= record.samples_per_second
     return "parsed"
@@ -138,7 +141,8 @@ def _settings(data: bytes) -> str:
     """What a user is told of a peer whose settings differ: a few lines, without terminal codes."""
     try:
         told = decode_header(data, RunSettings)
-    except ProtocolError:
+    except ProtocolError as e:
+        check_text(e)
         return "ProtocolError"
     differences = SETTINGS.differences(told)
     assert len(differences) <= 3 * MAX_SETTINGS + PARAMETERS_SHOWN + 2
@@ -152,7 +156,8 @@ def _settings(data: bytes) -> str:
 def _lineage(data: bytes) -> str:
     try:
         Lineage.unpack(data)
-    except ValueError:
+    except ValueError as e:
+        check_text(e)
         return "ValueError"
     return "parsed"
 
@@ -160,7 +165,8 @@ def _lineage(data: bytes) -> str:
 def _tag(data: bytes) -> str:
     try:
         peer = peer_of(data)
-    except ValueError:
+    except ValueError as e:
+        check_text(e)
         return "ValueError"
     assert peer == IDENTITY.peer_id or data != tag_of(IDENTITY.peer_id)
     return "a peer's"
@@ -216,7 +222,8 @@ class _Gate:
     async def feed(self, hostile: bytes) -> str:
         try:
             request = decode_header(hostile, EnterRequest)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "ProtocolError"
         if not await self._member.validate_request(request, self.call):
             return "refused"

@@ -30,7 +30,7 @@ from shoal.p2p.transport import decode_header
 from shoal.p2p.upnp_search import is_of_host, location_in
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import (
     ADDRESSES,
@@ -82,6 +82,7 @@ def parser(
         try:
             parsed = parse(hostile)
         except refusal as e:
+            check_text(e)
             return type(e).__name__
         return "nothing" if parsed is None else "parsed"
 
@@ -185,7 +186,8 @@ class MembersOnly:
     async def feed(self, hostile: bytes) -> str:
         try:
             request = decode_header(hostile, FindRequest)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "ProtocolError"
         if not await self.servicer.validate_request(request, self.call):
             return "refused"

@@ -23,7 +23,7 @@ from shoal.p2p.punching import Puncher
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.transport import decode_header
 from tests.fuzz.conversations import SOMEBODY, ScriptedSession
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import ADDRESSES, BADGE_TOKEN, CANDIDATES, IDENTITY, PACKED_HEADERS, RUN
 
@@ -43,7 +43,8 @@ def _candidates(data: bytes) -> str:
     """Attempts go to the public internet and into the own network, to few addresses, and to no service of a system."""
     try:
         told = decode_header(data, Candidates)
-    except ProtocolError:
+    except ProtocolError as e:
+        check_text(e)
         return "ProtocolError"
     found = []
     for number in range(9):
@@ -136,6 +137,7 @@ def _shuffled(data: bytes) -> str:
     try:
         badge = read_badge(RUN.run_key, data)
     except NotAMemberError as e:
+        check_text(e)
         return e.reason
     chain = msgspec.msgpack.decode(data, type=list[Grant])
     assert any(tuple(chain) == each[: len(chain)] for each in OTHER_CHAINS), "a badge that nobody has granted"

@@ -19,7 +19,7 @@ from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.vouching import Shown, Vouching, Word
 from shoal.p2p.identity import Identity
 from shoal.p2p.transport import decode_header
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 
 _rng = random.Random(1)
@@ -72,7 +72,8 @@ class Listener:
     def feed(self, hostile: bytes) -> str:
         try:
             message = decode_header(hostile, ProgressMessage)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "ProtocolError"
         if message.receipts is None:
             return "says nothing"
@@ -91,11 +92,13 @@ def _decoded(judge: Callable[[RoundMessage], str]) -> Callable[[bytes], str]:
     def feed(hostile: bytes) -> str:
         try:
             message = decode_header(hostile, RoundMessage)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "not decoded"
         try:
             return judge(message)
-        except ProtocolError:
+        except ProtocolError as e:
+            check_text(e)
             return "refused"
 
     return feed

@@ -9,7 +9,19 @@ import random
 from collections.abc import AsyncIterator, Sequence
 
 from tests.fuzz import conversations, members, parsers, relays, rounds, tensors
-from tests.fuzz.fuzzing import Outcome, fuzz
+from tests.fuzz.fuzzing import Outcome, Target, fuzz
+
+
+def all_targets(victim: conversations.Victim) -> list[Target]:
+    """Everything that reads what strangers send."""
+    return [
+        *parsers.targets(),
+        *tensors.targets(),
+        *members.targets(),
+        *rounds.targets(),
+        *relays.targets(),
+        *conversations.targets(victim),
+    ]
 
 
 async def fuzz_all(inputs: int, seed: int, only: Sequence[str] = ()) -> AsyncIterator[Outcome]:
@@ -27,15 +39,7 @@ async def fuzz_all(inputs: int, seed: int, only: Sequence[str] = ()) -> AsyncIte
         await victim.start_afresh()
         gc.collect()
         gc.freeze()  # what is here already is no garbage of inputs, and to look through it takes longer than they do
-        found = [
-            *parsers.targets(),
-            *tensors.targets(),
-            *members.targets(),
-            *rounds.targets(),
-            *relays.targets(),
-            *conversations.targets(victim),
-        ]
-        targets = [each for each in found if not only or any(part in each.name for part in only)]
+        targets = [each for each in all_targets(victim) if not only or any(part in each.name for part in only)]
         for target in targets:
             yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))
             assert not reported, f"{target.name}: errors that reached nobody: {reported[:3]}"

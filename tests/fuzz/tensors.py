@@ -20,7 +20,7 @@ from shoal.compression.one_result import Relayed
 from shoal.compression.serialization import is_sparse
 from shoal.serializer import MSGPackSerializer
 from tests.archive.states import small_state
-from tests.fuzz.fuzzing import Target
+from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 
 VALUES = 5000
@@ -31,7 +31,8 @@ _TENSORS = [torch.linspace(-1, 3, VALUES), torch.zeros(VALUES).index_fill_(0, to
 def _feed(hostile: SerializedTensor) -> str:
     try:
         tensor = deserialize_torch_tensor(hostile)
-    except RuntimeError:
+    except RuntimeError as e:
+        check_text(e)
         return "refused"
     assert tensor.shape == (VALUES,)
     assert tensor.isfinite().all() or not is_sparse(hostile.metadata.compression)
@@ -66,7 +67,8 @@ def _relayed() -> Target:
     def feed(payload: SerializedTensor) -> str:
         try:
             mean = unpack(RELAYED, payload, lambda: own)
-        except (ValueError, RuntimeError):
+        except (ValueError, RuntimeError) as e:
+            check_text(e)
             return "refused"
         assert mean is None or mean.shape == (VALUES,)
         return "read"
@@ -98,7 +100,8 @@ def _state(kind: str) -> Target:
         try:
             given = State(MSGPackSerializer.loads(data), state.tensors)
             pieces = take_apart(kind, given)
-        except ValueError:
+        except ValueError as e:
+            check_text(e)
             return "refused"
         kept = {piece.name: piece.tensor for each in pieces for piece in each}
         assert all(map(torch.equal, put_together(order_of(pieces), kept), state.tensors))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
 
 from shoal.testing import run
+from tests.fuzz import conversations
 from tests.fuzz.fuzzing import Outcome, Target, UnexpectedError, fuzz
+from tests.fuzz.hostile_text import Forger
 from tests.fuzz.live import besiege
-from tests.fuzz.run import fuzz_all
+from tests.fuzz.run import all_targets, fuzz_all
 
 INPUTS = 1800
 ATTACKS = 120
+FORGED_INPUTS = 12
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
 
@@ -26,6 +30,30 @@ def test_nothing_but_typed_errors() -> None:
     assert sum(outcome.inputs for outcome in outcomes) >= INPUTS
     for outcome in outcomes:
         assert len(outcome.ends) > 1, f"{outcome.target.name}: all inputs ended alike, which tests little"
+
+
+@pytest.mark.timeout(300)
+def test_errors_say_nothing_that_a_stranger_wrote_as_it_is() -> None:
+    """The errors of parsers reach logs and terminals: they have no control characters, and are never long."""
+
+    async def feed_all() -> set[str]:
+        ends, victim = set[str](), conversations.Victim()
+        await victim.start_afresh()
+        try:
+            for target in all_targets(victim):
+                mutator = Forger(random.Random(target.name))
+                if target.start_afresh is not None:
+                    await target.start_afresh()
+                for _ in range(FORGED_INPUTS):
+                    end = target.feed(target.make_input(mutator))
+                    ends.add(await end if inspect.isawaitable(end) else end)
+                if target.start_afresh is not None:
+                    await target.start_afresh()
+        finally:
+            await victim.end()
+        return ends
+
+    assert {"ProtocolError", "ValueError", "NotAMemberError"} <= run(feed_all())
 
 
 @pytest.mark.timeout(300)

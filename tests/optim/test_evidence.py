@@ -23,7 +23,7 @@ FRIEND, LIAR = PEERS[0], PEERS[-1]
 
 def claim(peer: bytes, epoch: int = 0, samples: int = 0, speed: float = 0.0, client: bool = False) -> Companion:
     record = LocalTrainingProgress(peer, epoch, samples, speed, NOW, client)
-    return Companion(record, math.inf)
+    return Companion(record, math.inf, heard_at=NOW)
 
 
 def claims(*epochs: int) -> dict[bytes, Companion]:

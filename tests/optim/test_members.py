@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from shoal.optim.evidence import Evidence
 from shoal.optim.members import SHARE_WASTED, Budget, Members
 from shoal.optim.progress import Companion, LocalTrainingProgress
+from shoal.p2p import PeerID
 
 NOW, BATCH = 1000.0, 16
 OWN, FRIEND, THIRD, STRANGER, OTHER = b"own", b"friend", b"third", b"stranger", b"other"
@@ -178,3 +180,31 @@ def test_members_pay_nothing_for_a_round_that_they_held_up() -> None:
     members.note_failures([STRANGER], 60.0, NOW)
     assert not members.has_time_for(STRANGER, NOW + 1)
     assert members.has_time_for(OTHER, NOW + 1)
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "a record alone"])
+@pytest.mark.parametrize("kind", [Members, Evidence])
+def test_the_user_is_warned_only_of_peers_that_this_one_has_heard(
+    caplog: pytest.LogCaptureFixture, kind: type[Members], is_heard: bool
+) -> None:
+    """A record in the table may be that of a peer that died, or of a run that has begun again since."""
+    heard_at = NOW if is_heard else -math.inf
+    members, now = kind(OWN, bytes, NOW), NOW
+    others = {STRANGER: Companion(record(STRANGER), math.inf, heard_at=heard_at)}
+    claims = {
+        STRANGER: Companion(record(STRANGER, 38), math.inf, heard_at=heard_at),
+        **companions(dict.fromkeys([b"a", b"b", b"c"], 0)),
+    }
+    with caplog.at_level(logging.INFO):
+        members.credible(claims, 0, now, lambda rest: math.inf)
+        members.note_round({OWN: 1.0, FRIEND: 1.0}, now)
+        members.credible(claims, 0, now, lambda rest: math.inf)
+        members.begin_to_wait({FRIEND, STRANGER}, now, PATIENCE)
+        members.note_round({OWN: 1.0, FRIEND: 1.0}, now + PATIENCE, others, 3)
+        for number in range(10):
+            members.begin_to_wait({STRANGER}, now + 20 * number, PATIENCE)
+            members.note_round({}, now + 20 * number + 20, others, 3)
+    said = str(PeerID(STRANGER))
+    told = [line for line in caplog.messages if said in line]
+    assert (len({line.partition(said)[2][:12] for line in told}) == 3) == is_heard, told
+    assert is_heard or not told

@@ -77,7 +77,7 @@ DAMAGED = "the peer id is damaged: a character is missing or wrong. Copy the who
         ("laptop", "give HOST:PORT, such as 203.0.113.7:31337, or all of /ip4/"),
         ("", "it is empty"),
         (" , ", "it is empty"),
-        ("x" * 5000 + ":1", r"x{99}'\.\.\. is no address"),
+        ("x" * 5000 + ":1", r"x{99}'\.\.\. \(5002 long\) is no address"),
         (str(PLACE), "must end with /p2p/<peer id>; or write 203.0.113.7:31337, which stands for any peer"),
         (f"{PLACE}/p2p/{PEER}/p2p-circuit", "must end with /p2p/<peer id>$"),
         (f"{PLACE}/p2p/{str(PEER)[:-1]}", f"{str(PEER)[:-1]}: {DAMAGED}"),

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import pytest
 
 from shoal.clock import get_dht_time
+from shoal.optim.evidence import Evidence
+from shoal.optim.members import Members
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.optim.progress_message import ProgressMessage
-from shoal.p2p import P2P, P2PContext
+from shoal.p2p import P2P, P2PContext, PeerID
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
 from tests.drills import mostly_drills
@@ -165,6 +167,38 @@ def test_the_dead_are_not_called_with_each_piece_of_news(seed, caplog):
             await peer.exchange.stop()
 
     run(main(), seed=seed)
+
+
+@pytest.mark.parametrize("guard", [Members, Evidence])
+@pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "alive"])
+def test_nobody_is_accused_by_an_old_record_alone(
+    seed: int, caplog: pytest.LogCaptureFixture, guard: type[Members], is_dead: bool
+) -> None:
+    """A run was stopped at epoch 38 and has begun again; the record of its last peer lives on for a while."""
+
+    async def main() -> PeerID:
+        network, table = Network(WIDE_AREA), SharedTable(delay=0.2)
+        [old] = await start_trackers(network, 1, table)
+        old.board.finish_update(38, set(), old.host.dht_time())
+        old.report(1)
+        await seconds_until(lambda: old.board.published)
+        if is_dead:
+            old.host.crash()
+        newcomers = await start_trackers(network, 4, table)
+        for one in newcomers:
+            one.board.guard = guard(one.id, bytes, one.host.dht_time())
+            if guard is Members:
+                one.board.note_round(dict.fromkeys([other.id for other in newcomers], 1.0), one.host.dht_time())
+        for _ in range(100):
+            await train(newcomers, 1)
+            for one in newcomers:
+                one.board.believed_epochs(one.host.dht_time())
+        for one in newcomers if is_dead else [old, *newcomers]:
+            await one.exchange.stop()
+        return old.p2p.peer_id
+
+    peer = run(main(), seed=seed)
+    assert (f"peer {peer} says that it is at epoch 38" in caplog.text) == (not is_dead)
 
 
 class TalksNonsense(ProgressExchange):

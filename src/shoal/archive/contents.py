@@ -23,7 +23,7 @@ import torch
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.state.download import State
 from shoal.compression.base import plain_name
-from shoal.logs import quoted
+from shoal.logs import one_line, quoted
 
 PREFIXES = {"Optimizer": "{}_state_averager", "DiLoCo": "{}_outer_averager"}
 """Which kinds of optimizers give their state, and the prefix of the averager that does so, by the name of the run."""
@@ -72,7 +72,7 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
     try:
         named = list((_of_optimizer if kind == "Optimizer" else _of_diloco)(metadata, tensors))
     except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:  # what torch raises, too
-        raise ValueError(f"the state of the {kind} is malformed: {e!r}") from e
+        raise ValueError(f"the state of the {kind} is malformed: {one_line(repr(e))}") from e
     if not all(named):
         raise ValueError(f"the state of the {kind} has an empty fragment")
     _make_names_differ(named)
@@ -167,7 +167,7 @@ def _cut(
     end = 0
     for number, offset, shape in [*layout, (-1, len(vector), [])]:
         if not end <= offset <= len(vector):
-            raise ValueError(f"a parameter cannot begin at {offset}")
+            raise ValueError(f"a parameter cannot begin at {quoted(offset)}")
         if offset > end:
             yield Piece(f"{filling}.filling.{end}", TRAINING, vector[end:offset], is_whole=False)
         if number < 0:
@@ -211,8 +211,24 @@ def order_of(pieces: Sequence[Sequence[Piece]]) -> Order:
 
 
 def put_together(order: Order, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a state again, from those that are kept under names."""
-    return [
-        tensors[names] if isinstance(names, str) else torch.cat([tensors[name].reshape(-1) for name in names])
-        for names in order
-    ]
+    """The tensors of a state again, from those that are kept under names.
+
+    Raises:
+        ValueError: a tensor that is asked for is not there, or would be used twice: so the state is never larger than
+            what is kept. Or pieces of a flat vector differ in their type.
+    """
+    used = set[str]()
+
+    def take(name: str) -> torch.Tensor:
+        if name not in tensors or name in used:
+            raise ValueError(f"the tensor {quoted(name)} is {'used twice' if name in used else 'not there'}")
+        used.add(name)
+        return tensors[name]
+
+    def join(names: Sequence[str]) -> torch.Tensor:
+        pieces = [take(name).reshape(-1) for name in names]
+        if len({piece.dtype for piece in pieces}) != 1:
+            raise ValueError(f"a flat vector has no pieces, or pieces of several types: {quoted(list(names))}")
+        return torch.cat(pieces)
+
+    return [take(names) if isinstance(names, str) else join(names) for names in order]

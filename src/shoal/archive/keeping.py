@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
-from shoal.archive.store import Store
+from shoal.archive.store import Store, memory_of_this_machine
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
@@ -27,7 +25,7 @@ from shoal.averaging.state.download import GivenState, OwnedState, State
 from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.logs import counted
+from shoal.logs import counted, one_line
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -209,7 +207,7 @@ class Archiver:
 
     def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
         """Tell why what a donor gave is no good, and ask it no more for a while."""
-        logger.warning("%s", why)
+        logger.warning("%s", one_line(why))
         bad.add(donor)
         self._dht.run_coroutine(partial(_leave_out, source, donor))
 
@@ -254,13 +252,6 @@ def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = 
         rate=rate,
         is_one_state=False,  # this peer does not know how the run averages
     )
-
-
-def memory_of_this_machine() -> int:
-    """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
-    if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2**40
 
 
 async def _download(source: StateSharing, *_: Any, **options: Any) -> GivenState | None:

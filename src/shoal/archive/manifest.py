@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from blake3 import blake3
 
 from shoal.archive.contents import EPOCHS
 from shoal.errors import ArchiveError
+from shoal.logs import one_line, quoted
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -15,7 +18,7 @@ MANIFEST = "manifest.json"
 class File(msgspec.Struct, frozen=True):
     """One file of an archive."""
 
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
     blake3: str
 
 
@@ -70,12 +73,12 @@ class Manifest(msgspec.Struct, frozen=True):
             found = msgspec.json.decode(data, type=_Format).format
             manifest = msgspec.json.decode(data, type=cls) if found == FORMAT else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            raise NotWholeError(f"{of} is damaged, or was never finished: {MANIFEST}: {e}") from e
+            raise NotWholeError(f"{of} is damaged, or was never finished: {MANIFEST}: {one_line(str(e))}") from e
         if manifest is None or manifest.kind not in EPOCHS:
-            what = "" if manifest is None else f" of a {manifest.kind}"
+            what = "" if manifest is None else f" of a {quoted(manifest.kind)}"
             raise ArchiveError(
-                f"{of} has format {found}{what}, and this version of shoal reads format {FORMAT}: take the version "
-                "that has written it, or a newer one"
+                f"{of} has format {quoted(found)}{what}, and this version of shoal reads format {FORMAT}: take the "
+                "version that has written it, or a newer one"
             )
         if manifest.check != manifest.hash:
             raise NotWholeError(f"{of} is damaged: {MANIFEST} has another hash than it says")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.archive.contents import PREFIXES, epoch_of
-from shoal.archive.keeping import check_role, memory_of_this_machine, sharing_of
-from shoal.archive.store import Archive
+from shoal.archive.keeping import check_role, sharing_of
+from shoal.archive.store import DATA, Archive, memory_of_this_machine
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest
 from shoal.averaging.node import AveragerNode
@@ -26,7 +26,9 @@ from shoal.clock import get_dht_time
 from shoal.data.chunks import PassState
 from shoal.data.kept import tell_pass
 from shoal.data.leases import RECORD_SECONDS
+from shoal.errors import ArchiveError
 from shoal.facade import Facade
+from shoal.logs import one_line
 from shoal.optim.lineage import Lineage
 from shoal.optim.outer.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
@@ -89,6 +91,7 @@ class Revival(Facade):
         archive: of the run.
 
     Raises:
+        ArchiveError: what the archive says of a shared pass over data cannot be.
         ValueError: others cannot call this peer, or the run was private and this peer has no token.
         NotAMemberError: the run is private, and this peer's token does not allow to give its state.
     """
@@ -106,9 +109,7 @@ class Revival(Facade):
             raise ValueError("a peer that others cannot call gives nothing to anybody: leave out client_mode")
         self._dht, self._kind, self._epoch = dht, archive.kind, archive.epoch
         self._run_id = archive.run_id
-        self._passed = (
-            None if archive.data is None else msgspec.convert(archive.data, PassState, builtin_types=(bytes,))
-        )
+        self._passed = None if archive.data is None else _passed_in(archive)
         self._tracker = ProgressTracker(dht, archive.run_id, 1, start=False)
         self._tracker.board.donate(archive.epoch, get_dht_time())
         if rounds := archive.state.metadata.get("rounds"):
@@ -189,3 +190,10 @@ class Revival(Facade):
         """Leave the run. Idempotent."""
         self._tracker.shutdown(1.0)
         self._donor.shutdown()
+
+
+def _passed_in(archive: Archive) -> PassState:
+    try:
+        return msgspec.convert(archive.data, PassState, builtin_types=(bytes,))
+    except msgspec.ValidationError as e:
+        raise ArchiveError(f"{archive.path} cannot be read: {DATA}: {one_line(str(e))}") from e

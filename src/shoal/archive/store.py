@@ -12,6 +12,10 @@ Nothing is ever changed or renamed, because at many addresses that is not possib
 if its manifest is there and whole, which it is only when everything before it has been written. So whatever happens
 while an archive is being written, the ones before it stand. Files that a manifest names besides these are checked and
 otherwise left alone: there is room for what later versions keep beside the state.
+
+An archive may have been copied from somebody else, so nothing in it is believed before it is checked. Files have plain
+names, so that none lies outside of the folder. In a folder of this machine they are regular files: no links, pipes or
+devices. Their sizes are compared before they are read, and no read goes beyond them.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 from blake3 import blake3
@@ -32,6 +39,7 @@ from shoal.archive.contents import Order, Piece, epoch_of, has_names, order_of, 
 from shoal.archive.manifest import MANIFEST, File, Manifest, NotWholeError
 from shoal.averaging.state.download import State
 from shoal.errors import ArchiveError
+from shoal.logs import one_line, quoted
 from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
@@ -46,6 +54,9 @@ _WRITERS = 4
 _PIECE_BYTES = 2**20
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+# Windows has neither of the first two, and the last one is only there.
+_READ_ONLY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @dataclass(frozen=True)
@@ -129,16 +140,18 @@ class Store:
             ArchiveError: it is not whole.
         """
         try:
-            size = self._fs.size(self._path(folder, MANIFEST))
-            if size is not None and size > _MANIFEST_BYTES:  # some web servers do not tell
-                raise NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
-            data = self._fs.cat_file(self._path(folder, MANIFEST))
+            with self._open(folder, MANIFEST) as (file, size):
+                # Some web servers do not tell the size.
+                most = _MANIFEST_BYTES if size is None else size
+                data = _read(file, most + 1) if most <= _MANIFEST_BYTES else b""
         except FileNotFoundError:
             raise NotWholeError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
-        except NotWholeError:
+        except ArchiveError:
             raise
         except Exception as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {MANIFEST}: {_words(e)}") from e
+        if (size or len(data)) > _MANIFEST_BYTES:
+            raise NotWholeError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
         return Manifest.decode(data, self._named(folder))
 
     def whole(self) -> Iterator[tuple[str, Manifest]]:
@@ -171,7 +184,9 @@ class Store:
         """
         newest = next(self.whole(), None)
         if newest is not None and newest[1].run != run_id:
-            raise ArchiveError(f"{self.url} has archives of run {newest[1].run!r}: give {run_id!r} a folder of its own")
+            raise ArchiveError(
+                f"{self.url} has archives of run {quoted(newest[1].run)}: give {run_id!r} a folder of its own"
+            )
 
     def write(
         self, run_id: str, kind: str, state: State, data: dict[str, Any] | None = None, *, is_private: bool = False
@@ -324,36 +339,100 @@ class Store:
         manifest, tensors, names = self.manifest(folder), dict[str, "torch.Tensor"](), list[str]()
         values: Any = None
         passed: dict[str, Any] | None = None
+        self._check_files(folder, manifest)
         for name, told in manifest.files.items():
+            if not _is_known(name):
+                self._check(folder, name, told)
+                continue
             data = self._get(folder, name, told)
             try:
                 if name == VALUES:
                     values = MSGPackSerializer.loads(data)
                 elif name == DATA:
                     passed = MSGPackSerializer.loads(data)
-                elif name.endswith(".safetensors"):
+                else:
                     found = self._safetensors.load(data)
+                    if twice := next(filter(tensors.__contains__, found), None):
+                        raise ValueError(f"the tensor {quoted(twice)} is in another file, too")
                     tensors.update(found)
                     names += found if name.startswith("model") else ()
             except Exception as e:  # the hash is right, so another program has written something else
-                raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {e}") from e
+                raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {_words(e)}") from e
         try:
-            order: Order = values["order"]
+            order: Order = msgspec.convert(values["order"], Order)
             state, is_private = State(values["metadata"], put_together(order, tensors)), bool(values.get("private"))
             if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError) as e:
-            raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {one_line(repr(e))}") from e
         return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
+    def _check_files(self, folder: str, manifest: Manifest) -> None:
+        """Check what a manifest says of files, before any of them is opened."""
+        for name in manifest.files:
+            if not _PLAIN_NAME.fullmatch(name):
+                raise ArchiveError(
+                    f"{self._named(folder)} cannot be read: its {MANIFEST} names the file {quoted(name)}. Files of an "
+                    "archive have plain names and lie in its folder: shoal has not written this one, so do not use it"
+                )
+        size = sum(told.bytes for name, told in manifest.files.items() if _is_known(name))
+        if size > memory_of_this_machine():
+            raise ArchiveError(
+                f"{self._named(folder)} cannot be read: its files have {size} bytes, more than the memory of this "
+                "machine. Read it on a larger one"
+            )
+
     def _get(self, folder: str, name: str, told: File) -> bytes:
+        """What is in a file."""
+        return b"".join(self._pieces(folder, name, told, told.bytes))
+
+    def _check(self, folder: str, name: str, told: File) -> None:
+        """Check a file of which this version knows no use, without holding it in memory."""
+        for _ in self._pieces(folder, name, told, _PIECE_BYTES):
+            pass
+
+    def _pieces(self, folder: str, name: str, told: File, size_of_piece: int) -> Iterator[bytes]:
+        """The bytes of a file, which is checked against the manifest."""
+        digest, total = blake3(max_threads=blake3.AUTO), 0
         try:
-            data: bytes = self._fs.cat_file(self._path(folder, name))
+            with self._open(folder, name) as (file, size):
+                # One byte more than told shows that there is more.
+                is_right = size in {None, told.bytes}
+                while is_right and (piece := file.read(min(size_of_piece, told.bytes - total) or 1)):
+                    digest.update(piece)
+                    total += len(piece)
+                    is_right = total <= told.bytes
+                    if is_right:
+                        yield piece
+        except ArchiveError:
+            raise
         except Exception as e:
             raise ArchiveError(f"{self._named(folder)} is damaged: {name}: {_words(e)}") from e
-        if len(data) != told.bytes or _hash_of(data) != told.blake3:
+        if not is_right or total != told.bytes or digest.hexdigest() != told.blake3:
             raise ArchiveError(f"{self._named(folder)} is damaged: {name} is not what was written")
-        return data
+
+    @contextmanager
+    def _open(self, folder: str, name: str) -> Iterator[tuple[IO[bytes], int | None]]:
+        """Open a file to read it, with its size if the address tells that. What is no regular file is not opened."""
+        path = self._path(folder, name)
+        if not self._is_local:
+            size = self._fs.size(path)
+            with self._fs.open(path, "rb") as file:
+                yield file, size
+            return
+        self._check_kind(folder, name, os.lstat(path).st_mode)
+        with open(os.open(path, _READ_ONLY), "rb") as file:
+            status = os.fstat(file.fileno())
+            self._check_kind(folder, name, status.st_mode)  # another one may have been put there meanwhile
+            yield file, status.st_size
+
+    def _check_kind(self, folder: str, name: str, mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            what = "a link" if stat.S_ISLNK(mode) else "no regular file"
+            raise ArchiveError(
+                f"{self._named(folder)} cannot be read: {name} is {what}. If the archive is yours, copy it so that "
+                "files are there in place of links (cp -rL)"
+            )
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Archive:
@@ -410,12 +489,33 @@ class Store:
         return f"the archive {self.url}/{folder}"
 
     def _told(self, folder: str, manifest: Manifest) -> str:
-        return f"{folder} of {manifest.written} UTC"
+        return f"{folder} of {one_line(manifest.written)} UTC"
 
 
 def _words(error: Exception) -> str:
     """What an error says; file systems that cannot do something at all often say nothing."""
-    return str(error) or f"{type(error).__name__}: not possible there"
+    return one_line(str(error)) or f"{type(error).__name__}: not possible there"
+
+
+def _is_known(name: str) -> bool:
+    """Whether this version knows what a file is for."""
+    return name in (VALUES, DATA) or name.endswith(".safetensors")
+
+
+def _read(file: IO[bytes], most: int) -> bytes:
+    """What a file has, and no more than this. Web servers give less at a time than they are asked for."""
+    pieces = list[bytes]()
+    while most > 0 and (piece := file.read(most)):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
+
+
+def memory_of_this_machine() -> int:
+    """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
+    if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**40
 
 
 def _with_slashes(path: str | os.PathLike[str]) -> str:

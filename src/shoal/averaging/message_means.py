@@ -31,6 +31,7 @@ from shoal.compression import (
 )
 from shoal.compression.base import DTYPES, Buffer, bytes_of, dtype_name
 from shoal.compression.one_result import Relayed
+from shoal.logs import quoted
 
 SENDERS, MEMBERS = "senders", "members"
 SPARSE_MEANS = (SENDERS, MEMBERS)
@@ -83,7 +84,7 @@ def mean_of_messages(
     shares = torch.zeros(size, dtype=torch.float32, device="cpu") if by_value else None
     for message, weight, factor in kept:
         if message.metadata.size != size:
-            raise ValueError(f"messages must have the same shape, got {size} and {message.metadata.size}")
+            raise ValueError(f"messages must have the same shape, got {size} and {quoted(message.metadata.size)}")
         scaled = math.ldexp(weight, -exponent)
         total += scaled
         if isinstance(codec, TopKCompression):

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from shoal.compression.base import SerializedTensor, TensorMetadata
 from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.logs import words_of
 from shoal.p2p import Call, Header
 from shoal.p2p.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 
@@ -394,7 +395,7 @@ def reason_of(error: BaseException) -> str:
         return "silent for too long"
     if isinstance(error, asyncio.CancelledError):
         return "the connection ended"
-    return str(error) or type(error).__name__
+    return words_of(error)
 
 
 DescribedPart = tuple[PartHeader, "tuple[Buffer, ...]"]

@@ -46,7 +46,7 @@ from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
 from shoal.compression.base import dtype_name, is_stand_in, zeros_like_all
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
-from shoal.logs import Seldom, one_line
+from shoal.logs import Seldom, one_line, words_of
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, patient
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import cancel_and_wait
@@ -245,7 +245,7 @@ class AveragerNode(ServicerBase):
             raise
         except Exception as e:
             self.p2p.metrics.rounds_failed += 1
-            self.p2p.metrics.last_failure = str(e) or type(e).__name__
+            self.p2p.metrics.last_failure = words_of(e)
             if not control.done():
                 control.set_exception(e)
         else:
@@ -265,7 +265,7 @@ class AveragerNode(ServicerBase):
                 is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0
                 if not control.allow_retries or is_changed or left <= pause:
                     raise
-                logger.info("averaging round failed and will be tried again: %s", str(e) or type(e).__name__)
+                logger.info("averaging round failed and will be tried again: %s", words_of(e))
                 control.began_allreduce, control.stage = False, AveragingStage.LOOKING_FOR_GROUP
                 control.on_retry()
                 await asyncio.sleep(pause)

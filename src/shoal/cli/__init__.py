@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from shoal.errors import BootstrapError, ValidationError
+from shoal.logs import harmless
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
@@ -48,6 +49,6 @@ def end_on_signals() -> None:
 
 def tell_error(command: str, error: Exception) -> None:
     """Print why a command ends, and what tells more if it could not join."""
-    print(f"shoal {command}: {error}", file=sys.stderr)
+    print(f"shoal {command}: {harmless(str(error))}", file=sys.stderr)
     if isinstance(error, (BootstrapError, ValidationError)):
         print("More about each address: shoal doctor ADDRESS", file=sys.stderr)

@@ -13,6 +13,7 @@ from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
 from shoal.errors import ShoalError
+from shoal.logs import one_line, quoted
 from shoal.p2p.pasted import read_targets
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def _revive(arguments: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.archive.store import Store
 
     archive = Store.open(arguments.folder)
-    _say(f"{archive.path}: epoch {archive.epoch} of run {archive.run_id!r}, written {archive.manifest.written} UTC")
+    run, written = quoted(archive.run_id), one_line(archive.manifest.written)
+    _say(f"{archive.path}: epoch {archive.epoch} of run {run}, written {written} UTC")
     with _join(arguments, host_maddrs=arguments.host_maddrs, announce_maddrs=arguments.announce_maddrs) as dht:
         _say(*how_to_join(dht.get_visible_maddrs(), is_private=dht.p2p.membership is not None))
         with Revival(dht, archive) as revival:

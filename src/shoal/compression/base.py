@@ -464,8 +464,8 @@ class CompressionBase(ABC):
         metadata = serialized_tensor.metadata
         if metadata.compression != self.compression_type:
             raise ValueError(
-                f"bytes were made by codec {metadata.compression}, they cannot be read by {type(self).__name__} "
-                f"({self.compression_type:d}): peers must use the same compression"
+                f"bytes were made by codec {quoted(metadata.compression)}, they cannot be read by "
+                f"{type(self).__name__} ({self.compression_type:d}): peers must use the same compression"
             )
         return metadata.checked()
 

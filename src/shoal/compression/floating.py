@@ -22,6 +22,7 @@ from shoal.compression.base import (
     ratio_of,
     typed,
 )
+from shoal.logs import quoted
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -122,7 +123,7 @@ class FloatingPointCompression(CompressionBase):
         dtype, _ = self._read_metadata(serialized_tensor)
         metadata = serialized_tensor.metadata
         if dtype not in FLOATING_TYPES:
-            raise ValueError(f"{type(self).__name__} cannot have made a tensor of type {metadata.dtype}")
+            raise ValueError(f"{type(self).__name__} cannot have made a tensor of type {quoted(metadata.dtype)}")
         payload = array_over(serialized_tensor.buffer, self._nbytes(metadata.size))
         return self._restored(metadata, dtype, payload)
 

@@ -150,7 +150,7 @@ def codec_of(compression: int) -> CompressionBase:
     """
     codec = _CODECS.get(compression)
     if codec is None:
-        raise ValueError(f"unknown compression code {compression}; this peer knows {sorted(_CODECS)}")
+        raise ValueError(f"unknown compression code {quoted(compression)}; this peer knows {sorted(_CODECS)}")
     return codec
 
 

@@ -13,6 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shoal.logs import one_line
+
 CHUNKS_PER_BLOCK = 4096
 _FINISHED_BYTES = 2**13
 MOST_CHUNKS = CHUNKS_PER_BLOCK * 8 * _FINISHED_BYTES
@@ -52,6 +54,9 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     """Tells in which order the samples are, by :func:`order_of`."""
     is_stream: bool = False
 
+    def __post_init__(self) -> None:
+        _check_chunks(self.samples, self.chunk)
+
     @property
     def size(self) -> int | None:
         """As in the keys of its blocks: ``None`` for a stream, whether or not its end is known."""
@@ -62,11 +67,20 @@ class PassState(msgspec.Struct, frozen=True):
     """What a checkpoint has of a pass."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
-    samples: int | None
-    chunk: int
-    done: bytes
+    samples: Annotated[int, Meta(ge=0, lt=2**53)] | None
+    chunk: Annotated[int, Meta(ge=1, le=LONGEST_CHUNK)]
+    done: Annotated[bytes, Meta(max_length=MOST_CHUNKS // 8)]
     """One bit for each chunk."""
-    order: str = ""
+    order: Annotated[str, Meta(max_length=32)] = ""
+
+    def __post_init__(self) -> None:
+        _check_chunks(self.samples or 0, self.chunk)
+
+
+def _check_chunks(samples: int, chunk: int) -> None:
+    """Refuse a size that no data set has: this peer makes a bit for each chunk."""
+    if -(-samples // chunk) > MOST_CHUNKS:
+        raise ValueError(f"{samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks")
 
 
 def parse_state(state: object, samples: int | None, chunk: int, order: str) -> PassState:
@@ -78,7 +92,7 @@ def parse_state(state: object, samples: int | None, chunk: int, order: str) -> P
     try:
         found = msgspec.convert(state, PassState, builtin_types=(bytes,))
     except msgspec.ValidationError as e:
-        raise ValueError(f"this is not the state_dict() of a SharedPass: {e}") from None
+        raise ValueError(f"this is not the state_dict() of a SharedPass: {one_line(str(e))}") from None
     if found.chunk != chunk or (samples is not None and found.samples not in {samples, None}):
         raise ValueError(
             f"this state is of {found.samples} samples in chunks of {found.chunk}, and the data set has "

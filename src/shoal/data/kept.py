@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 
 from shoal.clock import get_dht_time
-from shoal.data.chunks import CHUNKS_PER_BLOCK, BlockRecord, PassRecord, PassState, join_blocks, pack_bits, unpack_bits
+from shoal.data.chunks import (
+    CHUNKS_PER_BLOCK,
+    MOST_CHUNKS,
+    BlockRecord,
+    PassRecord,
+    PassState,
+    join_blocks,
+    pack_bits,
+    unpack_bits,
+)
 from shoal.data.leases import RECORD_SECONDS, block_key, pass_key, records_under
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
@@ -50,8 +59,7 @@ async def read_pass(node: DHTNode, run_id: str) -> dict[str, Any] | None:
             break
         others[block] = functools.reduce(int.__or__, (unpack_bits(record.done) for _, record in records), 0)
     done = join_blocks(finished, others)
-    if size is not None:
-        done &= (1 << -(-size // chunk)) - 1
+    done &= (1 << (MOST_CHUNKS if size is None else -(-size // chunk))) - 1
     return {"number": number, "samples": size, "chunk": chunk, "done": pack_bits(done), "order": order}
 
 

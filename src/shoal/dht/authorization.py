@@ -35,6 +35,7 @@ from msgspec import Meta
 from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
 from shoal.errors import NoAccessTokenError, P2PDaemonError, P2PHandlerError
+from shoal.logs import Seldom, one_line, quoted, words_of
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Connection
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from shoal.dht.crypto import PrivateKey, PublicKey
 
 logger = logging.getLogger(__name__)
+_warn_seldom = Seldom(logger.warning)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 
 # Most seconds by which the time in a request may differ from the receiver's.
@@ -81,7 +83,7 @@ class AccessToken(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if not isinstance(self.expiration_time, (int, float, str)):
-            raise TypeError(f"expiration_time must be a number or text, got {self.expiration_time!r}")
+            raise TypeError(f"expiration_time must be a number or text, got {quoted(self.expiration_time)}")
 
     def signed_bytes(self) -> bytes:
         """All fields but the signature, in a canonical form."""
@@ -251,10 +253,10 @@ class TokenAuthorizerBase(AuthorizerBase):
                 except Exception as e:  # the user's code, which may ask a server
                     self._failure, self._failed_at = e, now()
                     if token is not None and self._accepts(token):
-                        logger.warning("the access token could not be refreshed: %s: %s", type(e).__name__, e)
+                        logger.warning("the access token could not be refreshed: %s: %s", type(e).__name__, words_of(e))
             if token is not None and self._accepts(token):
                 return token
-            reason = f"{type(self._failure).__name__}: {self._failure}"
+            reason = one_line(f"{type(self._failure).__name__}: {self._failure}")
             raise NoAccessTokenError(f"no access token to take part with: {reason}") from self._failure
 
     async def _log_in_first(self) -> None:
@@ -333,7 +335,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         try:
             return bool(self.is_token_valid(token))
         except Exception as e:  # the user's code, and the token may be hostile
-            logger.warning("is_token_valid() failed, so the token is refused: %s: %s", type(e).__name__, e)
+            _warn_seldom("is_token_valid() failed, so the token is refused: %s: %s", type(e).__name__, e)
             return False
 
 

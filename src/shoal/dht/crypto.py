@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
-from shoal.logs import quoted
+from shoal.logs import one_line, quoted
 from shoal.p2p.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
 from shoal.serializer import MSGPackSerializer
 
@@ -149,7 +149,7 @@ def _raw_key_of(data: bytes) -> bytes:
         public_key = serialization.load_ssh_public_key(data)
     except Exception as e:
         # The bytes may be hostile, and the parser's exceptions differ between versions.
-        raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
+        raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {one_line(str(e))}") from None
     if not isinstance(public_key, ed25519.Ed25519PublicKey):
         raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
     return public_key.public_bytes_raw()

@@ -25,7 +25,7 @@ from shoal.dht.validation import (
     check_expiration,
 )
 from shoal.errors import ProtocolError
-from shoal.logs import Seldom
+from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.reachability import is_private
 from shoal.p2p.transport import Moment, PeerIDBytes
@@ -223,7 +223,7 @@ def unpack_contact(packed: msgspec.Raw) -> NodeContact:
     try:
         return _contact_decoder.decode(packed)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ValueError(f"not a contact: {e}") from None
+        raise ValueError(f"not a contact: {one_line(str(e))}") from None
 
 
 def peer_of_contact(packed: msgspec.Raw) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from shoal.errors import ShoalError
+from shoal.logs import one_line
 from shoal.metrics import PrometheusEndpoint, start_prometheus
 from shoal.monitor.run import PeerState, RunView, Summary
 
@@ -95,7 +96,8 @@ class Wandb(_ByEpoch):
             self._run: Any = wandb.init(project=project, name=run, settings={"console": "off"})
         except Exception as e:  # its errors have no common base that all versions know
             raise ShoalError(
-                f"Weights & Biases cannot log to {project!r} ({e}): run `wandb login` before, or set WANDB_MODE=offline"
+                f"Weights & Biases cannot log to {project!r} ({one_line(str(e))}): run `wandb login` before, or set "
+                "WANDB_MODE=offline"
             ) from e
 
     def write(self, summary: Summary, figures: dict[str, float]) -> None:

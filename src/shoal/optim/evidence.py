@@ -114,8 +114,9 @@ class Evidence(Members):
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
-        self._note_the_missing(members, now)
-        self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
+        unheard = self._unheard(companions or {})
+        self._note_the_missing(members, now, unheard)
+        self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own], unheard)
         # A round without any finite gradients, as at the start of mixed precision, says nothing about samples.
         if members and any(samples.values()):
             trained_until = self.pace.trained_until if self.pace.trained_until > self._round_ended_at else now
@@ -175,7 +176,7 @@ class Evidence(Members):
                 "machine stuck?",
             )
 
-    def _note_the_missing(self, members: Collection[bytes], now: float) -> None:
+    def _note_the_missing(self, members: Collection[bytes], now: float, unheard: Collection[bytes]) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
         if not self._meets_everybody:
             return
@@ -191,7 +192,8 @@ class Evidence(Members):
         for peer in known:
             self._deeds[peer].missed += 1
         self.troubles["waited in vain"] += len(strangers) + len(known)
-        for peer in [*strangers, *(peer for peer in known if not self.is_proven(peer))]:
+        accused = [*strangers, *(peer for peer in known if not self.is_proven(peer))]
+        for peer in [each for each in accused if each not in unheard]:
             self._tell_once(
                 peer,
                 "waited in vain for peer %s in %s running: it is seldom waited for until it comes. Is its line too "
@@ -409,7 +411,7 @@ class Evidence(Members):
                 rest.update(over)
         # One that is gone says nothing any more, and the first at the next epochs is no liar.
         for peer in [p for p in ahead if p not in done and p in voters and ahead[p].record.epoch > last + EPOCHS_AHEAD]:
-            self._name_impossible_epoch(peer, ahead[peer].record.epoch, run)
+            self._name_impossible_epoch(ahead[peer], run)
         return rest
 
     def _epoch_of_most(self, votes: list[int], own: int, now: float) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from shoal.averaging.control import GROUP_ID_BYTES
 from shoal.averaging.state.download import hash_of
+from shoal.logs import quoted
 from shoal.serializer import MSGPackSerializer
 
 # In units of the rounding error. A column is mere noise if its part orthogonal to the columns before it is shorter.
@@ -137,7 +138,9 @@ class LowRankState(NamedTuple):
         shapes = [tuple(t.shape) for t in tensors]
         own_shapes = [*(tuple(t.shape) for t in own), (_ORIGIN_BYTES,)]
         if shapes != own_shapes:
-            raise ValueError(f"buffers for low-rank averaging have shapes {shapes}, expected {own_shapes}")
+            raise ValueError(
+                f"buffers for low-rank averaging have shapes {quoted(shapes)}, expected {quoted(own_shapes)}"
+            )
         if not all(bool(tensor.isfinite().all()) for tensor in tensors):
             raise ValueError("buffers for low-rank averaging are not finite")
         copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))

@@ -9,6 +9,8 @@ A run trusts those that take part in its rounds, and withstands strangers and fa
 * Strangers, which have been in no round with this peer, count like members, unless they have cost time because they did
   not come, or stalled a group. The time that they may cost is bounded (:class:`Budget`). Before its first round with
   others a peer believes everybody.
+* Records in the table may be old, and their peers dead. So the user is warned of no peer from which this one has heard
+  nothing itself.
 
 :mod:`shoal.optim.evidence` adds limits to what members claim, for runs that anybody may join.
 """
@@ -100,7 +102,7 @@ class Members:
         # Which peers the user has been warned of, and how. Bounded, because a liar can invent any number of peers.
         self._told: dict[tuple[bytes, str], None] = {}
         # For how many rounds in a row this peer was alone although others could have come.
-        self._alone = 0
+        self._alone, self._has_told_of_it = 0, False
         self.troubles: Counter[str] = Counter()
         """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
         # What may be nobody's fault, so that nobody has to do anything about it, is no warning.
@@ -137,10 +139,11 @@ class Members:
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
         went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
-        self._note_who_is_missing(members, went_on if not members else (), now, seconds)
+        unheard = self._unheard(companions or {})
+        self._note_who_is_missing(members, went_on if not members else (), now, seconds, unheard)
         others = [peer for peer, c in reachable.items() if c.record.epoch == own]
         # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
-        self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others)
+        self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
         if members:
             self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
             for peer in members:
@@ -149,7 +152,12 @@ class Members:
                 remember(self._met, peer, None)
 
     def _note_who_is_missing(
-        self, members: Collection[bytes], went_on: Collection[bytes], now: float, seconds: float
+        self,
+        members: Collection[bytes],
+        went_on: Collection[bytes],
+        now: float,
+        seconds: float,
+        unheard: Collection[bytes],
     ) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
         waited = now - since - seconds
@@ -163,7 +171,7 @@ class Members:
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
         self._waiting.charge(doubtful, patience if members else waited, now)
         self.troubles["waited in vain"] += len(missing)
-        for peer in doubtful:
+        for peer in [each for each in doubtful if each not in unheard]:
             self._tell_once(
                 peer,
                 "peer %s takes part, but did not come to %s in a row: this peer seldom waits for it now. Its batches "
@@ -202,13 +210,15 @@ class Members:
                 seconds / SHARE_WASTED,
             )
 
-    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes]) -> None:
+    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes], unheard: Collection[bytes]) -> None:
         if members or not others:
-            self._alone = 0
+            self._alone, self._has_told_of_it = 0, False
             return
         self._alone += 1
         self.troubles["alone"] += 1
-        if self._alone == ROUNDS_ALONE:
+        others = [peer for peer in others if peer not in unheard]
+        if self._alone >= ROUNDS_ALONE and others and not self._has_told_of_it:
+            self._has_told_of_it = True
             logger.warning(
                 "this peer has made %d steps alone, although %s could have come, such as %s. Read the lines about "
                 "them above; `shoal doctor` checks the network",
@@ -307,7 +317,7 @@ class Members:
         strangers = ahead if self._met else {}
         for peer in [p for p in strangers if p in voters and not self.has_met(p)]:
             if ahead[peer].record.epoch > last + EPOCHS_AHEAD:
-                self._name_impossible_epoch(peer, ahead[peer].record.epoch, last)
+                self._name_impossible_epoch(ahead[peer], last)
         return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
 
     def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
@@ -330,13 +340,22 @@ class Members:
             votes = sorted([*votes, own])
         return max(own, votes[(len(votes) - 1) // 2]) if votes else own
 
-    def _name_impossible_epoch(self, peer: bytes, epoch: int, run: int) -> None:
-        """Warn of a peer that claims to be far beyond the run."""
+    def _unheard(self, companions: Mapping[bytes, Companion]) -> set[bytes]:
+        """The peers of which this one knows nothing but a record in the table."""
+        return {peer for peer, c in companions.items() if not c.is_heard and not self.has_met(peer)}
+
+    def _name_impossible_epoch(self, companion: Companion, run: int) -> None:
+        """Warn of a peer that claims to be far beyond the run, if this one has heard from it.
+
+        Otherwise it may be dead, and its record that of a run that has begun again since.
+        """
+        if not companion.is_heard:
+            return
         self.troubles["epochs that cannot be"] += self._tell_once(
-            peer,
+            companion.record.peer_id,
             "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless most "
             "peers say the same",
-            epoch,
+            companion.record.epoch,
             run,
             tell=self._warn_seldom,
         )

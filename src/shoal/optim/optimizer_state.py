@@ -500,10 +500,10 @@ def _load_hyperparameters(group: dict[str, Any], given: Any, scheduled: Sequence
                 group[name] = as_own
         elif _plain_copy(own) != as_own:
             logger.warning(
-                "parameter group %d: the swarm trains with %s = %r, this peer keeps its own %r",
+                "parameter group %d: the swarm trains with %s = %s, this peer keeps its own %r",
                 number,
                 name,
-                value,
+                quoted(value),
                 own,
             )
 

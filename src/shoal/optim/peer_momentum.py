@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.finite import first_not_finite
+from shoal.logs import quoted
 from shoal.optim.devices import copy_all
 
 
@@ -68,7 +69,7 @@ class PeerMomentum:
         """
         shapes, own = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in self._momentum]
         if shapes != own:
-            raise ValueError(f"the momentum has shapes {shapes}, expected {own}")
+            raise ValueError(f"the momentum has shapes {quoted(shapes)}, expected {quoted(own)}")
         copy_all(self._momentum, tensors)
         self._has_begun = any(bool(tensor.any()) for tensor in self._momentum)
 

@@ -22,6 +22,7 @@ from shoal.averaging.finite import without_overflow
 from shoal.averaging.state.download import Layout, OwnedState, State, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
+from shoal.logs import Seldom, quoted
 from shoal.optim.grad_averager import GradientAverager, logger
 from shoal.optim.low_rank import (
     MAX_ROUNDS,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["PowerSGDGradientAverager"]
+
+_warn_seldom = Seldom(logger.error)
 
 
 @dataclass(frozen=True)
@@ -325,7 +328,7 @@ class LowRankAverager(GradientAverager):
             try:
                 await run_in_worker(self.set_buffers, state.tensors)
             except ValueError as e:
-                logger.error("a downloaded state was refused: %s", e)
+                _warn_seldom("a downloaded state was refused: %s", e)
                 return None
         return state
 
@@ -400,6 +403,6 @@ class PowerSGDGradientAverager(LowRankAverager):
         errors = [tensor.detach().clone() for tensor in tensors[split:]]
         shapes, own_shapes = [tuple(e.shape) for e in errors], [(m.rows, m.columns) for m in self._matrices]
         if errors and shapes != own_shapes:
-            raise ValueError(f"what was left out has shapes {shapes}, expected {own_shapes}")
+            raise ValueError(f"what was left out has shapes {quoted(shapes)}, expected {quoted(own_shapes)}")
         super().set_memory(tensors[:split])
         self._errors = errors or None

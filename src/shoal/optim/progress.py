@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.dht.spread import Depth
 from shoal.dht.storage import ValueWithExpiration
+from shoal.logs import one_line
 from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 from shoal.p2p import PeerID
@@ -216,7 +217,7 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(value, cls, strict=True, builtin_types=(bytes,))
         except msgspec.ValidationError as e:
-            raise ValueError(str(e)) from None
+            raise ValueError(one_line(str(e))) from None
 
     def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
         """A copy of this record whose claims are cut to these limits."""
@@ -520,6 +521,11 @@ class Companion:
         """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
         record = msgspec.structs.replace(self.record, epoch=epoch, samples_accumulated=0, time=began_at)
         return replace(self, record=record)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this peer has heard from it directly; otherwise its record may be that of a dead peer."""
+        return self.heard_at > -math.inf
 
     @property
     def has_ended(self) -> bool:

@@ -117,7 +117,7 @@ def parse_report(value: object) -> PeerReport:
     try:
         return msgspec.convert(value, PeerReport, strict=True, builtin_types=(bytes,))
     except msgspec.ValidationError as e:
-        raise ValueError(str(e)) from None
+        raise ValueError(one_line(str(e))) from None
 
 
 def key_of_reports(run_id: str) -> str:

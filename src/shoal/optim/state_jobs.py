@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.errors import ShoalError
+from shoal.logs import words_of
 from shoal.optim.grad_scaler import GradScaler
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def log_failure(message: str, epoch: int, error: Exception) -> None:
         epoch: the epoch that the round ends.
         error: what the round raised.
     """
-    reason, unexpected = str(error) or type(error).__name__, False
+    reason, unexpected = words_of(error), False
     if isinstance(error, concurrent.futures.CancelledError):
         reason = "the others have left or gone on"
     elif isinstance(error, TimeoutError):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
 from shoal.errors import ShoalError
+from shoal.logs import words_of
 from shoal.optim.epochs import usual_lag
 from shoal.optim.lineage import Lineage
 from shoal.optim.sides import Verdict
@@ -298,7 +299,7 @@ class Synchronization:
         try:
             return bool(self._state_averager.load_state_from_peers(**options))
         except (ShoalError, TimeoutError) as e:
-            logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
+            logger.warning("could not download the training state: %s", words_of(e))
             return False
 
     def _try_to_download(self, **options: Any) -> bool:

@@ -21,6 +21,7 @@ from shoal.averaging.control import Gathered
 from shoal.averaging.state.download import Layout, OwnedState, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
+from shoal.logs import words_of
 from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, statistics_of
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
@@ -162,7 +163,7 @@ class TrainingAverager(DecentralizedAverager):
         try:
             return control.result()
         except AveragingError as e:
-            logger.warning("the model was not averaged in step %d: %s", self.local_step, e)
+            logger.warning("the model was not averaged in step %d: %s", self.local_step, words_of(e))
             return None
         except BaseException:
             control.cancel()
@@ -203,7 +204,7 @@ class TrainingAverager(DecentralizedAverager):
                 downloaded.metadata, downloaded.tensors, self._setup, self.extra_tensors, buffers=[]
             )
         except ValueError as e:
-            logger.warning("a downloaded training state was refused: %s", e)
+            logger.warning("a downloaded training state was refused: %s", words_of(e))
             return False
         with self._step_lock:
             apply_state(state, self._setup, self.extra_tensors)

@@ -530,7 +530,9 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     parameters = own.get("parameters") or setup.main_parameters
     shapes, own_shapes = ([tuple(p.shape) for p in each] for each in (parameters, setup.main_parameters))
     if shapes != own_shapes:
-        raise ValueError(f"the parameters in the checkpoint have shapes {shapes}, expected {own_shapes}")
+        raise ValueError(
+            f"the parameters in the checkpoint have shapes {quoted(shapes)}, expected {quoted(own_shapes)}"
+        )
     plain = {key: state_dict[key] for key in state_dict if key != OWN}
     load_optimizer(setup.optimizer, setup.scheduler, plain, own.get("scheduler"))
     if setup.is_offloaded:

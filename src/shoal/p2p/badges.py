@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.errors import NotAMemberError
-from shoal.logs import quoted
+from shoal.logs import one_line, quoted
 from shoal.p2p.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, PeerID, verify_signature
 
 MAX_BADGE_BYTES = 1024
@@ -164,7 +164,7 @@ def read_badge(run_key: bytes, data: bytes) -> Badge:
     try:
         chain = tuple(_decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise NotAMemberError(f"the badge cannot be read: {e}", reason="broken") from None
+        raise NotAMemberError(f"the badge cannot be read: {one_line(str(e))}", reason="broken") from None
     return badge_of(run_key, chain)
 
 
@@ -231,7 +231,7 @@ class RevocationList(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
         try:
             found = _list_decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            raise ValueError(f"not a list of revocations: {e}") from None
+            raise ValueError(f"not a list of revocations: {one_line(str(e))}") from None
         signed = cls._signed(run_key, found.serial, found.keys, found.time)
         if not verify_signature(run_key, found.signature, signed):
             raise ValueError("a list of revocations that the key of this run has not signed")

@@ -385,7 +385,7 @@ class Call:
             return DialError(f"peer {self.remote} refuses this connection: {text}")
         if failure.code == NOT_A_MEMBER:
             refusal = f"peer {self.remote} does not let this peer in"
-            return NotAMemberError(f"{refusal}: {text}", reason=failure.type[:MAX_REASON_CHARACTERS])
+            return NotAMemberError(f"{refusal}: {text}", reason=kind[:MAX_REASON_CHARACTERS])
         return P2PHandlerError(f"peer {self.remote}: {kind}: {text}")
 
     async def read_payload_into(self, *buffers: memoryview, arrived: Callable[[int], object] | None = None) -> None:

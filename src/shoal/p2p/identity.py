@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from shoal.errors import ForeignPeerError, P2PDaemonError, make_private
-from shoal.logs import quoted
+from shoal.logs import one_line, quoted
 from shoal.p2p.multiaddr import DAMAGED, Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
@@ -77,7 +77,7 @@ class PeerID:
                 raise ValueError("it is too long")
             return cls(base58.b58decode(text))
         except ValueError as e:
-            raise ValueError(f"{quoted(text)} is not a peer id such as 12D3KooW…: {e}") from None
+            raise ValueError(f"{quoted(text)} is not a peer id such as 12D3KooW…: {one_line(str(e))}") from None
 
     @classmethod
     def from_public_key(cls, public_key: bytes) -> PeerID:
@@ -332,7 +332,7 @@ class Identity:
         try:
             return cls.from_bytes(path.read_bytes())
         except (ValueError, OSError) as e:
-            raise P2PDaemonError(f"cannot use identity file {path}: {e}") from None
+            raise P2PDaemonError(f"cannot use identity file {path}: {one_line(str(e))}") from None
 
     def sign(self, message: bytes) -> bytes:
         """Ed25519 signature, 64 bytes."""

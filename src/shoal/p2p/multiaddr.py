@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import base58
 
+from shoal.logs import one_line, quoted
+
 _CODES = {
     "ip4": 4,
     "tcp": 6,
@@ -68,6 +70,12 @@ DAMAGED = "is damaged: a character is missing or wrong. Copy the whole address"
 """What a peer id is that cannot be read."""
 
 
+def shown_address(address: str | bytes) -> str:
+    """An address in an error: whole if it is likely to be one, because the user has to find what is wrong with it."""
+    is_short = isinstance(address, str) and len(address) <= 200 and address.isprintable()
+    return repr(address) if is_short else quoted(address)
+
+
 class ProtocolLookupError(LookupError):
     """The address has no such protocol."""
 
@@ -90,7 +98,7 @@ class Protocol(str):
 def _parse_number(name: str, text: str) -> bytes:
     size = _FIXED_SIZES[name]
     if not (text.isascii() and text.isdigit()) or int(text) >= 256**size:
-        raise ValueError(f"{name} takes a number from 0 to {256**size - 1}, got {text!r}")
+        raise ValueError(f"{name} takes a number from 0 to {256**size - 1}, got {quoted(text)}")
     return int(text).to_bytes(size, "big")
 
 
@@ -98,7 +106,7 @@ def _checked_host_name(name: str, text: str) -> str:
     """A host name that a resolver accepts: it would choke on any other, but much later."""
     labels = text.removesuffix(".").split(".")
     if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
-        raise ValueError(f"{name} takes a host name, got {text!r}")
+        raise ValueError(f"{name} takes a host name, got {quoted(text)}")
     return text
 
 
@@ -179,11 +187,11 @@ def _parse_text(text: str) -> _Items:
 
 def _take_unknown_value(name: str, words: list[str]) -> str | None:
     if not _UNKNOWN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a protocol")
+        raise ValueError(f"{quoted(name)} is not the name of a protocol")
     if not words or words[-1] in _CODES:
         return None
     if not _UNKNOWN_VALUE.fullmatch(words[-1]):
-        raise ValueError(f"{name} has the value {words[-1]!r}, of which not every character is printable ASCII")
+        raise ValueError(f"{name} has the value {quoted(words[-1])}, of which not every character is printable ASCII")
     return words.pop()
 
 
@@ -231,10 +239,12 @@ class Multiaddr:
             try:
                 self._items = _parse_text(address) if isinstance(address, str) else _parse_bytes(address)
             except ValueError as e:
-                shown = repr(address) if len(address) <= _MAX_LENGTH else f"{address[:100]!r}..."
-                raise ValueError(f"{shown} is not a multiaddr such as /ip4/203.0.113.7/tcp/31337: {e}") from None
+                why = one_line(str(e))
+                raise ValueError(
+                    f"{shown_address(address)} is not a multiaddr such as /ip4/203.0.113.7/tcp/31337: {why}"
+                ) from None
         else:
-            raise TypeError(f"a multiaddr is made from str, bytes or Multiaddr, not from {address!r}")
+            raise TypeError(f"a multiaddr is made from str, bytes or Multiaddr, not from {quoted(address)}")
         self._text = "".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in self._items) or "/"
 
     def __str__(self) -> str:

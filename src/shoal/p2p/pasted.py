@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shoal.logs import one_line
 from shoal.p2p.identity import PeerID, is_circuit, split_peer_address
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.multiaddr import Multiaddr, shown_address
 
 Target = tuple[Multiaddr, "PeerID | None"]
 """Where a peer is, and which one; ``None``: any that answers there."""
@@ -63,7 +64,7 @@ def read_address(text: str | Multiaddr) -> Multiaddr:
         return Multiaddr(text)
     found = _IN_BRACKETS.fullmatch(text) or _WITH_PORT.fullmatch(text)
     if found is None or not int(found[2]) < 2**16:
-        raise ValueError(f"{_shown(text)} is no address of a peer: {_what_is_missing(text)}")
+        raise ValueError(f"{shown_address(text)} is no address of a peer: {_what_is_missing(text)}")
     host, port = found.groups()
     try:
         if text.startswith("["):
@@ -71,7 +72,7 @@ def read_address(text: str | Multiaddr) -> Multiaddr:
         return Multiaddr(f"/{'ip4' if _LIKE_IPV4.fullmatch(host) else 'dns'}/{host}/tcp/{int(port)}")
     except ValueError as e:
         reason = str(e).partition(": ")[2]
-        raise ValueError(f"{_shown(text)} is no address of a peer: {reason}") from None
+        raise ValueError(f"{shown_address(text)} is no address of a peer: {reason}") from None
 
 
 def _what_is_missing(text: str) -> str:
@@ -80,14 +81,14 @@ def _what_is_missing(text: str) -> str:
     forms = "give HOST:PORT, such as 203.0.113.7:31337, or all of /ip4/203.0.113.7/tcp/31337/p2p/12D3KooW…"
     host, _, port = text.rpartition(":")
     if "://" in text:
-        return f"leave out {text.partition('://')[0][:20]}://, and {forms}"
+        return f"leave out {one_line(text.partition('://')[0][:20])}://, and {forms}"
     if ":" in host and not host.startswith("["):
         return "an IPv6 address stands in brackets before its port, such as [2001:db8::7]:31337"
     if host and port.isdigit():
         return "a port is a number up to 65535"
     if _is_ip(text) or "." in text:
-        example = f"[{text}]" if ":" in text else text
-        return f"its port is missing. Write {example[:80]}:PORT; a shoal dht has port {USUAL_PORT} if it was free"
+        example = one_line((f"[{text}]" if ":" in text else text)[:80])
+        return f"its port is missing. Write {example}:PORT; a shoal dht has port {USUAL_PORT} if it was free"
     return forms
 
 
@@ -97,10 +98,6 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 200 else f"{text[:100]!r}..."
 
 
 def read_addresses(given: Any, name: str) -> list[Multiaddr]:

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
 
 from shoal.errors import NotAMemberError, P2PDaemonError, make_private
-from shoal.logs import setting
+from shoal.logs import one_line, setting
 from shoal.p2p.badges import (
     ANY_ROLE,
     MAX_GRANTS,
@@ -138,7 +138,9 @@ class Token:
         try:
             content = _content_decoder.decode(packed)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            raise ValueError(f"the token was made by another version of shoal, or by hand: {e}") from None
+            raise ValueError(
+                f"the token was made by another version of shoal, or by hand: {one_line(str(e))}"
+            ) from None
         return cls._of_content(kind, content)
 
     @classmethod

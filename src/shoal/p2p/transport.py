@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from shoal.errors import ProtocolError
+from shoal.logs import one_line
 from shoal.p2p.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
@@ -396,7 +397,7 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
     try:
         header: H = _decoder(header_type).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"invalid {header_type.__name__}: {e}") from None
+        raise ProtocolError(f"invalid {header_type.__name__}: {one_line(str(e))}") from None
     return header
 
 

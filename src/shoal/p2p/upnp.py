@@ -16,6 +16,7 @@ from async_upnp_client.client_factory import UpnpFactory
 from async_upnp_client.const import HttpRequest, HttpResponse
 from async_upnp_client.exceptions import UpnpActionError, UpnpConnectionError
 
+from shoal.logs import one_line, quoted
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 from shoal.p2p.upnp_search import SEARCH_SECONDS, find_description, is_of_host
 
@@ -44,7 +45,7 @@ class _Requester(UpnpRequester):
 
     async def async_http_request(self, http_request: HttpRequest) -> HttpResponse:
         if not is_of_host(http_request.url, self._host):
-            raise UpnpConnectionError(f"the router {self._host} sends elsewhere: {http_request.url[:100]}")
+            raise UpnpConnectionError(f"the router {self._host} sends elsewhere: {quoted(http_request.url)}")
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
@@ -97,8 +98,9 @@ class Upnp(Mapper):
                 else:
                     break
         except UpnpActionError as e:
-            reason = _REASONS.get(e.error_code or 0, f"{e.error_code} {e.error_desc or ''}".strip())
-            raise NoMappingError(f"the router refuses: {reason[:200]}") from e
+            said = one_line(f"{e.error_code} {e.error_desc or ''}"[:200]).strip()
+            reason = _REASONS.get(e.error_code or 0, said)
+            raise NoMappingError(f"the router refuses: {reason}") from e
         except NoMappingError:
             self._service = None  # it may have moved: it is searched for the next time
             raise
@@ -124,7 +126,7 @@ class Upnp(Mapper):
         try:
             await self._call("DeletePortMapping", NewRemoteHost="", NewExternalPort=self._outer_port, NewProtocol="TCP")
         except UpnpActionError as e:
-            raise NoMappingError(f"the router does not take the port back: {e.error_code}") from e
+            raise NoMappingError(f"the router does not take the port back: {quoted(e.error_code)}") from e
 
     async def _add(self, port: int, seconds: int) -> None:
         wanted = {
@@ -184,4 +186,4 @@ def _service_of(device: UpnpDevice) -> UpnpService | None:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
+    return one_line(f"{type(error).__name__}: {error}"[:200])

@@ -34,6 +34,7 @@ from shoal.compression.one_result import Averages as ExactAverages
 from shoal.compression.one_result import Relayed
 from shoal.compression.statistics import codec_for_average
 from shoal.errors import ProtocolError
+from shoal.logs import quoted
 from shoal.p2p import Call
 
 # Large enough that the cost of a message is small beside it; small enough that some parts are reduced while others are
@@ -473,7 +474,7 @@ class RoundVector:
         if header.status == PartStatus.UNCHANGED and metadata is None and not nbytes:
             return
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
-            raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
+            raise ProtocolError(f"sent {quoted(metadata)} for a part of {part.length} values of {dtype}")
         if header.status == PartStatus.DELTA and not dtype.is_floating_point:
             raise ProtocolError(f"sent a difference for a part of {dtype}")
         if header.status == PartStatus.MESSAGES and not isinstance(part.codec, ExactAverages):

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from shoal.averaging.messages import DescribedPart, PartMessage
 from shoal.errors import ProtocolError
+from shoal.logs import quoted
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
@@ -135,7 +136,7 @@ class Outgoing:
         """
         borders = [0, *(border for gap in gaps for border in gap), self.count]
         if borders != sorted(borders):
-            raise ProtocolError(f"lacks parts {gaps} of {self.count}")
+            raise ProtocolError(f"lacks parts {quoted(gaps)} of {self.count}")
         self._ranges = deque(range(start, stop) for start, stop in gaps if start < stop)
         self._untaken = sum(map(len, self._ranges))
         self._lacking = {index: int.from_bytes(bits, "little") for index, bits in begun}

@@ -23,6 +23,7 @@ from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
 from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
+from shoal.logs import quoted
 from shoal.p2p import Call
 
 
@@ -400,7 +401,7 @@ class Traffic:
         statuses = {header.status for header in message.parts}
         is_due = message.is_average or statuses <= {PartStatus.VALUES, PartStatus.UNCHANGED}
         if message.index not in incoming.missing or not is_due:
-            raise ProtocolError(f"sent part {message.index} with status {statuses}, which is not due")
+            raise ProtocolError(f"sent part {message.index} with status {quoted(statuses)}, which is not due")
         return incoming
 
     def _take(self, message: PartMessage, complete: Averages) -> None:

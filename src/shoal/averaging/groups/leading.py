@@ -35,6 +35,7 @@ from shoal.averaging.messages import (
 )
 from shoal.clock import get_dht_time
 from shoal.errors import ProtocolError
+from shoal.logs import quoted
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.reachability import Reach
@@ -205,7 +206,7 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
     modes = tuple(member.mode for member in start.members)
     useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
     if sum(shares) != total_size or useless:
-        raise ProtocolError(f"the leader published shares {list(shares)} for a vector of {total_size} values")
+        raise ProtocolError(f"the leader published shares {quoted(list(shares))} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
     limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)

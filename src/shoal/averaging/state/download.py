@@ -385,7 +385,7 @@ class Download:
         async with asyncio.timeout(self._chunk_timeout):
             chunk = await call.receive(StateChunk)
         if chunk is None or chunk.index != index:
-            raise ProtocolError(f"sent {chunk} where chunk {index} of the state is due")
+            raise ProtocolError(f"sent {quoted(chunk)} where chunk {index} of the state is due")
         await asyncio.shield(self._ready[index])
         place, loop = self._place_for(index), asyncio.get_running_loop()
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.cli.doctor.peer import ANSWER_SECONDS, NO_ANSWER, measure, milliseconds
 from shoal.errors import P2PHandlerError
+from shoal.logs import one_line
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.identity import circuit_address
@@ -79,8 +80,8 @@ def _judged(answer: Reserved | None, round_trip: float) -> Finding:
         text = "it is none: others cannot call it, or it does not want to be one"
         return ok("relay", text, **values)
     if answer.code == Code.BUSY:
-        return warn("relay", f"it is full: {answer.text}", f"use another one, or {RUN_ONE}", **values)
-    return warn("relay", f"it refuses: {answer.text}", "use a token whose role may train", **values)
+        return warn("relay", f"it is full: {one_line(answer.text)}", f"use another one, or {RUN_ONE}", **values)
+    return warn("relay", f"it refuses: {one_line(answer.text)}", "use a token whose role may train", **values)
 
 
 async def _through(address: Multiaddr, relay: PeerID, token: str | None) -> Finding:

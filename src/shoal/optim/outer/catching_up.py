@@ -356,7 +356,7 @@ class CatchingUp:
         try:
             return download()
         except (ShoalError, TimeoutError, ValueError) as e:
-            self._warn_seldom("a download from other peers has failed: %s", str(e) or type(e).__name__)
+            self._warn_seldom("a download from other peers has failed: %s", e)
             return None
 
     def _go_along(self) -> None:
