@@ -11,6 +11,7 @@ import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
+from shoal.p2p.addresses import is_loopback
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
 from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
 from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
@@ -425,7 +426,7 @@ def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
     ],
 )
 def test_a_relay_cannot_make_others_dial_whatever_it_likes(address: str, near: str, expected: bool) -> None:
-    assert may_be_dialled(Multiaddr(address), [Multiaddr(near)]) is expected
+    assert may_be_dialled(Multiaddr(address), [Multiaddr(near)], is_loopback, is_loopback) is expected
 
 
 async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest.LogCaptureFixture) -> None:
