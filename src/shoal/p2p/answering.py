@@ -21,7 +21,7 @@ from shoal.p2p.circuit import Circuit, Punching, mark_relayed, open_circuits, pa
 from shoal.p2p.dialler import CIRCUIT_SECONDS
 from shoal.p2p.identity import PeerID, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.relay_messages import MAX_PLACES, Incoming, Reach
+from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Incoming, Reach
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -59,7 +59,7 @@ class Answering:
 
     def __init__(self, p2p: P2P, most: int) -> None:
         self._p2p = p2p
-        self._most = most
+        self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
         self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
@@ -75,7 +75,7 @@ class Answering:
         """
         task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
         wanted = max(len(incoming.cookies), len(incoming.reverse_cookies))
-        self.tasks[task] = _Answer(relay, incoming.peer, max(1, min(wanted, self._most)))
+        self.tasks[task] = _Answer(relay, incoming.peer, max(1, wanted))
         task.add_done_callback(self._forget)
         while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
             self._warn_seldom(
@@ -119,9 +119,8 @@ class Answering:
                     await self._call_in_reverse(relay, places, incoming)
                     return
                 punching = self._p2p.circuits.punching if incoming.punch else None
-                cookies = incoming.cookies[: self._most]
                 circuits = await open_circuits(
-                    self._p2p.transport, relay, places, cookies, punchable=punching is not None
+                    self._p2p.transport, relay, places, incoming.cookies, punchable=punching is not None
                 )
                 try:
                     await self._receive(peer, Reach(incoming.reach), circuits, punching)
@@ -161,7 +160,7 @@ class Answering:
             wanted = of.worth_dialling(
                 [each for each in told if may_be_dialled(each, places, of.is_inside, of.is_here)]
             )
-        cookies, transport = incoming.reverse_cookies[: self._most], self._p2p.transport
+        cookies, transport = incoming.reverse_cookies, self._p2p.transport
         for address in wanted[:MAX_PLACES]:
             try:
                 async with asyncio.timeout(REVERSE_TRY_SECONDS):

@@ -22,6 +22,8 @@ from shoal.p2p.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
+# A caller asks for so many at once, and half of them would be of no use to it.
+LEAST_ANSWERED = 8
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,12 @@ _ALL_FILES = (
 
 def _answered(files: int) -> int:
     """The files of a process that may be opened at the word of relays."""
-    return min(DEFAULT_LIMITS.answered, max(1, files // 32))
+    return min(DEFAULT_LIMITS.answered, max(LEAST_ANSWERED, files // 32))
 
 
 def _share_of(files: int) -> float:
     """The share of the default limits that fits into half of the files of a process."""
-    return min(1.0, (files / 2 - _answered(files)) / _ALL_FILES)
+    return min(1.0, max(0.0, files / 2 - _answered(files)) / _ALL_FILES)
 
 
 class HeaderMemory:
