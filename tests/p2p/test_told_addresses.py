@@ -164,11 +164,21 @@ async def test_a_circuit_begins_at_its_relay() -> None:
         assert not p2p.judge_for(tcp("9.9.9.9"))(near)
         assert p2p.judge_for(tcp("192.168.99.8"))(near)
         assert p2p.judge_for(near)(near), "it has come through that relay"
+        assert not p2p.judge_for(near)(circuit_address(tcp("192.168.99.7", 22), OTHER)), "and not from another port"
+        assert not p2p.judge_for(near)(circuit_address(tcp("192.168.99.7"), STRANGER))
+        assert not p2p.judge_for(Multiaddr(f"/dns4/a/tcp/1/p2p/{OTHER}/p2p-circuit"))(
+            Multiaddr(f"/dns4/b/tcp/1/p2p/{OTHER}/p2p-circuit")
+        )
         assert not p2p.judge_for(near)(tcp("192.168.99.7")), "but may be anywhere"
         assert not p2p.judge_for(near)(tcp("192.168.99.8"))
         assert p2p.judge_for(near)(tcp(FAR))
         assert not p2p.judge_for(far)(near)
         assert not p2p.judge_for(None)(near)
+        p2p.address_book.replace(OTHER, [tcp("192.168.99.7")], p2p.judge_for(tcp("9.9.9.9")))
+        assert not p2p.judge_for(far)(near), "the relay itself is not called there either"
+        p2p.address_book.replace(OTHER, [tcp("192.168.99.7")], p2p.judge_for(tcp("192.168.99.7")))
+        assert p2p.judge_for(far)(near), "this peer calls the relay there anyway"
+        assert p2p.judge_for(None)(circuit_address(tcp("192.168.99.7"), p2p.peer_id)), "it is the relay itself"
 
 
 def test_a_relay_with_a_public_place_has_callers_from_anywhere() -> None:
@@ -270,7 +280,7 @@ async def test_a_name_that_leads_into_the_own_network_is_not_followed(
         scanner = await peers.start(announce_maddrs=[f"/dns4/localhost/tcp/{port_of(trap)}"])
         await serving(server)
         await stub(scanner, server).rpc_square(Number(value=2))
-        with pytest.raises(DialError, match="may not let this one connect"):
+        with pytest.raises(DialError, match="leads into a private network"):
             await server.dial(scanner.peer_id)
         assert not server.outlook.is_hopeless(scanner.peer_id), "where it leads is not known before"
     assert_untouched(trap)
@@ -293,7 +303,7 @@ async def test_the_addresses_of_a_name_are_judged_one_by_one() -> None:
         asked.append(ip)
         return False
 
-    with pytest.raises(OSError, match="may not let") as error:
+    with pytest.raises(OSError, match="leads into a private network") as error:
         await connect("127.0.0.1", 9, socket.AF_INET, judge=judge)
     assert asked == ["127.0.0.1"]
     assert error.value.errno == errno.EPERM

@@ -360,10 +360,10 @@ class P2P(Caller):
     def _may_be_dialled_for(self, seen_at: Multiaddr | None, address: Multiaddr) -> bool:
         through = None if seen_at is None else relay_of(seen_at)
         relay = relay_of(address)
+        if relay is not None and (relay == through or self._dials_relay_at(*relay)):
+            return True
         if through is not None:
-            if relay is not None and ip_text_of(relay[0]) == ip_text_of(through[0]):
-                return True  # it has come through that relay
-            seen_at = None
+            seen_at = None  # who comes through a relay may be anywhere
         transport, outer = self.transport, self.outlook.outer_hosts()
         return may_be_dialled_for(
             address if relay is None else relay[0],
@@ -371,6 +371,12 @@ class P2P(Caller):
             is_inside=lambda seen: transport.is_inside(seen) or ip_text_of(seen) in outer,
             is_here=transport.is_here,
         )
+
+    def _dials_relay_at(self, place: Multiaddr, relay: PeerID) -> bool:
+        """Whether this peer dials a relay at a place without having been told of a circuit there."""
+        judge = self.address_book.judge_of(relay, place)
+        is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
+        return relay == self.peer_id or is_known
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""

@@ -51,7 +51,7 @@ async def connect(
     found = await _resolve(host, port, family)
     waiting = in_turn([each for each in found if judge is None or judge(str(each[4][0]))])
     if not waiting:
-        raise OSError(errno.EPERM, "that peer may not let this one connect to hosts of this network")
+        raise OSError(errno.EPERM, "it leads into a private network, and that peer is seen elsewhere")
     attempts: dict[asyncio.Task[socket.socket], None] = {}
     pending: set[asyncio.Task[socket.socket]] = set()
     try:
