@@ -6,12 +6,20 @@ always in the event loop; anybody may read them. Most only grow. :func:`serve_pr
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shoal.local_names import why_not_answered
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 REQUEST_TIMEOUT = 10.0
 """Seconds that a caller of the endpoint for Prometheus may be silent in the middle of a request."""
@@ -182,7 +190,7 @@ def serve_prometheus(port: int, host: str = "127.0.0.1") -> PrometheusEndpoint:
 
     Args:
         port: 0 = any free one.
-        host: where to listen; by default only programs of this machine can ask.
+        host: where to listen; by default only programs of this machine can ask, and under its own names only.
 
     Raises:
         ModuleNotFoundError: ``prometheus-client`` is not installed.
@@ -227,26 +235,56 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
 
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(Figures())
-    server, thread = prometheus_client.start_http_server(port, host, registry)
-    # Each connection has a thread of its own, which waits for ever for the rest of a request.
-    server.RequestHandlerClass = _with_timeout(server.RequestHandlerClass)
+    server = _server(host, port)
+    server.set_app(_for_this_machine(prometheus_client.make_wsgi_app(registry), server.server_address[0], host))
+    thread = threading.Thread(target=server.serve_forever, name="prometheus", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
 
-    return PrometheusEndpoint(f"http://{host}:{server.server_port}/metrics", close)
+    shown = f"[{host}]" if ":" in host else host
+    return PrometheusEndpoint(f"http://{shown}:{server.server_port}/metrics", close)
 
 
-def _with_timeout(handler: Any) -> Any:
-    """A class of handlers that give up silent callers; the one of the package prints a traceback for each."""
+def _server(host: str, port: int) -> Any:
+    """A listening server with a thread for each connection.
 
-    class Impatient(handler):  # type: ignore[misc]
+    The package's own one answers before its program can be changed, waits for ever for the rest of a request, and
+    prints a traceback if the caller hangs up.
+    """
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+    [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+
+    class Server(socketserver.ThreadingMixIn, WSGIServer):
+        address_family = family
+        daemon_threads = True
+
+    class Handler(WSGIRequestHandler):
         timeout = REQUEST_TIMEOUT
 
         def handle(self) -> None:
             with suppress(TimeoutError):
                 super().handle()
 
-    return Impatient
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing: Prometheus asks every few seconds."""
+
+    return Server(address[:2], Handler)  # type: ignore[arg-type]
+
+
+def _for_this_machine(program: WSGIApplication, bound: str, chosen: str) -> WSGIApplication:
+    """A program that does not answer requests under the names of web sites, see :mod:`shoal.local_names`."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        refusal = why_not_answered(bound, environ.get("HTTP_HOST"), chosen)
+        if refusal is None:
+            return program(environ, start_response)
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
+        start_response("400 Bad Request", headers)
+        return [f"{refusal}\n".encode()]
+
+    return answer

@@ -34,9 +34,19 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID
+from shoal.dht.seat import PING_BACK_SHARE
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
-from shoal.errors import InterruptedDialError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
+from shoal.errors import (
+    DialError,
+    IdentityMismatchError,
+    InterruptedDialError,
+    P2PHandlerError,
+    ProtocolError,
+    RefusedDialError,
+    StreamClosedError,
+    ValidationError,
+)
 from shoal.logs import Seldom
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.transport import decode_header
@@ -280,6 +290,26 @@ async def test_a_node_behind_a_black_hole_is_told_so_in_time():
     with pytest.raises(ValidationError, match="cannot call this node back"):
         await caller.ping(server.p2p.peer_id, validate=True)
     assert asyncio.get_running_loop().time() - start < 3
+
+
+@pytest.mark.parametrize("error", [RefusedDialError, IdentityMismatchError, InterruptedDialError, DialError, None])
+@in_virtual_time
+async def test_a_scanner_learns_nothing_by_the_time_of_the_answer(error):
+    """A newcomer says where to call it, and a port there may be closed, filtered, or open for something else."""
+    caller, server = await pair()
+    began, loop = 0.0, asyncio.get_running_loop()
+
+    async def dial(*args):
+        nonlocal began
+        began = began or loop.time()
+        if error is None:
+            await asyncio.sleep(1e9)
+        raise error("no such peer")
+
+    server.p2p.transport.dial = dial
+    answer = await server.seat.can_call_back(caller.node_id.to_bytes(), caller.p2p.peer_id)
+    assert answer is False
+    assert loop.time() - began == pytest.approx(server.wait_timeout * PING_BACK_SHARE, abs=1e-9)
 
 
 @pytest.mark.parametrize(("offset", "fits"), [(0, True), (2.9, True), (-2.9, True), (3.2, False), (-3.2, False)])

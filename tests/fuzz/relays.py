@@ -12,7 +12,7 @@ import msgspec
 from shoal.errors import NotAMemberError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p import Multiaddr
-from shoal.p2p.addresses import AddressBook
+from shoal.p2p.addresses import AddressBook, is_loopback
 from shoal.p2p.answering import may_be_dialled
 from shoal.p2p.badges import Grant, encode_badge, read_badge
 from shoal.p2p.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
@@ -20,6 +20,7 @@ from shoal.p2p.circuit import Circuit
 from shoal.p2p.identity import is_circuit, relay_of
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.punching import Puncher
+from shoal.p2p.reachability import is_private
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.transport import decode_header
 from tests.fuzz.conversations import SOMEBODY, ScriptedSession
@@ -155,8 +156,9 @@ def _relayed(texts: list[str]) -> str:
     book.replace(PEER, told)
     relays = [relay for each in book.get(PEER) if (relay := relay_of(each)) is not None]
     assert all("p2p-circuit" not in place for place, _ in relays)
-    wanted = [each for each in book.get(PEER) if may_be_dialled(each, PLACES)]
+    wanted = [each for each in book.get(PEER) if may_be_dialled(each, PLACES, _is_inside, is_loopback)]
     assert not any("p2p-circuit" in each for each in wanted)
+    assert all("memory" in each or not is_private(each) for each in wanted), wanted
     return f"{min(1, len(relays))} relayed, {min(1, len(wanted))} in reverse"
 
 

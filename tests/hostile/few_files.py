@@ -1,4 +1,7 @@
-"""A peer in a process that may open few files. It answers calls, and its user opens files meanwhile."""
+"""A peer in a process that may open few files. It answers calls, and its user opens files meanwhile.
+
+With the address of a relay, others reach it through that one.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,17 @@ def say(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
-async def main(files: int) -> None:
+async def main(files: int, relay: str | None = None) -> None:
     import resource
 
     # The hard limit too, because shoal raises the soft one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    if relay is None:
+        p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    else:
+        p2p = await P2P.create(
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"], force_reachability="private", trusted_relays=[relay]
+        )
     await Squares().add_p2p_handlers(p2p)
     look = Look()
     say(address=f"{p2p.get_addresses(p2p.peer_id)[0]}/p2p/{p2p.peer_id}")
@@ -72,4 +80,4 @@ async def main(files: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -14,16 +14,21 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.connection import Hello, Open
+from shoal.p2p.identity import circuit_address
+from shoal.p2p.relay_messages import MAX_AT_ONCE
 from shoal.p2p.sessions import SESSION_BYTE
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Kind, Stream, pack
 from tests.hostile.few_files import Squares
-from tests.p2p.peers import Number
+from tests.p2p.peers import Number, until
+from tests.p2p.relays import connect
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them")
 PROGRAM = Path(__file__).parent / "few_files.py"
 FILES, CROWD, AT_ONCE = 256, 300, 32
+STRANGERS, REQUESTS = 8, 4
+"""Of a relay, which takes four requests for eight circuits from each of them."""
 
 
 @pytest.fixture
@@ -105,6 +110,37 @@ async def test_half_of_the_files_are_the_users(victim: Peer, kind: str) -> None:
     assert found["failed"] == 0, "the user of the peer could not open a file"
     assert found["most"] <= FILES // 2
     assert "cannot accept" not in victim.errors()
+
+
+async def test_nor_do_those_take_them_who_come_through_a_relay() -> None:
+    """They ask for circuits, and do not come: meanwhile the victim keeps its ends open."""
+    relay = await P2P.create(relay=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    place = relay.get_addresses(relay.peer_id)[0]
+    honest, *strangers = [await P2P.create(no_listen=True) for _ in range(STRANGERS + 1)]
+    victim = Peer(PROGRAM, FILES, f"{place}/p2p/{relay.peer_id}")
+    try:
+        address = (await asyncio.to_thread(victim.wait_for, "address", START_LIMIT_SECONDS))["address"]
+        target = PeerID.from_base58(address.rpartition("/p2p/")[2])
+        await until(lambda: relay.relay.guests == [target])
+        for each in (honest, *strangers):
+            each.add_addresses(relay.peer_id, [place])
+        wanted = [
+            connect(stranger, relay, target=target.to_bytes(), count=MAX_AT_ONCE)
+            for stranger in strangers
+            for _ in range(REQUESTS)
+        ]
+        answers = await asyncio.gather(*wanted)
+        assert sum(len(answer.cookies) for answer in answers) > FILES // 2, "the relay has room for so many"
+        honest.add_addresses(target, [circuit_address(place, relay.peer_id)])
+        answer = await Squares.get_stub(honest, target).rpc_square(Number(value=3), timeout=30)
+        assert answer.value == 9, "the crowd keeps nobody out"
+        found: Event = await asyncio.to_thread(_end, victim)
+    finally:
+        victim.close()
+        await asyncio.gather(*(each.shutdown() for each in [honest, *strangers, relay]))
+    print(found)
+    assert found["failed"] == 0, "the user of the peer could not open a file"
+    assert found["most"] <= FILES // 2
 
 
 def _end(victim: Peer) -> Event:

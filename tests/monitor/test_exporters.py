@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import struct
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections import Counter
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +37,7 @@ def made_up() -> MadeUpRun:
     return run
 
 
-def ask(url: str) -> str:
+def ask(url: str | urllib.request.Request) -> str:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return answer.read().decode()
 
@@ -184,6 +187,55 @@ def test_the_endpoint_for_prometheus_hangs_up_on_half_a_request(monkeypatch, cap
     finally:
         endpoint.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1", "0.0.0.0"])
+def test_on_loopback_prometheus_is_answered_under_names_of_this_machine_only(made_up, host):
+    """A web site whose name leads to this machine could read the figures otherwise."""
+    pytest.importorskip("prometheus_client")
+    if not can_listen(host):
+        pytest.skip(f"this machine has no {host}")
+    for start in (lambda: serve_prometheus(0, host), lambda: Prometheus(made_up.view, 0, host)):
+        with closing(start()) as endpoint:
+            for name in (urlsplit(endpoint.url).netloc, "localhost:1", "127.0.0.1", "[::1]:9"):
+                assert ask_as(name, endpoint.url) == (200, "text/plain"), name
+            refused = (200, "text/plain") if host == "0.0.0.0" else (400, "text/plain")
+            assert ask_as("evil.example", endpoint.url) == refused
+            assert ask_as("evil.example:80", endpoint.url) == refused
+
+
+def test_prometheus_is_told_what_to_do_under_another_name():
+    pytest.importorskip("prometheus_client")
+    with closing(serve_prometheus(0)) as endpoint:
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            ask(urllib.request.Request(endpoint.url, headers={"Host": "evil.example"}))
+        with refusal.value:
+            text = refusal.value.read().decode()
+        assert "'evil.example'" in text
+        assert "http://localhost" in text
+        assert "shoal_bytes_sent" not in text
+        with socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port), timeout=30) as caller:
+            caller.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")  # an old program sends no name
+            assert b" 200 " in caller.recv(4096).partition(b"\r\n")[0]
+
+
+def can_listen(host: str) -> bool:
+    """macOS has one IPv4 loopback address, and some machines have no IPv6."""
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
+def ask_as(name: str, url: str) -> tuple[int, str]:
+    """The status of an answer under a name, and the kind of its content."""
+    address = urlsplit(url)
+    with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)) as connection:
+        connection.request("GET", address.path, headers={"Host": name})
+        with connection.getresponse() as answer:
+            answer.read()
+            return answer.status, answer.headers.get_content_type()
 
 
 def test_counters_of_several_peers_are_added_up():

@@ -72,6 +72,8 @@ def dialled(*candidates: Endpoint, same: bool = False, loopback: bool = False) -
         ("::ffff:127.0.0.1", False, False, False),
         (f"::ffff:{GLOBAL}", False, False, False),
         ("2002:7f00:1::", False, False, False),
+        ("2001:0:7f00:1::1", False, False, False),
+        ("64:ff9b::7f00:1", False, False, False),
         ("example.org", False, False, False),
         ("", False, False, False),
         ("8.8.8", False, False, False),

@@ -11,14 +11,16 @@ import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
+from shoal.p2p.addresses import is_loopback
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
 from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
 from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.p2p.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
+from shoal.p2p.limits import Limits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.relay_messages import Code, Connected, Incoming, Reach
+from shoal.p2p.relay_messages import MAX_AT_ONCE, Code, Connected, Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -425,7 +427,7 @@ def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
     ],
 )
 def test_a_relay_cannot_make_others_dial_whatever_it_likes(address: str, near: str, expected: bool) -> None:
-    assert may_be_dialled(Multiaddr(address), [Multiaddr(near)]) is expected
+    assert may_be_dialled(Multiaddr(address), [Multiaddr(near)], is_loopback, is_loopback) is expected
 
 
 async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest.LogCaptureFixture) -> None:
@@ -446,6 +448,33 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
             Incoming(peer=b"?", reverse=["nonsense", "/ip4/8.8.8.8/tcp/22"], reverse_cookies=[bytes(COOKIE_BYTES)]),
         )
         await until(lambda: not guest.answering.tasks)
+
+
+async def test_a_relay_takes_few_of_the_files_of_its_guests(caplog: pytest.LogCaptureFixture) -> None:
+    """Each announcement may ask for eight connections, which count beside those that others open to this peer."""
+    async with Relayed("memory") as peers:
+        relay = await peers.relay()
+        guest = await peers.guest(limits=Limits(answered=20))
+        greedy, quiet = Identity.generate().peer_id.to_bytes(), Identity.generate().peer_id.to_bytes()
+        places = relay.get_addresses(relay.peer_id)
+        guest.answering.answer(relay.peer_id, places, Incoming(peer=quiet, cookies=[bytes(COOKIE_BYTES)]))
+        for _ in range(10):
+            told = Incoming(peer=greedy, cookies=[bytes(COOKIE_BYTES)] * MAX_AT_ONCE)
+            guest.answering.answer(relay.peer_id, places, told)
+            assert guest.answering.connections <= 20
+        assert [answer.peer for answer in guest.answering.tasks.values()] == [quiet, greedy, greedy]
+        assert len([message for message in caplog.messages if "more connections than this peer makes" in message]) == 1
+        await until(lambda: not guest.answering.tasks)
+
+
+async def test_a_guest_with_few_files_is_still_reached() -> None:
+    async with Relayed("memory") as peers:
+        await peers.relay()
+        guest, caller = await peers.guest(limits=Limits(answered=1)), await peers.caller()
+        tell(caller, guest)
+        await caller.prepare(guest.peer_id, MAX_AT_ONCE)
+        assert await square(caller, guest) == 9
+        assert caller.pool.count_of(guest.peer_id) == MAX_AT_ONCE
 
 
 def test_strangers_who_do_not_come_keep_nobody_out() -> None:

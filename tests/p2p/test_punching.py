@@ -61,7 +61,7 @@ class Walled(MemoryTransport):
     def is_inside(self, address: Multiaddr) -> bool:
         return False
 
-    is_walled = False
+    is_walled = ends_early = False
     is_slow = closes_slowly = 0.0
     instead: Session | None = None
     """What connects to its port first."""
@@ -76,6 +76,8 @@ class Walled(MemoryTransport):
         await asyncio.sleep(self.is_slow)
         if self.instead is not None:
             yield self.instead
+        if self.ends_early:
+            return
         if self.is_walled:
             await asyncio.sleep(seconds)
             return
@@ -169,6 +171,21 @@ def simulated(test: Callable[[Trio], Coroutine[Any, Any, None]]) -> Callable[[],
 def transport_of(side: Side) -> Walled:
     assert isinstance(side.transport, Walled)
     return side.transport
+
+
+# --- the other side names what listens to others ----------------------------------------------------------------------
+
+
+@simulated
+async def test_a_punch_that_fails_takes_its_time(trio: Trio) -> None:
+    """It is over as soon as enough has connected; else the other side would see whether something listens there."""
+    transport_of(trio.dialler).ends_early = True
+    futures, going_on = await trio.punch()
+    with pytest.raises(DialError):
+        await futures[0]
+    assert now() - transport_of(trio.dialler).began_at == pytest.approx(PUNCH_SECONDS)
+    going_on.cancel()
+    await asyncio.wait([going_on])
 
 
 # --- both sides are honest --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.addresses import Judge
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.presence import GREETINGS_AT_ONCE
 from shoal.p2p.reach import TICK_SECONDS
@@ -127,7 +128,7 @@ async def test_a_witness_that_says_that_it_has_come_must_have_come(monkeypatch, 
         other = await peers.start()  # comes instead of the witness, which would be seen to be on this machine
         (here, *_) = p2p.transport.addresses()
 
-        async def dial(peer: PeerID, address: Multiaddr) -> Stream:
+        async def dial(peer: PeerID, address: Multiaddr, judge: Judge) -> Stream:
             return await other.dial_without_greeting(peer, here) if comes else Elsewhere(p2p)
 
         monkeypatch.setattr(witness, "dial_without_greeting", dial)

@@ -133,7 +133,11 @@ class Seat:
             protocol.spawn(protocol.call_store(peer, records))
 
     async def can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
-        """Whether a newcomer can be called, in several attempts: one broken connection proves nothing."""
+        """Whether a newcomer can be called, in several attempts: one broken connection proves nothing.
+
+        A failure is told after a fixed time: the newcomer says where to call, and must not see from the time whether a
+        port there is closed, filtered, or open for something else.
+        """
         protocol = self._protocol
         if protocol.p2p.outlook.is_hopeless(peer):
             return False
@@ -147,6 +151,7 @@ class Seat:
                 await asyncio.sleep(max(0.0, min(SECONDS_BETWEEN_ATTEMPTS, deadline - loop.time())))
             else:
                 return response.node_id == node_id
+        await asyncio.sleep(max(0.0, deadline - loop.time()))
         return False
 
     async def _hand_over(self) -> None:

@@ -24,14 +24,15 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.clock import get_dht_time
+from shoal.local_names import why_not_answered
 from shoal.monitor.run import COLUMNS, RunView, details_of
 from shoal.monitor.visitors import Visitor, stay
 from shoal.p2p import PeerID
@@ -77,21 +78,32 @@ class _Secured:
         await self._app(scope, receive, send_secured)
 
 
+class _ForThisMachine:
+    """Does not answer requests under the names of web sites, see :mod:`shoal.local_names`."""
+
+    def __init__(self, app: ASGIApp, bound: str, chosen: str) -> None:
+        self._app, self._bound, self._chosen = app, bound, chosen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = why_not_answered(self._bound, Headers(scope=scope).get("host"), self._chosen)
+        answer = self._app if refusal is None else PlainTextResponse(refusal, status_code=400)
+        await answer(scope, receive, send)
+
+
 class Page:
     """The content of the page.
 
     Args:
         view: the run; something else keeps it up to date.
-        is_public: other machines may ask for it by any name. Otherwise only names of this machine are answered, so that
-            a web site which the user visits cannot read the page under a name of its own.
+        bound: the IP address at which its server listens.
+        chosen: where the user told it to listen.
     """
 
-    def __init__(self, view: RunView, *, is_public: bool = False) -> None:
+    def __init__(self, view: RunView, bound: str, chosen: str) -> None:
         self._view = view
         self._streams = 0
         self._news: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
         self.closing = False
-        hosts = ["*"] if is_public else [LOOPBACK, "localhost"]
         self.app = Starlette(
             routes=[
                 Route("/", self._index),
@@ -103,7 +115,7 @@ class Page:
                 Route("/events.csv", self._events_csv),
                 Route("/{name}", self._file),
             ],
-            middleware=[Middleware(_Secured), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+            middleware=[Middleware(_Secured), Middleware(_ForThisMachine, bound=bound, chosen=chosen)],
         )
 
     async def _index(self, request: Request) -> Response:
@@ -232,7 +244,8 @@ class PageServer:
     Args:
         view: the run.
         port: 0 = any free one.
-        host: the address to listen at. By default only programs of this machine can see the page.
+        host: the address to listen at. By default only programs of this machine can see the page. On any loopback
+            address it answers only to names of this machine.
 
     Raises:
         OSError: the port is taken, or the address is not one of this machine.
@@ -249,8 +262,7 @@ class PageServer:
         except BaseException:
             self._socket.close()
             raise
-        is_local = host in (LOOPBACK, "localhost")
-        self._page = Page(view, is_public=not is_local)
+        self._page = Page(view, self._socket.getsockname()[0], host)
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"
         """Where the page is."""

@@ -18,8 +18,14 @@ from shoal.errors import DialError, RefusedDialError
 from shoal.logs import Seldom
 from shoal.p2p.identity import CIRCUIT, PeerID, check_circuit, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import is_of_one_network
 
 T = TypeVar("T")
+Judge = Callable[[Multiaddr], bool]
+"""Says whether to dial an address at somebody's word, see :func:`may_be_dialled_for`."""
+IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+_CARRIER = ipaddress.ip_network("100.64.0.0/10")  # behind the router of a provider, where strangers are neighbours
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 
 MAX_PEERS = 10_000
 MAX_PEERS_NOTED = 4096
@@ -37,10 +43,68 @@ def is_loopback(address: Multiaddr) -> bool:
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
+def is_name(address: Multiaddr) -> bool:
+    """Whether an address has a host name, which may lead anywhere."""
+    return not is_circuit(address) and ip_text_of(address) is None and "memory" not in address
+
+
 def is_anywhere(address: Multiaddr) -> bool:
     """Whether the same address is another computer in another network: homes have networks of the same numbers."""
     host = ip_text_of(address)
     return host is not None and not is_loopback(address) and not ipaddress.ip_address(host).is_global
+
+
+def ip_to_dial(text: str) -> IP | None:
+    """The IP address in a text, if it can be the address of another host and hides no other address in it.
+
+    No rule would recognise an IPv4 address within an IPv6 address. ``0.0.0.0/8`` means this machine; class E and most
+    of IPv6 belong to nobody; a link-local IPv6 address needs the name of an interface.
+    """
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if ip.is_multicast or ip.is_unspecified or (ip.is_reserved and not ip.is_loopback):
+        return None
+    if isinstance(ip, ipaddress.IPv4Address):
+        return None if ip.packed[0] == 0 else ip
+    hides_another = ip.ipv4_mapped or ip.sixtofour or ip.teredo or any(ip in network for network in _TRANSLATED)
+    return None if hides_another or ip.is_link_local or ip.scope_id else ip
+
+
+def may_be_dialled_for(address: Multiaddr, seen_at: Multiaddr | None, *, is_inside: Judge, is_here: Judge) -> bool:
+    """Whether to dial an address that another peer has told of itself.
+
+    A peer may tell any address, also one that only this machine can reach. What it learns from the attempt must be no
+    more than it could find out by itself. So it may name the host at which it is seen, hosts of the public internet,
+    and hosts of private networks if it is in such a network too.
+
+    Args:
+        address: as it was told. A host name has to be looked up before, and the relay of a circuit stands for it.
+        seen_at: where the peer that has told it is seen from here; ``None`` if that is not known.
+        is_inside: whether an address is in a network of this machine.
+        is_here: whether an address is one of this machine itself.
+    """
+    if "memory" in address:
+        return True
+    host, seen = ip_text_of(address), None if seen_at is None else ip_text_of(seen_at)
+    if host is None:
+        return False
+    if seen is not None and ipaddress.ip_address(host) == ipaddress.ip_address(seen):
+        return True
+    ip = ip_to_dial(host)
+    if ip is None or ip.is_link_local:
+        return False
+    if ip.is_global:
+        return True
+    if seen_at is None or seen is None:
+        return False
+    if ip.is_loopback:
+        return is_here(seen_at)
+    if is_inside(seen_at):
+        return True
+    both_of_carrier = ip in _CARRIER and ipaddress.ip_address(seen) in _CARRIER
+    return both_of_carrier or (is_of_one_network(seen) and ipaddress.ip_address(seen) not in _CARRIER)
 
 
 def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
@@ -99,6 +163,8 @@ class AddressBook:
         self._supports = supports
         # For each address: whether it is more than hearsay.
         self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
+        # Of addresses that only the peer itself has told: whether to dial them at its word.
+        self._judges: dict[PeerID, dict[Multiaddr, Judge]] = {}
         self._near: Notes[bool] = Notes()  # peers that have answered in a private network
         self._hosts: dict[PeerID, PeerID | str] = {}  # what follows from the addresses, as far as it was asked for
         self.changes = 0
@@ -113,13 +179,20 @@ class AddressBook:
         Raises:
             ValueError: an address belongs to another peer or is not a multiaddr; nothing is remembered then.
         """
-        self.changes += self._add(peer, [_without_peer(peer, address) for address in addresses], certain=False)
+        plain = [_without_peer(peer, address) for address in addresses]
+        self.changes += self._add(peer, plain, certain=False)
+        for address in plain:
+            self._judges.get(peer, {}).pop(address, None)
 
-    def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
+    def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str], judge: Judge | None = None) -> None:
         """Replace all addresses of a peer by those that the peer itself announces.
 
         Addresses that make no sense here are skipped: a newer peer may know more kinds. If it announces nothing that
         this peer can dial, what is known besides stays.
+
+        Args:
+            judge: whether to dial an address at its word; not asked about addresses at which it has answered, or that
+                others have told.
         """
         plain = []
         for address in list(addresses)[:MAX_ADDRESSES_PER_PEER]:
@@ -127,12 +200,18 @@ class AddressBook:
                 plain.append(_without_peer(peer, address))
             except ValueError:
                 continue
-        former = self._known.pop(peer, {})
+        former, judged = self._known.pop(peer, {}), self._judges.pop(peer, {})
         self._hosts.pop(peer, None)
         kept = {address: is_sure for address, is_sure in former.items() if self._supports(address)}
         if kept and not any(map(self._supports, plain)):
             self._known[peer] = kept
         self._add(peer, plain, certain=True)
+        known = self._known.get(peer, {})
+        judges = {each: judged[each] for each in known if each in judged}
+        if judge is not None:
+            judges |= {each: judge for each in plain if each in known and (each in judged or each not in former)}
+        if judges:
+            self._judges[peer] = judges
         self.changes += list(self._known.get(peer, {}).items()) != list(former.items())
 
     def _add(self, peer: PeerID, addresses: list[Multiaddr], *, certain: bool) -> bool:
@@ -151,6 +230,7 @@ class AddressBook:
         while len(self._known) > MAX_PEERS:
             forgotten, _ = self._known.popitem(last=False)
             self._hosts.pop(forgotten, None)
+            self._judges.pop(forgotten, None)
         return is_news
 
     @staticmethod
@@ -170,6 +250,15 @@ class AddressBook:
             return []
         self._known.move_to_end(peer)
         return list(self._known[peer])
+
+    def judge_of(self, peer: PeerID, address: Multiaddr) -> Judge | None:
+        """Who decides whether to dial an address; ``None`` if the peer is not the only one that has told it."""
+        return self._judges.get(peer, {}).get(address)
+
+    def to_dial(self, peer: PeerID) -> list[Multiaddr]:
+        """Those of :meth:`get` that may be dialled. Host names stay: what they lead to is judged when it is known."""
+        judges = self._judges.get(peer, {})
+        return [each for each in self.get(peer) if (judge := judges.get(each)) is None or is_name(each) or judge(each)]
 
     def peek(self, peer: PeerID) -> tuple[Multiaddr, ...]:
         """Like :meth:`get`, from any thread. It reorders nothing, because :meth:`items` may run in another thread."""
@@ -205,6 +294,7 @@ class AddressBook:
         known = self._known.get(peer, {})
         if known.pop(address, None) is not None:
             self._hosts.pop(peer, None)
+            self._judges.get(peer, {}).pop(address, None)
             self.changes += 1
             if not known:
                 del self._known[peer]
@@ -212,6 +302,7 @@ class AddressBook:
     def prefer(self, peer: PeerID, address: Multiaddr) -> None:
         """The peer has answered at this address: try it first next time."""
         known = self._known.get(peer, {})
+        self._judges.get(peer, {}).pop(address, None)
         if is_anywhere(address):
             self._near.note(peer, True)
         if address in known:

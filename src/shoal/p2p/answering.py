@@ -7,20 +7,21 @@ addresses, and handshakes in which whoever comes has to prove who it is.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.errors import DialError, ShoalError
 from shoal.logs import Seldom, quoted
-from shoal.p2p.addresses import ip_text_of, is_loopback
+from shoal.p2p.addresses import Judge, may_be_dialled_for
+from shoal.p2p.candidates import LOWEST_PORT
 from shoal.p2p.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
 from shoal.p2p.dialler import CIRCUIT_SECONDS
 from shoal.p2p.identity import PeerID, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.relay_messages import MAX_PLACES, Incoming, Reach
+from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Incoming, Reach
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -31,9 +32,21 @@ logger = logging.getLogger(__name__)
 
 # How long each address of a peer that wants to be called in reverse is tried.
 REVERSE_TRY_SECONDS = 0.7
+HTTPS_PORT = 443
+"""The only port of a system service at which peers listen, because some networks let nothing else through."""
 MAX_ANSWERS = 64
-"""Requests of relays that are answered at the same time. With more, the oldest of whoever has most is given up: honest
-peers come within a few round trips."""
+"""Requests of relays that are answered at the same time. With more, or if they take too many connections together, the
+oldest of those that take most are given up: honest peers come within a few round trips."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What an answer in progress is about."""
+
+    relay: PeerID
+    peer: bytes
+    """The one of which the relay says that it wants to reach this peer."""
+    connections: int
 
 
 class Answering:
@@ -41,12 +54,14 @@ class Answering:
 
     Args:
         p2p: whose relays these are.
+        most: connections that may be opened for them at the same time.
     """
 
-    def __init__(self, p2p: P2P) -> None:
+    def __init__(self, p2p: P2P, most: int) -> None:
         self._p2p = p2p
-        self.tasks: dict[asyncio.Task[None], tuple[PeerID, bytes]] = {}
-        """Answers in progress, the oldest first, each with the relay and the peer that it says to ask."""
+        self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
+        self.tasks: dict[asyncio.Task[None], _Answer] = {}
+        """Answers in progress, the oldest first."""
         self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
@@ -59,22 +74,35 @@ class Answering:
             incoming: what it says.
         """
         task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
-        self.tasks[task] = relay, incoming.peer
+        wanted = max(len(incoming.cookies), len(incoming.reverse_cookies))
+        self.tasks[task] = _Answer(relay, incoming.peer, max(1, wanted))
         task.add_done_callback(self._forget)
-        if len(self.tasks) > MAX_ANSWERS:
+        while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
             self._warn_seldom(
-                "relay %s announces more connections than this peer makes at the same time, %d: some are left out",
+                "relay %s announces more connections than this peer makes at the same time, %d for %d peers: some are "
+                "left out",
                 relay,
+                self._most,
                 MAX_ANSWERS,
                 about=relay,
             )
             self._give_one_up()
 
+    @property
+    def connections(self) -> int:
+        """How many connections the answers in progress open, or have opened."""
+        return sum(each.connections for each in self.tasks.values())
+
     def _give_one_up(self) -> None:
         """Make room: strangers who announce themselves and do not come must keep nobody out."""
-        [(crowded, _)] = Counter(relay for relay, _ in self.tasks.values()).most_common(1)
-        [(greedy, _)] = Counter(peer for relay, peer in self.tasks.values() if relay == crowded).most_common(1)
-        oldest = next(task for task, whose in self.tasks.items() if whose == (crowded, greedy))
+        by_relay, by_peer = Counter[PeerID](), Counter[bytes]()
+        for each in self.tasks.values():
+            by_relay[each.relay] += each.connections
+        [(crowded, _)] = by_relay.most_common(1)
+        for each in self.tasks.values():
+            by_peer[each.peer] += each.connections if each.relay == crowded else 0
+        [(greedy, _)] = by_peer.most_common(1)
+        oldest = next(task for task, each in self.tasks.items() if (each.relay, each.peer) == (crowded, greedy))
         del self.tasks[oldest]
         self._given_up[oldest] = None
         oldest.cancel()
@@ -128,7 +156,10 @@ class Answering:
             wanted = list(places)  # it is the relay itself that wants to be called
         else:
             told = [address for text in incoming.reverse if (address := parse_told(text)) is not None]
-            wanted = self._p2p.transport.worth_dialling([each for each in told if may_be_dialled(each, places)])
+            of = self._p2p.transport
+            wanted = of.worth_dialling(
+                [each for each in told if may_be_dialled(each, places, of.is_inside, of.is_here)]
+            )
         cookies, transport = incoming.reverse_cookies, self._p2p.transport
         for address in wanted[:MAX_PLACES]:
             try:
@@ -152,24 +183,20 @@ class Answering:
         await cancel_and_wait(*self.tasks, *self._given_up)
 
 
-def may_be_dialled(address: Multiaddr, near: Sequence[Multiaddr]) -> bool:
+def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
     """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
+
+    The caller of whom it tells is at most as near as the relay. Where a place of the relay is public, the caller may be
+    anywhere.
 
     Args:
         address: as it was told.
-        near: addresses of the relay. What is on its network, private or loopback, may be as well.
+        places: where this peer reaches the relay.
+        is_inside, is_here: as for :func:`~.addresses.may_be_dialled_for`.
     """
     if is_circuit(address):
         return False
-    text = ip_text_of(address)
-    if text is None:
-        return "memory" in address
-    ip, port = ipaddress.ip_address(text), int(address.get("tcp") or 0)
-    if port < 1024 and port != 443:
+    if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != HTTPS_PORT:
         return False
-    if ip.is_multicast or ip.is_unspecified or ip.is_reserved:
-        return False
-    if ip.is_loopback:
-        return any(is_loopback(each) for each in near)
-    private = [other for each in near if (other := ip_text_of(each)) is not None]
-    return ip.is_global or any(not ipaddress.ip_address(other).is_global for other in private)
+    tellers: Sequence[Multiaddr | None] = places or [None]
+    return all(may_be_dialled_for(address, place, is_inside=is_inside, is_here=is_here) for place in tellers)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.p2p.addresses import ip_to_dial
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Header
 
@@ -107,28 +108,8 @@ def worth_punching(
     for host, port in candidates:
         if host == MEMORY:
             found[address_of((host, port))] = None
-        elif port >= LOWEST_PORT and (ip := _parsed(host)) is not None:
+        elif port >= LOWEST_PORT and (ip := ip_to_dial(host)) is not None:
             address = address_of((str(ip), port))
             if is_relay_on_loopback if ip.is_loopback else ip.is_global or have_same_host or is_inside(address):
                 found[address] = None
     return list(found)[:MAX_CANDIDATES]
-
-
-def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address to which a connection can be made at all."""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    is_odd = ip.version == 6 and _is_odd(ip)
-    return None if is_odd or ip.is_multicast or ip.is_unspecified or _is_no_host(ip) else ip
-
-
-def _is_odd(ip: ipaddress.IPv6Address) -> bool:
-    """Whether an address needs the name of an interface, or stands for an IPv4 address that no rule would recognise."""
-    return bool(ip.is_link_local or ip.scope_id or ip.ipv4_mapped or ip.sixtofour or ip.teredo)
-
-
-def _is_no_host(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether an address means no host: ``0.0.0.0/8`` is this machine; class E and most of IPv6 is nobody's."""
-    return (ip.is_reserved and not ip.is_loopback) or (ip.version == 4 and str(ip).startswith("0."))

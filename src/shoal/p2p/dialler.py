@@ -19,10 +19,10 @@ from shoal.errors import (
     kind_of_dial_errors,
 )
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, Notes
+from shoal.p2p.addresses import AddressBook, Judge, Notes
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import ON_ANSWER, Stream, Transport
+from shoal.p2p.transport import MAY_CONNECT, ON_ANSWER, Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
@@ -62,13 +62,19 @@ class Dialler:
             P2PDaemonError: this peer is shut down.
         """
         addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
+        if not addresses and (doubtful := set(self._addresses.get(peer)) - set(self._addresses.to_dial(peer))):
+            told = ", ".join(sorted(map(str, doubtful)))
+            raise DialError(
+                f"no address of peer {peer} is known: it says that it is at {told}, and is seen elsewhere. A private "
+                "address counts only if it is seen in a private network; let it announce a public one (announce_maddrs)"
+            )
         if not addresses:
             raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
         return await self._dial_first(peer, addresses)
 
     def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer itself may be, in the order to try."""
-        direct = [each for each in self._addresses.get(peer) if not is_circuit(each)]
+        direct = [each for each in self._addresses.to_dial(peer) if not is_circuit(each)]
         return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
 
     def circuits(self, peer: PeerID) -> list[Multiaddr]:
@@ -81,7 +87,7 @@ class Dialler:
             relay = relay_of(address)
             return since if relay is None else max(since, self._broken_at.get(relay[1], since))
 
-        return sorted(filter(self.supports_circuit, self._addresses.get(peer)), key=broken_at)
+        return sorted(filter(self.supports_circuit, self._addresses.to_dial(peer)), key=broken_at)
 
     def note_broken(self, relay: PeerID) -> None:
         """A connection through a relay has broken, or the one to itself: others are dialled first for a while."""
@@ -92,9 +98,13 @@ class Dialler:
         relay = relay_of(address)
         return relay is not None and self._transport.supports(relay[0])
 
-    async def dial_address(self, peer: PeerID, address: Multiaddr) -> Stream:
-        """Dial one address of a peer; raises what :meth:`dial` raises."""
-        return await self._dial_first(peer, [address])
+    async def dial_address(self, peer: PeerID, address: Multiaddr, judge: Judge | None = None) -> Stream:
+        """Dial one address of a peer; raises what :meth:`dial` raises.
+
+        Args:
+            judge: whether an IP address may be connected to.
+        """
+        return await self._dial_first(peer, [address], judge)
 
     async def meet(self, address: Multiaddr) -> Stream:
         """Dial an address whose peer is not known; the stream says which one has proven to be there.
@@ -114,7 +124,7 @@ class Dialler:
             raise P2PDaemonError("this peer is shut down")
         return dial.result()
 
-    async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
+    async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr], judge: Judge | None = None) -> Stream:
         dials: dict[asyncio.Task[Stream], Multiaddr] = {}
         errors: list[BaseException] = []
         waiting, answered = list(addresses), set[Multiaddr]()
@@ -122,7 +132,7 @@ class Dialler:
             while waiting or dials:
                 if waiting:
                     address = waiting.pop(0)
-                    dials[self._start(peer, address, answered)] = address
+                    dials[self._start(peer, address, answered, judge)] = address
                 stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
                 await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
                 if waiting and address in answered and not any(task.done() for task in dials):
@@ -153,18 +163,25 @@ class Dialler:
             raise refusal
         raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
-    def _start(self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
+    def _start(
+        self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr], judge: Judge | None = None
+    ) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         if peer is not None and is_circuit(address) and self.dial_circuit is not None:
             task = asyncio.ensure_future(self.dial_circuit(address, peer))
         else:
-            task = asyncio.ensure_future(self._dial_directly(peer, address, answered))
+            if judge is None and peer is not None:
+                judge = self._addresses.judge_of(peer, address)
+            task = asyncio.ensure_future(self._dial_directly(peer, address, answered, judge))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         return task
 
-    async def _dial_directly(self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
+    async def _dial_directly(
+        self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr], judge: Judge | None
+    ) -> Stream:
+        MAY_CONNECT.set(judge)
         ON_ANSWER.set(functools.partial(answered.add, address))
         return await self._transport.dial(address, peer)
 

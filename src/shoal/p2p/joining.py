@@ -27,7 +27,7 @@ from shoal.errors import (
     ProtocolError,
     ShoalError,
 )
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, Judge, ip_text_of, is_name
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
@@ -251,7 +251,7 @@ class CallBack(Header):
     """For each address of the asking peer, whether it could be dialled there."""
 
     reached: dict[str, bool] = msgspec.field(default_factory=dict)
-    """Addresses that could not be tried from here are left out."""
+    """Addresses that could not be tried from here, or that may not be the caller's, are left out."""
     seen_at: str = ""
     """Where the asking peer is seen from here; empty if that is not known."""
 
@@ -287,25 +287,37 @@ class Checkup(ServicerBase):
         return found
 
     async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
-        """Dial the caller at the addresses that it names, or else at those that it has announced."""
+        """Dial the caller at the addresses that it names, or else at those that it has announced.
+
+        Only at addresses that it may have, see :func:`~.addresses.may_be_dialled_for`. A failure is told after a fixed
+        time, so that it does not show whether a port there is closed, filtered, or open for something else.
+        """
+        deadline = asyncio.get_running_loop().time() + CALL_BACK_SECONDS
         async with _one_of(self._calling_back):
             self._calls_back.spend(self._host_of(context.remote_id), 1)
             known = _parsed(request.addresses) or self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
-            addresses = self._p2p.transport.worth_dialling(known)
-            reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
+            judge = self._p2p.judge_for(self._p2p.seen_of(context.remote_id))
+            allowed = [address for address in known if is_name(address) or judge(address)]
+            addresses = self._p2p.transport.worth_dialling(allowed)
+            dials = [self._can_dial(context.remote_id, address, deadline, judge) for address in addresses]
+            reached = await asyncio.gather(*dials)
             return CallBack(
                 reached={str(a): found for a, found in zip(addresses, reached, strict=True) if found is not None},
                 seen_at=self._p2p.address_seen_of(context.remote_id),
             )
 
-    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool | None:
+    async def _can_dial(self, peer: PeerID, address: Multiaddr, deadline: float, judge: Judge) -> bool | None:
         """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
         try:
-            async with asyncio.timeout(CALL_BACK_SECONDS):
-                (await self._p2p.dial_without_greeting(peer, address)).abort()
+            async with asyncio.timeout_at(deadline):
+                (await self._p2p.dial_without_greeting(peer, address, judge)).abort()
+                return True
         except (ShoalError, ConnectionError, TimeoutError) as e:
-            return None if isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENETUNREACH else False
-        return True
+            no_way = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENETUNREACH
+        if no_way and not is_name(address):
+            return None
+        await asyncio.sleep(deadline - asyncio.get_running_loop().time())
+        return False
 
     async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
         """Receive some bytes, and send some."""

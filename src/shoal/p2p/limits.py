@@ -22,6 +22,8 @@ from shoal.p2p.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
+# A caller asks for so many at once, and half of them would be of no use to it.
+LEAST_ANSWERED = 8
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,11 @@ class Limits:
     """What a peer grants to others."""
 
     files: int | None = None
-    """Accepted connections of any kind in the whole process: at most half of the files that it may open, see
-    :meth:`that_fit`. Over the limit, an unproven connection is closed."""
+    """Accepted connections of any kind in the whole process: with :attr:`answered`, at most half of the files that it
+    may open, see :meth:`that_fit`. Over the limit, an unproven connection is closed."""
+    answered: int = 512
+    """Connections that this peer opens to relays because they say that somebody wants to reach it: at most one for 32
+    files. Over the limit, the oldest of those that want most are given up."""
     handshakes_in_flight: int = 256
     """Connections that have said nothing yet, and as many that have begun to prove who they are. Over the limit, the
     host with the most of them loses its oldest: an honest handshake is over within a few round trips, a half-open one
@@ -75,10 +80,11 @@ class Limits:
         files = open_file_limit()
         if files is None:
             return self
-        share = _share_of(files)
+        share, answered = _share_of(files), _answered(files)
         return replace(
             self,
-            files=max(1, files // 2),
+            files=max(1, files // 2 - answered),
+            answered=min(self.answered, answered),
             connections=min(self.connections, max(1, int(DEFAULT_LIMITS.connections * share))),
             handshakes_in_flight=min(
                 self.handshakes_in_flight, max(1, int(DEFAULT_LIMITS.handshakes_in_flight * share))
@@ -130,9 +136,14 @@ _ALL_FILES = (
 )
 
 
+def _answered(files: int) -> int:
+    """The files of a process that may be opened at the word of relays."""
+    return min(DEFAULT_LIMITS.answered, max(LEAST_ANSWERED, files // 32))
+
+
 def _share_of(files: int) -> float:
     """The share of the default limits that fits into half of the files of a process."""
-    return min(1.0, files / 2 / _ALL_FILES)
+    return min(1.0, max(0.0, files / 2 - _answered(files)) / _ALL_FILES)
 
 
 class HeaderMemory:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import ProtocolError, ShoalError
+from shoal.p2p.addresses import is_name
 from shoal.p2p.frames import receive_frame
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.reachability import is_global, is_ipv6
 from shoal.p2p.relay_messages import Observe, Observed, Observer
-from shoal.p2p.transport import Session
+from shoal.p2p.transport import MAY_CONNECT, Session
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -78,6 +79,11 @@ async def _be_observed(p2p: P2P, observer: PeerID, sessions: list[Session]) -> M
     if not places:
         raise ProtocolError(f"peer {observer} has no address at which it could observe")
     beside = sessions[0] if sessions else None
-    session = await p2p.transport.open_session(places[0], given.cookie, punchable=True, beside=beside)
+    # A host name may lead into a network of this machine.
+    judging = MAY_CONNECT.set(p2p.judge_for(None) if is_name(places[0]) else None)
+    try:
+        session = await p2p.transport.open_session(places[0], given.cookie, punchable=True, beside=beside)
+    finally:
+        MAY_CONNECT.reset(judging)
     sessions.append(session)
     return Multiaddr((await receive_frame(session, Observed)).seen_at)

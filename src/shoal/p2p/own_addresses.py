@@ -164,6 +164,10 @@ class OwnAddresses:
     def __contains__(self, ip: str) -> bool:
         return any(ip == address.ip for address in self._all)
 
+    def is_here(self, ip: str) -> bool:
+        """Whether an IP address is one of this machine."""
+        return ip in self or ipaddress.ip_address(ip).is_loopback
+
     def is_inside(self, ip: str) -> bool:
         """Whether an IP address is of this machine or of one of its networks."""
         if ip not in self._inside:

@@ -16,7 +16,15 @@ from shoal.clock import get_clock
 from shoal.errors import BootstrapError, DialError, IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.logs import note_name
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
+from shoal.p2p.addresses import (
+    AddressBook,
+    Judge,
+    Notes,
+    UnreachablePeers,
+    host_of,
+    ip_text_of,
+    may_be_dialled_for,
+)
 from shoal.p2p.answering import Answering
 from shoal.p2p.behaviour import Behaviour
 from shoal.p2p.calling import Caller
@@ -24,7 +32,7 @@ from shoal.p2p.circuits import Circuits
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool
 from shoal.p2p.dialler import Dialler
-from shoal.p2p.identity import Identity, PeerID, PeerInfo
+from shoal.p2p.identity import Identity, PeerID, PeerInfo, relay_of
 from shoal.p2p.joining import Checkup, advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
@@ -121,7 +129,7 @@ class P2P(Caller):
         self.circuits.punching = self.punching
         self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
         self.upgrades = Upgrades(self)
-        self.answering = Answering(self)
+        self.answering = Answering(self, limits.answered)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
@@ -347,6 +355,37 @@ class P2P(Caller):
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
         return self.outlook.announced() if peer == self.peer_id else self.address_book.get(peer)
 
+    def seen_of(self, peer: PeerID) -> Multiaddr | None:
+        """Where a peer is seen that has connected to this one; through a relay only if it has no other connection."""
+        direct = self.server.addresses_of(peer)
+        streams = [connection.stream for connection in self.connections_from(peer)]
+        return direct[0] if direct else next((stream.remote_address for stream in reversed(streams)), None)
+
+    def judge_for(self, seen_at: Multiaddr | None) -> Judge:
+        """Says whether to dial an address at the word of somebody who is seen at another one."""
+        return functools.partial(self._may_be_dialled_for, seen_at)
+
+    def _may_be_dialled_for(self, seen_at: Multiaddr | None, address: Multiaddr) -> bool:
+        through = None if seen_at is None else relay_of(seen_at)
+        relay = relay_of(address)
+        if relay is not None and (relay == through or self._dials_relay_at(*relay)):
+            return True
+        if through is not None:
+            seen_at = None  # who comes through a relay may be anywhere
+        transport, outer = self.transport, self.outlook.outer_hosts()
+        return may_be_dialled_for(
+            address if relay is None else relay[0],
+            seen_at,
+            is_inside=lambda seen: transport.is_inside(seen) or ip_text_of(seen) in outer,
+            is_here=transport.is_here,
+        )
+
+    def _dials_relay_at(self, place: Multiaddr, relay: PeerID) -> bool:
+        """Whether this peer dials a relay at a place without having been told of a circuit there."""
+        judge = self.address_book.judge_of(relay, place)
+        is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
+        return relay == self.peer_id or is_known
+
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
         return self.address_book.host_of(peer)
@@ -424,7 +463,8 @@ class P2P(Caller):
     def on_hello(self, connection: Connection, hello: Hello) -> None:
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
-            self.address_book.replace(connection.remote, hello.addresses)
+            judge = self.judge_for(connection.stream.remote_address)
+            self.address_book.replace(connection.remote, hello.addresses, judge)
         if hello.agent:  # otherwise it tells nothing of itself
             if hello.name:
                 note_name(str(connection.remote), hello.name)
@@ -502,13 +542,19 @@ class P2P(Caller):
         addresses = self.address_book.get(peer)
         self._unreachable.note_failure(peer, error, addresses, company=company, sign_of_life=sign_of_life)
 
-    async def dial_without_greeting(self, peer: PeerID, address: Multiaddr | None = None) -> Connection:
+    async def dial_without_greeting(
+        self, peer: PeerID, address: Multiaddr | None = None, judge: Judge | None = None
+    ) -> Connection:
         """A connection on which this peer does not announce its addresses; the caller has to close it.
+
+        Args:
+            address: where; default: at all addresses that are known.
+            judge: whether the IP addresses of that one may be connected to.
 
         Raises:
             DialError: the peer cannot be reached, or not at this address.
         """
-        dial = self.dialler.dial(peer) if address is None else self.dialler.dial_address(peer, address)
+        dial = self.dialler.dial(peer) if address is None else self.dialler.dial_address(peer, address, judge)
         stream = await dial
         return Connection(
             stream, self.metrics, lambda: Hello(instance=self.instance), self.on_hello, self.header_memory

@@ -74,7 +74,8 @@ class Presence(ServicerBase):
     async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
         own = self._p2p
         if request.addresses and context.remote_id != own.peer_id:
-            own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER])
+            judge = own.judge_for(own.seen_of(context.remote_id))
+            own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER], judge)
             own.reaches.note(context.remote_id, request.reach)
             own.reservations.note_greeting(context.remote_id, request.relay)
         instances = {connection.instance for connection in own.connections_from(context.remote_id)}

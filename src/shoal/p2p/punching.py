@@ -194,9 +194,14 @@ class Puncher:
             DialError: there was none, or none led there.
         """
         proven: list[Stream] = []
+        ends_at = asyncio.get_running_loop().time() + PUNCH_SECONDS
         try:
             async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
                 await self._prove_one(peer, sessions, proven)
+        except DialError:
+            # The other side has named these addresses, and must not see from the time whether something listens there.
+            await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
+            raise
         except BaseException:
             # It may have been given up while the rest was being dropped: then nobody gets what was found.
             for stream in proven:

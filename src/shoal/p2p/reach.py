@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
 from shoal.logs import Seldom
-from shoal.p2p.addresses import Notes
+from shoal.p2p.addresses import Notes, ip_text_of, is_name
 from shoal.p2p.contacts import Contacts
 from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID
@@ -64,6 +64,8 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
 MAX_UNINFORMED = 1024
+SEEN = "seen over"
+"""The beginning of the sources of offers that come from witnesses, who may lie."""
 
 
 class Outlook:
@@ -158,11 +160,18 @@ class Outlook:
         return addresses[0].values()[0] or ""
 
     def is_hopeless(self, peer: PeerID) -> bool:
-        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private."""
+        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
+
+        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
+        """
         addresses = self._p2p.address_book.peek(peer)
-        if not addresses or not self.far_host_of(peer):
-            return False
-        return all(is_private(each) and not self._p2p.transport.is_inside(each) for each in addresses)
+        judge = self._p2p.judge_for(self._p2p.seen_of(peer))
+        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
+
+    def outer_hosts(self) -> set[str]:
+        """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
+        offers = [offer for source, offer in self.evidence.offers.items() if not source.startswith(SEEN)]
+        return {host for each in (*self.evidence.announcement, *offers) if (host := ip_text_of(each)) is not None}
 
     # --- listening ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +259,7 @@ class Outlook:
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
-            source, address = f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
+            source, address = f"{SEEN} {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
             present = self.evidence.offers.get(source)
             if present in (None, address) or self.evidence.standing(self.now(), present) is not Standing.CONFIRMED:
                 self.offer(source, address)
@@ -492,7 +501,8 @@ class Outlook:
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
         network, is_outside = self.contacts.place_of(witness)
         if not is_outside:
-            self.note_called_back(witness, (), reached=any(answer.reached.values()))
+            if answer.reached:  # otherwise there was nothing that it could try
+                self.note_called_back(witness, (), reached=any(answer.reached.values()))
             return
         self.note_seen(witness, answer.seen_at)
         asked = {str(address): address for address in self.evidence.to_check()}

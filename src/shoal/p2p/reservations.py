@@ -328,7 +328,7 @@ class Reservations:
 
     def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
         """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
-        known = self._p2p.get_addresses(relay)
+        known = self._p2p.address_book.to_dial(relay)
         if connected_at is not None and connected_at not in known:
             known.append(connected_at)
         usable = [each for each in known if not is_circuit(each) and self._p2p.transport.supports(each)]

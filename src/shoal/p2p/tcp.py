@@ -37,7 +37,7 @@ from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
 from shoal.p2p.tcp_listener import Listener, bind, host_of
 from shoal.p2p.tcp_punch import punched
 from shoal.p2p.tcp_stream import TcpStream, address_of, close_socket, disown_socket
-from shoal.p2p.transport import ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import MAY_CONNECT, ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,10 @@ class TcpTransport(Transport):
         host = address.get("ip4") or address.get("ip6")
         return host is not None and self._machine.is_inside(host)
 
+    def is_here(self, address: Multiaddr) -> bool:
+        host = ip_text_of(address)
+        return host is not None and self._machine.is_here(host)
+
     def is_elsewhere(self, address: Multiaddr) -> bool:
         host = ip_text_of(address)
         self._look()
@@ -204,7 +208,9 @@ class TcpTransport(Transport):
         proxy = self.proxies.for_host(host, port)
         if proxy is not None:
             return connect_through(proxy, host, port), True
-        return connect(host, port, family, prepare), False
+        may_connect = MAY_CONNECT.get()
+        judge = None if may_connect is None else lambda ip: may_connect(address_of(ip, port))
+        return connect(host, port, family, prepare, judge), False
 
     async def _shake_hands(
         self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import socket
 from collections.abc import Callable, Sequence
@@ -32,17 +33,25 @@ def family_of(kind: str) -> socket.AddressFamily:
 
 
 async def connect(
-    host: str, port: int, family: socket.AddressFamily, prepare: Callable[[socket.socket], object] | None = None
+    host: str,
+    port: int,
+    family: socket.AddressFamily,
+    prepare: Callable[[socket.socket], object] | None = None,
+    judge: Callable[[str], bool] | None = None,
 ) -> socket.socket:
     """A connected socket to the first address of a host that answers.
 
     Args:
         prepare: called with each socket before it connects, for example to bind it.
+        judge: whether an IP address may be connected to.
 
     Raises:
         OSError: no address answers; this is the error of the address that was tried first.
     """
-    waiting = in_turn(await _resolve(host, port, family))
+    found = await _resolve(host, port, family)
+    waiting = in_turn([each for each in found if judge is None or judge(str(each[4][0]))])
+    if not waiting:
+        raise OSError(errno.EPERM, "it leads into a private network, and that peer is seen elsewhere")
     attempts: dict[asyncio.Task[socket.socket], None] = {}
     pending: set[asyncio.Task[socket.socket]] = set()
     try:

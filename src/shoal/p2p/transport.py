@@ -193,6 +193,11 @@ ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_i
 """Called by :meth:`Transport.dial` when a machine has answered at the address, so that only the handshake is left."""
 
 
+MAY_CONNECT: ContextVar[Callable[[Multiaddr], bool] | None] = ContextVar("MAY_CONNECT", default=None)
+"""Asked by :meth:`Transport.dial` and :meth:`Transport.open_session` about each IP address, also about those to which a
+host name leads; ``None``: every address may be connected to."""
+
+
 class Throttle(ABC):
     """The rate that several joined pairs of sessions share; see :meth:`Transport.join`."""
 
@@ -246,6 +251,10 @@ class Transport(ABC):
     def is_inside(self, address: Multiaddr) -> bool:
         """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
         what hosts elsewhere can reach."""
+        return True
+
+    def is_here(self, address: Multiaddr) -> bool:
+        """Whether an address is one of this machine itself."""
         return True
 
     def is_elsewhere(self, address: Multiaddr) -> bool:

@@ -347,6 +347,10 @@ class HostTransport(MemoryTransport):
         ip = address.get("ip4")
         return ip is None or self._machine.is_inside(ip)
 
+    def is_here(self, address: Multiaddr) -> bool:
+        ip = address.get("ip4")
+        return ip is None or self._machine.is_here(ip)
+
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
         return self._machine.in_order_to_dial(usable, have_others=have_others) if self.host.ip else usable
