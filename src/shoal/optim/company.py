@@ -79,11 +79,11 @@ class Company:
         self.own, self.digest = settings, settings.digest
         self.strangers: frozenset[bytes] = frozenset()
         """The peers with which this one cannot average."""
-        self.refusing: frozenset[bytes] = frozenset()
-        """Those of them that refuse their state, with a reason for the users of both sides."""
         self.foreign: frozenset[bytes] = frozenset()
         """Those, and the peers that have not told yet whether they can. Rounds say nothing about these: the two sides
         have not come apart, because they were never together."""
+        self.refusing: frozenset[bytes] = frozenset()
+        """The strangers that refuse their state, with a reason for the users of both sides."""
         self._known: dict[bytes, Known] = {}
         self._warned_of = set[bytes]()
         self._alone_since: float | None = None

@@ -94,6 +94,8 @@ class ProgressBoard:
         """The peers that have other settings, so that this one cannot average with them."""
         self.foreign: Callable[[], frozenset[bytes]] = frozenset
         """Those, and the peers of which that is not known yet: their rounds say nothing about this run."""
+        self.refusing: Callable[[], frozenset[bytes]] = frozenset
+        """The strangers that refuse their state, with a reason for the users of both sides."""
         self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.

@@ -425,7 +425,7 @@ class ProgressTracker(Facade):
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the first report of progress."""
         self._company, self.board.strangers = company, lambda: company.strangers
-        self.board.foreign = lambda: company.foreign
+        self.board.foreign, self.board.refusing = lambda: company.foreign, lambda: company.refusing
         self._equip()
 
     def look_at_company(self) -> None:
@@ -536,8 +536,7 @@ class ProgressTracker(Facade):
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
-        strangers = self.board.strangers()
-        refusing: frozenset[bytes] = frozenset() if self._company is None else self._company.refusing
+        strangers, refusing = self.board.strangers(), self.board.refusing()
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:
