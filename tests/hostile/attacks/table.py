@@ -7,7 +7,16 @@ from typing import Any
 
 from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
-from shoal.dht.records import FindRequest, FindResponse, FindResult, Found, NewRecord, StoreRequest, StoreResponse
+from shoal.dht.records import (
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NewRecord,
+    StoreRequest,
+    StoreResponse,
+    split_into_requests,
+)
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord
 from shoal.optim.progress import ProgressRecord, endorse
@@ -92,8 +101,11 @@ def _signed(key: str, tag: bytes, value: Any, expiration: float, signatures: Sig
 async def crowds_the_keys_of_a_run(me: Attacker) -> None:
     """A stranger. Thousands of well-formed records beside those of the run. Newcomers must find it nevertheless."""
     records = false_records(me.run, CROWD, me.p2p.identity) + false_averagers(me.run, CROWD)
-    await me.strike(lambda peer: me.node.protocol.call_store(peer, records))
-    await asyncio.Event().wait()
+    while True:
+        peers = await me.victims()
+        for batch in split_into_requests(records):
+            await me.strike(lambda peer, batch=batch: me.node.protocol.call_store(peer, batch), peers)  # type: ignore[misc]
+        await asyncio.sleep(600.0)
 
 
 class _Forgetful:
