@@ -11,8 +11,9 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import quotas
+from shoal.dht.known import Known
 from shoal.dht.local_records import LocalRecords
-from shoal.dht.quotas import OVER_HOST_QUOTA, OVER_PEER_QUOTA, Payer, Room
+from shoal.dht.quotas import OVER_HOST_QUOTA, OVER_PEER_QUOTA, Payer, Place, Room
 from shoal.dht.records import NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
@@ -211,6 +212,27 @@ def test_validators_remember_no_large_records():
 
 
 @in_virtual_time
+async def test_a_peer_has_few_entries_under_a_key_only_if_that_is_crowded():
+    """Nobody could read all of them; a newcomer's entry is kept, and told first."""
+    carol = Payer("carol", "a network")
+    here = some_records(Room(entries_per_key=20, entries_per_key_and_peer=2, entries_per_key_and_host=3))
+    assert all(here.keep(entry(NEAR, number), ALICE) for number in range(20))
+    assert not here.keep(entry(NEAR, "one more"), ALICE)
+    assert here.keep(entry(NEAR, 3, seconds=2000), ALICE), "it has this one"
+    assert here.keep(entry(FAR, "another key"), ALICE)
+    assert [here.keep(entry(NEAR, f"of bob {number}"), BOB) for number in range(3)] == [True, True, False]
+    others = [Payer(f"dave {number}", "a network") for number in range(2)]
+    assert [here.keep(entry(NEAR, f"of {who.peer}"), who) for who in (carol, *others)] == [True] * 3
+    assert not here.keep(entry(NEAR, "erin"), Payer("erin", "a network")), "three of one network"
+    told = [here.answer(DHTID(NEAR), [], 10**6, Known(bytes([number]) * 8), 3) for number in range(10)]
+    for found in told:
+        subkeys = here.unpack_dictionary(DHTID(NEAR), found.value).subkeys()
+        assert len([subkey for subkey in subkeys if isinstance(subkey, int)]) == 1, "one of each network"
+    for number in range(20):
+        here.shelves.ledger.forget(Place(False, DHTID(NEAR), number))
+    assert all(here.keep(entry(NEAR, f"again {number}"), ALICE) for number in range(4)), "it is not crowded any more"
+
+
 async def test_up_to_half_of_the_room_is_for_whoever_comes():
     metrics = Metrics()
     here = some_records(records_of_size(40), metrics)

@@ -60,7 +60,7 @@ def test_of_a_dictionary_that_is_too_large_the_newest_entries_are_sent(monkeypat
     assert len(part) > 30
     kept = [number for number, _ in part.items()]
     assert kept == [*range(101 - len(part), 100), 3], "in the order in which they were stored"
-    assert caplog.text.count("only the newest ones are sent") == 1
+    assert caplog.text.count("only some of them are sent") == 1
 
 
 @in_virtual_time

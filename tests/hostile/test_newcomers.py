@@ -63,6 +63,11 @@ def test_newcomers_find_the_run_although_others_withdraw_it() -> None:
 
 
 @pytest.mark.slow_drill
+def test_newcomers_find_the_run_in_a_crowd() -> None:
+    check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "crowds_the_keys_of_a_run")))
+
+
+@pytest.mark.slow_drill
 def test_newcomers_find_the_run_although_donors_are_busy() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "asks_for_a_chunk_now_and_then")))
 

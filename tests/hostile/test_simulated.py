@@ -19,6 +19,7 @@ JOINING = {"ghosts_take_part", "joins_with_absurd_wishes"}
 """Strangers who join: for them others wait a twentieth of their time."""
 ELSEWHERE = OF_MACHINES | {
     "fills_the_table",
+    "crowds_the_keys_of_a_run",
     "hides_what_is_stored",
     "withdraws_what_others_declared",
     "asks_for_a_chunk_now_and_then",

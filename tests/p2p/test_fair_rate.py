@@ -56,6 +56,28 @@ def test_what_slow_ones_leave_goes_to_the_others() -> None:
     assert taken[first] == pytest.approx(taken[second], rel=0.02)
 
 
+def test_a_crowd_of_strangers_gets_half() -> None:
+    clock = Clock()
+    whole = FairRate(RATE, clock.time, lambda _: None)
+    known = [whole.share() for _ in range(2)]
+    strangers = [whole.share(lambda: False) for _ in range(50)]
+    taken = simulate(clock, {share: (0.0, 8192) for share in (*known, *strangers)}, 60.0)
+    assert sum(taken.values()) == pytest.approx(60 * RATE, rel=0.05)
+    for share in known:
+        assert taken[share] == pytest.approx(15 * RATE, rel=0.05)
+    assert min(taken[share] for share in strangers) > 0.7 * max(taken[share] for share in strangers)
+
+
+@pytest.mark.parametrize("known_count", [0, 3])
+def test_strangers_count_like_others_where_they_are_few_or_alone(known_count: int) -> None:
+    clock = Clock()
+    whole = FairRate(RATE, clock.time, lambda _: None)
+    shares = [whole.share(lambda number=number: number < known_count) for number in range(6)]  # type: ignore[misc]
+    taken = simulate(clock, {share: (0.0, 8192) for share in shares}, 60.0)
+    assert sum(taken.values()) == pytest.approx(60 * RATE, rel=0.05)
+    assert min(taken.values()) > 0.9 * max(taken.values())
+
+
 def test_shares_come_and_go() -> None:
     clock = Clock()
     whole = FairRate(RATE, clock.time, lambda _: None)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED, DictionaryDHTValue, Subkey, ValueWithExpiration
@@ -28,6 +27,8 @@ _FACTOR_BYTES, _FINGERPRINT_BYTES = 8, 4
 MAX_KNOWN = 1024
 MAX_KNOWN_BYTES = _FACTOR_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
 MAX_NUMBERS_REMEMBERED = 4096
+Entry = tuple[Subkey, ValueWithExpiration[bytes]]
+"""One entry of a dictionary."""
 _SHIFT, _MASK = 8 * (_FACTOR_BYTES - _FINGERPRINT_BYTES), (1 << 8 * _FACTOR_BYTES) - 1
 
 
@@ -67,19 +68,25 @@ class Known:
         return [node for node in nodes if (node[0] * factor & _MASK) >> _SHIFT not in fingerprints]
 
     def without_known(
-        self, key_id: int, dictionary: DictionaryDHTValue[bytes], most: int = 0
+        self,
+        key_id: int,
+        dictionary: DictionaryDHTValue[bytes],
+        most: int = 0,
+        in_turns: Callable[[list[Entry]], list[Entry]] = list,
     ) -> DictionaryDHTValue[bytes]:
         """The entries of a dictionary that the asker does not have; the dictionary itself if that is all of them.
 
         Args:
-            most: only among so many, which the random factor draws; 0: among all. Those that were stored last would be
-                those of whoever stores most often.
+            most: only among this many, which are drawn by the random factor; 0: among all. Those that were stored last
+                would be those of the peer that stores most often.
+            in_turns: puts entries into the order in which they are chosen, from the order that was drawn.
         """
         entries = list(dictionary.items())
         is_drawn = 0 < most < len(entries)
         numbers = numbers_of_entries(key_id, entries) if self._fingerprints or is_drawn else {}
         if is_drawn:
-            entries = heapq.nsmallest(most, entries, key=lambda entry: numbers[entry[0]] * self._factor & _MASK)
+            drawn = sorted(entries, key=lambda entry: numbers[entry[0]] * self._factor & _MASK)
+            entries = in_turns(drawn)[:most]
         elif not any(number in self for number in numbers.values()):
             return dictionary
         rest: DictionaryDHTValue[bytes] = DictionaryDHTValue()
@@ -92,7 +99,7 @@ class Known:
         return rest
 
 
-def numbers_of_entries(key_id: int, entries: Iterable[tuple[Subkey, ValueWithExpiration[bytes]]]) -> dict[Subkey, int]:
+def numbers_of_entries(key_id: int, entries: Iterable[Entry]) -> dict[Subkey, int]:
     """A number for each entry of a key, which changes when the entry is stored anew."""
     return {
         subkey: (_known_number_of if is_short(subkey) else _number_of)(key_id, item.expiration_time, subkey)

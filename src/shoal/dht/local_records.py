@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 from shoal.clock import DHTExpiration
-from shoal.dht.known import Known
+from shoal.dht.known import Entry, Known
 from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
 from shoal.dht.records import MAX_ANSWER_BYTES, NOTHING_KNOWN, FindResult, Found, FoundRecord, NewRecord, pack_value
 from shoal.dht.routing import DHTID
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # A peer, or a host, with more records here must prove each of them when it brings it. A trainer has about ten.
 MOST_RECORDS_OF_THE_TRUSTED, MOST_RECORDS_OF_A_TRUSTED_HOST = 16, 256
+
+_OWN = Payer("this node", "this node")  # of its own entries, for which nobody pays
 
 
 class LocalRecords:
@@ -143,7 +147,7 @@ class LocalRecords:
     ) -> NewRecord:
         """The record to send so that another node has what is stored here."""
         self.prove(key_id, value)
-        marker, packed = pack_value(value)
+        marker, packed = pack_value(value, in_turns=functools.partial(self._in_turns, key_id, value))
         return NewRecord(key_id, marker, packed, float(expiration_time), in_cache)
 
     def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
@@ -198,13 +202,36 @@ class LocalRecords:
         item = self.find(key_id)
         if item is None:
             return FindResult(Found.NOTHING, b"", 0.0, nearest)
-        value = item[0] if isinstance(item[0], bytes) else known.without_known(key_id, item[0], most)
+        in_turns = functools.partial(self._in_turns, key_id, item[0])
+        value = item[0] if isinstance(item[0], bytes) else known.without_known(key_id, item[0], most, in_turns)
         self.prove(key_id, value)
-        marker, packed = pack_value(value, MAX_ANSWER_BYTES)
+        marker, packed = pack_value(value, MAX_ANSWER_BYTES, in_turns)
         if len(packed) > room:
             return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)
         found = Found.DICTIONARY if marker == WHOLE_DICTIONARY else Found.PLAIN
         return FindResult(found, packed, float(item[1]), nearest)
+
+    def _in_turns(self, key_id: DHTID, dictionary: StoredValue, entries: list[Entry]) -> list[Entry]:
+        """Entries of one key in another order: one of each network that has brought any, then the second one of each.
+
+        The entries of one network take turns by peer. So a stranger that stores thousands under the key of a run
+        cannot crowd out the others. Within a turn, the given order holds.
+        """
+        cached = self.cache.get(key_id)
+        in_cache, payer_of = cached is not None and cached.value is dictionary, self.shelves.ledger.payer_of
+        of_peer, of_host = Counter[Hashable](), Counter[Hashable]()
+        by_peer: list[tuple[int, Hashable, Entry]] = []
+        for entry in entries:
+            payer = payer_of(Place(in_cache, key_id, entry[0])) or _OWN
+            by_peer.append((of_peer[payer.peer], payer.host, entry))
+            of_peer[payer.peer] += 1
+        if len(by_peer) == len(of_peer) == len({host for _, host, _ in by_peer}):
+            return entries  # the usual case: each has one
+        in_order: list[tuple[int, Entry]] = []
+        for _, host, entry in sorted(by_peer, key=lambda each: each[0]):
+            in_order.append((of_host[host], entry))
+            of_host[host] += 1
+        return [entry for _, entry in sorted(in_order, key=lambda each: each[0])]
 
     def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
         """Read and check a dictionary from another node.

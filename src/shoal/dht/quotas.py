@@ -15,13 +15,14 @@ import functools
 import heapq
 import logging
 import sys
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
+from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
 from shoal.logs import Seldom
 from shoal.metrics import Metrics
 
@@ -38,6 +39,7 @@ BYTES_PER_DICTIONARY = 600
 
 OVER_PEER_QUOTA = "over the quota of a peer"
 OVER_HOST_QUOTA = "over the quota of a network"
+CROWDED_KEY = "one of too many of a peer or a network under one key"
 WRONG_SIGNATURE = "wrong signature"
 
 
@@ -51,6 +53,10 @@ class Room:
     records_per_peer: int = 2**13
     bytes_per_host: int = 2**25
     records_per_host: int = 2**15
+    entries_per_key: int = 2**11
+    """Entries of one dictionary from which on the next two limits apply to it. It is about what an answer can carry."""
+    entries_per_key_and_peer: int = 16
+    entries_per_key_and_host: int = 256
 
 
 DEFAULT_ROOM = Room()
@@ -71,6 +77,10 @@ class Place(NamedTuple):
     key_id: DHTID
     subkey: Subkey | None
     """``None`` for a plain value."""
+
+
+def _names_of(payer: Payer | None) -> set[Hashable]:
+    return set() if payer is None else {payer.peer, payer.host}
 
 
 class _Charge:
@@ -157,6 +167,8 @@ class Ledger:
         """The size of all records."""
         self._own_id, self._drop = own_id, drop
         self._charges: dict[Place, _Charge] = {}
+        # Of keys with very many entries: how many each peer, and each host, has brought.
+        self._crowds: dict[tuple[bool, DHTID], Counter[Hashable]] = {}
         # Entries that no longer match _charges are skipped.
         self._by_expiration: list[_Charge] = []
         # Nobody needs this order while there is room.
@@ -184,6 +196,19 @@ class Ledger:
         of_peers, of_hosts = self.quotas
         return of_peers.count_of(payer.peer), of_hosts.count_of(payer.host)
 
+    def crowd_under(self, place: Place, subkeys: Iterable[Subkey]) -> Counter[Hashable]:
+        """How many entries each peer, and each host, has brought under the key of a place.
+
+        Args:
+            subkeys: all that are there.
+        """
+        key = place[:2]
+        if key not in self._crowds:
+            crowd = self._crowds[key] = Counter()
+            for subkey in subkeys:
+                crowd.update(_names_of(self.payer_of(Place(*key, subkey))))
+        return self._crowds[key]
+
     def reason_to_refuse(self, place: Place, size: int, payer: Payer | None) -> str | None:
         """The reason to refuse a record of this size, or ``None``. Records of this node (payer ``None``) never are."""
         present = self._charges.get(place)
@@ -208,6 +233,8 @@ class Ledger:
             of_peers, of_hosts = self.quotas
             of_peers.take(payer.peer, size)
             of_hosts.take(payer.host, size)
+        if self._crowds and (crowd := self._crowds.get(place[:2])) is not None:
+            crowd.update(_names_of(payer))
         heapq.heappush(self._by_expiration, charge)
         most = 3 * len(self._charges) // 2 + 16
         if len(self._by_expiration) > most:
@@ -260,6 +287,13 @@ class Ledger:
             of_peers, of_hosts = self.quotas
             of_peers.give_back(charge.payer.peer, charge.size)
             of_hosts.give_back(charge.payer.host, charge.size)
+        if self._crowds and (crowd := self._crowds.get(place[:2])) is not None:
+            for name in _names_of(charge.payer):
+                crowd[name] -= 1
+                if not crowd[name]:
+                    del crowd[name]
+            if not crowd:
+                del self._crowds[place[:2]]
 
     def __contains__(self, place: Place) -> bool:
         return place in self._charges
@@ -301,7 +335,7 @@ class Shelves:
         if subkey is not None:
             others = present.value if present is not None and isinstance(present.value, DictionaryDHTValue) else ()
             size += BYTES_PER_DICTIONARY // (len(others) + (subkey not in others))
-        reason = self.ledger.reason_to_refuse(place, size, payer)
+        reason = self.ledger.reason_to_refuse(place, size, payer) or self._reason_of_key(place, present, payer)
         if reason is not None and payer is not None:
             self._note_refusal(reason, payer)
             return False
@@ -316,6 +350,20 @@ class Shelves:
         if evicted:
             self._note_eviction(evicted)
         return not evicted or place in self.ledger
+
+    def _reason_of_key(
+        self, place: Place, present: ValueWithExpiration[StoredValue] | None, payer: Payer | None
+    ) -> str | None:
+        """The reason to refuse another entry of a dictionary that is larger than anybody can read, or ``None``."""
+        if payer is None or present is None or place in self.ledger:
+            return None
+        if not isinstance(present.value, DictionaryDHTValue) or len(present.value) < self.ledger.room.entries_per_key:
+            return None
+        crowd = self.ledger.crowd_under(place, present.value.subkeys())
+        room, is_own_host = self.ledger.room, payer.host == payer.peer
+        is_over = crowd[payer.peer] >= room.entries_per_key_and_peer
+        is_over |= not is_own_host and crowd[payer.host] >= room.entries_per_key_and_host
+        return CROWDED_KEY if is_over else None
 
     def remove_forged(self, place: Place) -> None:
         """Drop an entry that its owner has brought with a wrong signature."""
@@ -333,11 +381,12 @@ class Shelves:
     def _note_refusal(self, reason: str, payer: Payer) -> None:
         self._metrics.records_refused[reason] += 1
         warn_seldom(
-            "refused a record of peer %s, which is %s: its records take %d bytes here, and over half of %d is taken. "
-            "The DHT is for small values",
+            "refused a record of peer %s, which is %s: its records take %d bytes here, and all records %d of %d. The "
+            "DHT is for few and small values",
             payer.peer,
             reason,
             self.ledger.bytes_of(payer),
+            self.ledger.nbytes,
             self.ledger.room.nbytes,
         )
 

@@ -6,7 +6,7 @@ The types of the messages limit all lengths: a message that breaks a limit is re
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from shoal.clock import DHTExpiration
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.known import MAX_KNOWN_BYTES, Known
+from shoal.dht.known import MAX_KNOWN_BYTES, Entry, Known
 from shoal.dht.routing import DHTID, id_of
 from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
@@ -280,27 +280,33 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
         yield batch
 
 
-def pack_value(value: StoredValue, room: int = MAX_VALUE_BYTES) -> tuple[bytes, bytes]:
+def pack_value(
+    value: StoredValue, room: int = MAX_VALUE_BYTES, in_turns: Callable[[list[Entry]], list[Entry]] = list
+) -> tuple[bytes, bytes]:
     """A plain value or a whole dictionary as bytes, and the marker that takes the place of its subkey.
 
-    A dictionary that is too large loses the entries that were stored first: some entries are better than none, and
-    nobody can stay among the newest without storing again and again.
+    A dictionary that is too large loses some of its entries: some are better than none. The newest ones are kept,
+    except that a peer with many entries does not keep out those of others.
 
     Args:
         room: most bytes of a dictionary.
+        in_turns: puts entries into the order in which they are chosen; it gets the newest one first.
     """
     if isinstance(value, bytes):
         return PLAIN_VALUE, value
-    packed = value.packb()
-    if len(packed) > room:
-        warn_seldom("a dictionary of %d entries is over %d bytes: only the newest ones are sent", len(value), room)
-        packed = _newest_part(value, room).packb()
+    # Packing what will be thrown away could take a second, and as much memory as all records.
+    packed = None if sum(len(item.value) for _, item in value.items()) > room else value.packb()
+    if packed is None or len(packed) > room:
+        warn_seldom("a dictionary of %d entries is over %d bytes: only some of them are sent", len(value), room)
+        packed = _part(value, room, in_turns).packb()
     return WHOLE_DICTIONARY, packed
 
 
-def _newest_part(dictionary: DictionaryDHTValue[bytes], room: int) -> DictionaryDHTValue[bytes]:
+def _part(
+    dictionary: DictionaryDHTValue[bytes], room: int, in_turns: Callable[[list[Entry]], list[Entry]]
+) -> DictionaryDHTValue[bytes]:
     entries, size = [], 64
-    for subkey, item in reversed(list(dictionary.items())):
+    for subkey, item in in_turns([*dictionary.items()][::-1]):
         size += len(item.value) + len(MSGPackSerializer.dumps(subkey)) + 20
         if size > room:
             break

@@ -3,6 +3,9 @@
 Each share that is in debt, because it has taken bytes and not yet paid for them with time, pays off its debt at the
 rate divided by the number of shares in debt. A share that takes little is in debt seldom, and so leaves the rest to the
 others. Debts are paid when somebody takes more; there are no timers.
+
+Shares of strangers count together as at most as many as there are others in debt: a crowd gets half of the rate, and
+takes nothing from anybody where it is small, or alone.
 """
 
 from __future__ import annotations
@@ -27,12 +30,30 @@ class FairRate:
     def __init__(self, rate: float | None, now: Callable[[], float], count: Callable[[int], object]) -> None:
         self.rate, self.now, self.count = rate, now, count
         self.in_debt: dict[Share, None] = {}
+        """Those that have not paid yet."""
         self._paid = 0.0
         self._paid_at = now()
 
-    def share(self) -> Share:
-        """A share for somebody new."""
-        return Share(self)
+    def share(self, is_known: Callable[[], bool] = lambda: True) -> Share:
+        """A share for somebody new.
+
+        Args:
+            is_known: whether it belongs to peers that are no strangers, at this moment.
+        """
+        return Share(self, is_known)
+
+    def weight_of(self, share: Share) -> float:
+        """How much a share counts among those in debt; 1 unless there are more strangers than others."""
+        if share.is_known():
+            return 1.0
+        known = sum(each.is_known() for each in self.in_debt)
+        strangers = len(self.in_debt) - known + (share not in self.in_debt)
+        return min(1.0, known / strangers) if known else 1.0
+
+    @property
+    def weights(self) -> float:
+        """Of all that are in debt."""
+        return sum(each.weight for each in self.in_debt)
 
     def pay(self) -> float:
         """Bytes that a share which was always in debt would have paid for until now."""
@@ -41,20 +62,22 @@ class FairRate:
         seconds, self._paid_at = now - self._paid_at, now
         while self.in_debt:
             debtor = min(self.in_debt, key=lambda share: share.owed)
-            needed = (debtor.owed - self._paid) * len(self.in_debt) / self.rate
+            needed = (debtor.owed - self._paid) * self.weights / self.rate
             if needed > seconds:
                 break
             self._paid, seconds = max(self._paid, debtor.owed), seconds - max(0.0, needed)
             del self.in_debt[debtor]
-        self._paid += seconds * self.rate / max(1, len(self.in_debt))
+        self._paid += seconds * self.rate / (self.weights or 1.0)
         return self._paid
 
 
 class Share(Throttle):
     """What one of those who share a rate has taken."""
 
-    def __init__(self, whole: FairRate) -> None:
-        self._whole = whole
+    def __init__(self, whole: FairRate, is_known: Callable[[], bool]) -> None:
+        self._whole, self.is_known = whole, is_known
+        self.weight = 1.0
+        """How much it counts as long as it is in debt."""
         self.owed = 0.0
         """It is in debt until a share that is always in debt has paid for this many bytes."""
         self.used_at = whole.now()
@@ -67,12 +90,13 @@ class Share(Throttle):
         if whole.rate is None:
             return 0.0
         paid = whole.pay()
-        late = LATENESS * whole.rate / max(1, len(whole.in_debt))
-        self.owed = max(self.owed, paid - late) + nbytes
+        late = LATENESS * whole.rate / (whole.weights or 1.0)
+        self.weight = whole.weight_of(self)
+        self.owed = max(self.owed, paid - late) + nbytes / self.weight
         if self.owed <= paid:
             return 0.0
         whole.in_debt[self] = None
-        return (self.owed - paid) * len(whole.in_debt) / whole.rate
+        return (self.owed - paid) * whole.weights / whole.rate
 
     def close(self) -> None:
         """Nothing more will be taken: the others share what is left."""

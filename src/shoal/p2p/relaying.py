@@ -6,7 +6,9 @@ its cookie, and the relay copies bytes between the two: a *circuit*. Inside, bot
 so a relay cannot read or change anything, nor pretend to be somebody.
 
 A relay is no party to what it carries, so it grants little: so many reservations, so many circuits, and a rate that all
-circuits share.
+circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come first:
+they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
+``shoal dht``, treats all alike.
 """
 
 from __future__ import annotations
@@ -115,6 +117,10 @@ class _Circuit:
     badge: Badge | None
     sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
     share: Share
+
+    @property
+    def ends(self) -> tuple[PeerID, PeerID]:
+        return self.dialler, self.guest.peer
 
 
 class Relay(ServicerBase):
@@ -240,7 +246,7 @@ class Relay(ServicerBase):
         if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
             return self._refuse(Code.BUSY, f"{limits.reservations_per_host} reservations of one host")
         if len(self._guests) >= limits.reservations:
-            guest = None if request.others else self._most_dispensable()
+            guest = None if request.others else self._most_dispensable(self._knows(context.remote_id))
             if guest is None:
                 return self._refuse(Code.BUSY, f"{limits.reservations} reservations")
             del self._guests[guest.peer]
@@ -256,10 +262,18 @@ class Relay(ServicerBase):
         is_over = former.since + RESERVATION_SECONDS - self._now() <= SUCCESSION_SECONDS
         return is_over and (is_crowded or former.is_leaving)
 
-    def _most_dispensable(self) -> _Guest | None:
-        """Who makes room for a peer that has no relay at all; one that would have none itself then only if it is idle.
+    def _knows(self, *peers: PeerID) -> bool:
+        """Whether all of these peers have delivered in rounds with this one, or are this one."""
+        return all(peer == self._p2p.peer_id or self._p2p.behaviour.has_delivered(peer) for peer in peers)
+
+    def _most_dispensable(self, is_known: bool) -> _Guest | None:
+        """The guest that makes room for a peer without any relay; one that would have none itself only if it is idle.
 
         Else each would take the place of the next one, and many could not be called for a while.
+
+        Args:
+            is_known: the peer has been in rounds. If no place is free otherwise, it gets that of a stranger, even of
+                one that is in use: strangers can call each other all day.
         """
         idle_since = self._now() - UNUSED_SECONDS
         unused = [
@@ -267,6 +281,9 @@ class Relay(ServicerBase):
             for guest in self._guests.values()
             if not guest.circuits and (guest.has_others or guest.used_at <= idle_since)
         ]
+        if is_known and not unused:
+            strangers = [guest for guest in self._guests.values() if not self._knows(guest.peer)]
+            return min(strangers, key=lambda guest: guest.used_at, default=None)
         return min(unused, key=lambda guest: (not guest.has_others, guest.used_at), default=None)
 
     # --- circuits -----------------------------------------------------------------------------------------------------
@@ -299,6 +316,7 @@ class Relay(ServicerBase):
         """End circuits between two peers on which nothing moves, if there is no room for others.
 
         A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
+        Circuits of strangers make room for peers that have been in rounds, those that have moved least recently first.
         """
         limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
         left = limits.circuits_per_peer - self._by_peer[dialler], limits.circuits_per_pair - self._by_pair[pair]
@@ -308,6 +326,11 @@ class Relay(ServicerBase):
             await cancel_and_wait(*silent)
             if silent:
                 logger.debug("%d silent circuits from %s to %s have made room", len(silent), dialler, target)
+        missing = count - (limits.circuits - len(self._circuits))
+        if missing > 0 and self._knows(dialler, target) and target in self._guests:
+            of_strangers = [task for task, circuit in self._circuits.items() if not self._knows(*circuit.ends)]
+            of_strangers.sort(key=lambda task: self._circuits[task].share.used_at)
+            await cancel_and_wait(*of_strangers[:missing])
 
     def _reach_of(self, peer: PeerID) -> int:
         """How a peer says now that it is called; what it told when it reserved may be over."""
@@ -348,7 +371,8 @@ class Relay(ServicerBase):
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
         badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
         sessions, host = (expect(cookies[0]), expect(cookies[1])), self._p2p.host_seen_of(dialler)
-        circuit = _Circuit(dialler, host, guest, badge, sessions, self.rate.share())
+        share = self.rate.share(lambda: self._knows(dialler, guest.peer))
+        circuit = _Circuit(dialler, host, guest, badge, sessions, share)
         self._by_peer[dialler] += 1
         self._by_host[host] += 1
         self._by_pair[dialler, guest.peer] += 1

@@ -22,6 +22,7 @@ STRANGERS: dict[str, Attack] = {
         progress.claims_a_billion_samples,
         table.withdraws_what_others_declared,
         table.fills_the_table,
+        table.crowds_the_keys_of_a_run,
         table.hides_what_is_stored,
         malformed.sends_huge_peer_ids,
         malformed.sends_colliding_keys,

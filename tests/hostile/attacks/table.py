@@ -1,4 +1,4 @@
-"""Strangers in the table: they withdraw what others have declared, fill it, and hide what is in it."""
+"""Strangers in the table: they withdraw what others have declared, fill it, crowd keys, and hide what is in it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import asyncio
 from typing import Any
 
 from shoal.clock import get_dht_time
-from shoal.dht.records import FindRequest, FindResponse, FindResult, Found, NewRecord, StoreRequest, StoreResponse
+from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.dht.records import (
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NewRecord,
+    StoreRequest,
+    StoreResponse,
+    split_into_requests,
+)
 from shoal.dht.routing import DHTID
-from shoal.dht.validation import PLAIN_VALUE
-from shoal.p2p import P2PContext, PeerID
+from shoal.dht.validation import PLAIN_VALUE, DHTRecord
+from shoal.optim.progress import ProgressRecord, endorse
+from shoal.p2p import Identity, P2PContext, PeerID
 from shoal.serializer import MSGPackSerializer
 from tests.hostile.attacker import PACE, Attacker
 
@@ -17,6 +28,8 @@ YEAR, DAY = 365 * 86400.0, 86400.0
 KEYS = ("_progress", *(f"_{what}_averager.{end}" for what in ("grad", "state") for end in ("0b", "all_averagers")))
 IDENTITIES = 5
 RECORDS, RECORD_BYTES = 16, 40_000
+CROWD = 2500
+"""Entries that a stranger stores under one key: more than an answer can carry, or anybody reads."""
 
 
 async def withdraws_what_others_declared(me: Attacker) -> None:
@@ -48,6 +61,51 @@ async def fills_the_table(me: Attacker) -> None:
         await me.node.protocol.call_store(peer, records)
 
     await me.strike_again_and_again(store, pace=0.05)
+
+
+def false_records(run: str, count: int, identity: Identity) -> list[NewRecord]:
+    """Records of progress under the key of a run, all of one peer, each under an owner tag of its own."""
+    expiration, records = get_dht_time() + 3000.0, []
+    for _ in range(count):
+        signatures = SignatureValidator(PrivateKey())
+        tag = signatures.local_public_key
+        record = ProgressRecord(
+            peer_id=identity.peer_id.to_bytes(),
+            epoch=0,
+            samples_accumulated=1,
+            samples_per_second=1.0,
+            time=get_dht_time(),
+            client_mode=True,
+            endorsement=endorse(identity, tag),
+        )
+        records.append(_signed(f"{run}_progress", tag, record.to_dict(), expiration, signatures))
+    return records
+
+
+def false_averagers(run: str, count: int) -> list[NewRecord]:
+    """Records of averagers that look for a group, of peers that do not exist."""
+    expiration, records = get_dht_time() + 3000.0, []
+    for _ in range(count):
+        signatures = SignatureValidator(PrivateKey(Identity.generate().private_key))
+        tag = signatures.local_public_key
+        records.append(_signed(f"{run}_grad_averager.0b", tag, ["/ip4/192.0.2.1/tcp/9"], expiration, signatures))
+    return records
+
+
+def _signed(key: str, tag: bytes, value: Any, expiration: float, signatures: SignatureValidator) -> NewRecord:
+    key_id, subkey = DHTID.generate(key), MSGPackSerializer.dumps(tag)
+    unsigned = DHTRecord(key_id.to_bytes(), subkey, MSGPackSerializer.dumps(value), expiration)
+    return NewRecord(key_id, subkey, signatures.sign_value(unsigned), expiration)
+
+
+async def crowds_the_keys_of_a_run(me: Attacker) -> None:
+    """A stranger. Thousands of well-formed records beside those of the run. Newcomers must find it nevertheless."""
+    records = false_records(me.run, CROWD, me.p2p.identity) + false_averagers(me.run, CROWD)
+    while True:
+        peers = await me.victims()
+        for batch in split_into_requests(records):
+            await me.strike(lambda peer, batch=batch: me.node.protocol.call_store(peer, batch), peers)  # type: ignore[misc]
+        await asyncio.sleep(600.0)
 
 
 class _Forgetful:
