@@ -115,17 +115,12 @@ class SimulatedTracker(ProgressTracker):
         self.fetched_global_progress_this_epoch = SimpleNamespace(set=self._note_fetch, clear=lambda: None)  # type: ignore[assignment]
         self.has_looked = asyncio.Event()
         self._in_pause = False
-        self._vouching = None
+        self._vouching, self._company = None, None
         self.exchange = exchange
         exchange.on_fetch = self._note_fetch
 
     def _note_fetch(self) -> None:
         self.has_looked.set()
-
-    def collect_receipts(self, grads: Any, state: Any) -> None:
-        super().collect_receipts(grads, state)
-        assert self.exchange is not None
-        self.exchange.vouching = self._vouching
 
     def _wake(self, *, calls: bool = False) -> None:
         assert self.exchange is not None

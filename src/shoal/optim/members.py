@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 SHARE_WASTED = 0.05
 # A peer that failed to come this many times running is treated like one that never came.
 ROUNDS_TO_LOSE_TRUST = 3
+# A group has waited in vain from this share of a member's patience on. The patience of the leader decides, and members
+# begin to wait at different times.
+SHARE_OF_PATIENCE = 0.5
 # If this many hosts of strangers have cost time, all strangers have to wait.
 HOSTS_TO_STOP_ALL = 2
 # The user is warned after this many steps in a row without others: a single one may be chance.
@@ -163,13 +166,16 @@ class Members:
         waited = now - since - seconds
         # A group that was complete without a peer has not waited for it; and those that went on without this peer
         # had no reason to wait for it either.
-        if not self._meets_everybody or waited < patience:
+        if not self._meets_everybody or waited < patience * SHARE_OF_PATIENCE:
             return
         missing = sorted(awaited - {*members, *went_on})
         for peer in missing:
             remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
-        self._waiting.charge(doubtful, patience if members else waited, now)
+        # Samples that did not come have also ended the epoch early.
+        usual, took = self.pace.usual_epoch, now - self.pace.began_at
+        hurry = max(0.0, usual - took) if members and math.isfinite(usual) else 0.0
+        self._waiting.charge(doubtful, (min(waited, patience) if members else waited) + hurry, now)
         self.troubles["waited in vain"] += len(missing)
         for peer in [each for each in doubtful if each not in unheard]:
             self._tell_once(
