@@ -52,7 +52,7 @@ class Scene:
 
     async def peer(self) -> P2P:
         """A peer behind a router, without a relay."""
-        p2p = await P2P.create(no_listen=True)
+        p2p = await P2P.create(client_mode=True)
         self._stack.push_async_callback(p2p.shutdown)
         p2p.circuits.punching = None
         p2p.add_addresses(self.relay, [self.place])

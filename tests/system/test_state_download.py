@@ -21,7 +21,7 @@ def test_killed_donors_cost_nothing_but_time(killed: int) -> None:
     with Swarm("share_state.py", DONORS, *options) as swarm:
         dht = DHT(initial_peers=[swarm.address], start=True)
         newcomer = DecentralizedAverager(
-            [torch.zeros(1)],
+            [torch.zeros_like(tensor) for tensor in make_state(CHUNKS)],
             dht,
             start=True,
             prefix="state",
