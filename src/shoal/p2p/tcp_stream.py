@@ -20,7 +20,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from shoal.errors import StreamClosedError
 from shoal.p2p.multiaddr import Multiaddr
@@ -97,8 +97,8 @@ class AcceptedSocket(TcpSocket):
     open: ClassVar[weakref.WeakSet[AcceptedSocket]] = weakref.WeakSet()
     """Those of this process that are open."""
 
-    def __init__(self, fileno: int) -> None:
-        super().__init__(fileno=fileno)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # dup() passes more than the descriptor
         self.open.add(self)
 
     def close(self) -> None:
