@@ -363,7 +363,7 @@ class Store:
             state, is_private = State(values["metadata"], put_together(order, tensors)), bool(values.get("private"))
             if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
                 raise ValueError("its state is of another epoch")
-        except (TypeError, KeyError, ValueError, RuntimeError) as e:
+        except (TypeError, KeyError, ValueError, RuntimeError, msgspec.ValidationError) as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {one_line(repr(e))}") from e
         return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
