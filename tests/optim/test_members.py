@@ -97,6 +97,16 @@ def test_a_group_that_did_not_wait_for_a_peer_blames_it_for_nothing() -> None:
     assert members.whom_to_wait_for({FRIEND, STRANGER}, NOW + 62) == {FRIEND, STRANGER}
 
 
+def test_every_member_that_has_waited_charges_a_stranger_whoever_waited_longest() -> None:
+    """The patience of the leader ends the wait. A member that was ready a little later has lost time, too."""
+    members = veteran(FRIEND)
+    members.begin_to_wait({FRIEND, STRANGER}, NOW + 0.2, PATIENCE)
+    members.note_round(dict.fromkeys([OWN, FRIEND], 1.0), NOW + PATIENCE)
+    over = NOW + PATIENCE + (PATIENCE - 0.2) / SHARE_WASTED
+    assert not members.counts(STRANGER, over - 0.1)
+    assert members.counts(STRANGER, over + 0.1)
+
+
 def test_peers_that_went_on_without_this_one_are_not_to_blame() -> None:
     members = veteran(FRIEND)
     for attempt in range(4):

@@ -172,10 +172,7 @@ class Members:
         for peer in missing:
             remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
-        # Samples that did not come have also ended the epoch early.
-        usual, took = self.pace.usual_epoch, now - self.pace.began_at
-        hurry = max(0.0, usual - took) if members and math.isfinite(usual) else 0.0
-        self._waiting.charge(doubtful, (min(waited, patience) if members else waited) + hurry, now)
+        self._waiting.charge(doubtful, min(waited, patience) if members else waited, now)
         self.troubles["waited in vain"] += len(missing)
         for peer in [each for each in doubtful if each not in unheard]:
             self._tell_once(
