@@ -152,15 +152,13 @@ class Answering:
             await going_on
 
     async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+        cookies, transport = incoming.reverse_cookies, self._p2p.transport
         if incoming.peer == relay.to_bytes():
             wanted = list(places)  # it is the relay itself that wants to be called
         else:
             told = [address for text in incoming.reverse if (address := parse_told(text)) is not None]
-            of = self._p2p.transport
-            wanted = of.worth_dialling(
-                [each for each in told if may_be_dialled(each, places, of.is_inside, of.is_here)]
-            )
-        cookies, transport = incoming.reverse_cookies, self._p2p.transport
+            allowed = [each for each in told if may_be_dialled(each, places, transport.is_inside, transport.is_here)]
+            wanted = transport.worth_dialling(allowed)
         for address in wanted[:MAX_PLACES]:
             try:
                 async with asyncio.timeout(REVERSE_TRY_SECONDS):

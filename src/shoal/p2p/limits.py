@@ -84,11 +84,9 @@ class Limits:
             self,
             files=max(1, files // 2 - answered),
             answered=min(self.answered, answered),
-            connections=min(self.connections, max(1, int(DEFAULT_LIMITS.connections * share))),
-            handshakes_in_flight=min(
-                self.handshakes_in_flight, max(1, int(DEFAULT_LIMITS.handshakes_in_flight * share))
-            ),
-            refusals=min(self.refusals, max(1, int(DEFAULT_LIMITS.refusals * share))),
+            connections=_fitting(self.connections, DEFAULT_LIMITS.connections, share),
+            handshakes_in_flight=_fitting(self.handshakes_in_flight, DEFAULT_LIMITS.handshakes_in_flight, share),
+            refusals=_fitting(self.refusals, DEFAULT_LIMITS.refusals, share),
         )
 
 
@@ -122,7 +120,7 @@ class RelayLimits:
         files = open_file_limit()
         if files is None:
             return self
-        return replace(self, circuits=min(self.circuits, max(1, int(DEFAULT_RELAY_LIMITS.circuits * _share_of(files)))))
+        return replace(self, circuits=_fitting(self.circuits, DEFAULT_RELAY_LIMITS.circuits, _share_of(files)))
 
 
 DEFAULT_RELAY_LIMITS = RelayLimits()
@@ -133,6 +131,11 @@ _ALL_FILES = (
     + DEFAULT_LIMITS.refusals
     + 2 * DEFAULT_RELAY_LIMITS.circuits
 )
+
+
+def _fitting(limit: int, default: int, share: float) -> int:
+    """A limit, but at most this share of the default one, and at least 1."""
+    return min(limit, max(1, int(default * share)))
 
 
 def _answered(files: int) -> int:
