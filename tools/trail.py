@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 from house import House
 
@@ -85,33 +86,29 @@ def state() -> None:
             assert averagers[1].load_state_from_peers(timeout=30) is not None
 
 
-def step() -> None:
+def one_more_epoch(
+    make: Callable[[shoal.DHT, torch.nn.Module], Any], finish: Callable[[Any], object] = lambda optimizer: None
+) -> None:
+    """Trace the epoch of two peers that comes after their fourth.
+
+    Args:
+        make: makes the optimizer of a peer.
+        finish: waits for what the optimizer still does in the background.
+    """
     ready, go = threading.Barrier(3), threading.Barrier(3)
 
     def train(dht: shoal.DHT) -> None:
         model = torch.nn.Linear(100, 10)
-        with shoal.Optimizer(
-            dht=dht,
-            run_id="trail",
-            target_batch_size=32,
-            batch_size_per_step=8,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            matchmaking_time=1.0,
-        ) as optimizer:
+        with make(dht, model) as optimizer:
             for end in (4, 5):
                 while optimizer.local_epoch < end:
                     model(torch.randn(8, 100)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                optimizer.state_averager.finish_jobs(30)
+                finish(optimizer)
                 ready.wait(60)
                 go.wait(60)
 
-    train_in_two_threads(train, ready, go)
-
-
-def train_in_two_threads(train: Callable[[shoal.DHT], None], ready: threading.Barrier, go: threading.Barrier) -> None:
-    """Trace what two peers do between their first and second meeting at the barriers."""
     with two_dhts() as dhts:
         threads = [threading.Thread(target=train, args=(dht,)) for dht in dhts]
         for thread in threads:
@@ -125,28 +122,31 @@ def train_in_two_threads(train: Callable[[shoal.DHT], None], ready: threading.Ba
             thread.join()
 
 
-def diloco() -> None:
-    ready, go = threading.Barrier(3), threading.Barrier(3)
+def step() -> None:
+    one_more_epoch(
+        lambda dht, model: shoal.Optimizer(
+            dht=dht,
+            run_id="trail",
+            target_batch_size=32,
+            batch_size_per_step=8,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            matchmaking_time=1.0,
+        ),
+        lambda optimizer: optimizer.state_averager.finish_jobs(30),
+    )
 
-    def train(dht: shoal.DHT) -> None:
-        model = torch.nn.Linear(100, 10)
-        with shoal.DiLoCo(
+
+def diloco() -> None:
+    one_more_epoch(
+        lambda dht, model: shoal.DiLoCo(
             dht=dht,
             run_id="trail",
             params=model.parameters(),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             sync_every=4,
             batch_size_per_step=8,
-        ) as optimizer:
-            for end in (4, 5):
-                while optimizer.local_epoch < end:
-                    model(torch.randn(8, 100)).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                ready.wait(60)
-                go.wait(60)
-
-    train_in_two_threads(train, ready, go)
+        )
+    )
 
 
 def crash() -> None:
