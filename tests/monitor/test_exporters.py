@@ -25,6 +25,7 @@ from shoal.errors import ShoalError
 from shoal.metrics import Metrics, samples_of, serve_prometheus
 from shoal.monitor.exporters import Prometheus, TensorBoard, Wandb, figures_of
 from shoal.monitor.run import RunView
+from tests.monitor.listening import can_listen
 from tests.monitor.made_up import MadeUpRun
 
 ROOT = Path(__file__).parents[2]
@@ -217,15 +218,6 @@ def test_prometheus_is_told_what_to_do_under_another_name():
         with socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port), timeout=30) as caller:
             caller.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")  # an old program sends no name
             assert b" 200 " in caller.recv(4096).partition(b"\r\n")[0]
-
-
-def can_listen(host: str) -> bool:
-    """macOS has one IPv4 loopback address, and some machines have no IPv6."""
-    try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return True
-    except OSError:
-        return False
 
 
 def ask_as(name: str, url: str) -> tuple[int, str]:

@@ -26,6 +26,7 @@ pytest.importorskip("uvicorn")
 
 from shoal.monitor.page import PageServer
 from shoal.monitor.run import COLUMNS, RunView
+from tests.monitor.listening import can_listen
 from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
 
 # A busy machine starts a browser slowly.
@@ -213,15 +214,6 @@ def test_programs_that_send_no_name_are_answered(made_up):
 def test_what_is_shown_to_others_is_answered_under_any_name(made_up):
     with serving(made_up.view, host="0.0.0.0") as server:
         assert ask(server, "/", Host="lab.example")[0] == 200, "the user wanted others to see it"
-
-
-def can_listen(host: str) -> bool:
-    """macOS has one IPv4 loopback address, and some machines have no IPv6."""
-    try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return True
-    except OSError:
-        return False
 
 
 def test_only_so_many_browsers_are_served(made_up, monkeypatch):

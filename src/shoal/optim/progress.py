@@ -306,7 +306,8 @@ class GlobalTrainingProgress:
 class SwarmRecords(dict[bytes, ValueWithExpiration[PlainValues]]):
     """The records of the peers that count, by peer id, for a summary of them all.
 
-    It is filled at first use: most summaries need no plain values, and large swarms have many records.
+    It is filled at first use: most summaries need no plain values, and large swarms have many records. It is a
+    dictionary because subclasses of the tracker ask whether it is one.
 
     Args:
         read: gives what is believed of each peer, and until which DHT time.
