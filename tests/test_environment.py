@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shoal.logs import setting, switch
+from shoal.base.logs import setting, switch
 
 
 def test_the_own_spelling_comes_first_and_empty_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:

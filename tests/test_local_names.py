@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.local_names import why_not_answered
+from shoal.base.local_names import why_not_answered
 
 LOOPBACK = ["127.0.0.1", "127.0.0.2", "127.0.1.1", "::1", "::ffff:127.0.0.1"]
 OWN = [

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel, StrictInt
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.reactor import Portal
 from shoal.dht import DHT, DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.errors import BootstrapError, DHTError, P2PDaemonError, ReactorError
 from shoal.p2p import P2P
-from shoal.reactor import Portal
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNikr79Xdz69AuQ6KJHCC4opkyHBccKnbb8rEMcqmUnRE"
 
@@ -461,7 +461,7 @@ def test_validators_added_to_running_peers(two):
 
 FORK = """
 import os, time
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHT
 from shoal.errors import ReactorError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.punch_policy import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
+from shoal.peers.identity import Identity, PeerID
+from shoal.reach.punch_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
 
 HOSTS = ("8.8.4.4", "9.9.9.9")
 PEER = Identity.generate().peer_id
