@@ -25,6 +25,8 @@ from shoal.errors import ReactorError
 from shoal.reactor import Portal, Reactor
 from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
+pytestmark = pytest.mark.oldest
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 

@@ -15,6 +15,8 @@ from shoal import serializer
 from shoal.logs import Seldom
 from shoal.serializer import MSGPackSerializer
 
+pytestmark = pytest.mark.oldest
+
 scalars = (
     st.none()
     | st.booleans()

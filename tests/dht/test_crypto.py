@@ -30,6 +30,8 @@ from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import DHTRecord
 from shoal.p2p.identity import Identity
 
+pytestmark = pytest.mark.oldest
+
 KEY = DHTID.generate("key").to_bytes()
 
 

@@ -19,6 +19,8 @@ from shoal.dht.schema import BytesWithPublicKey, SchemaValidator, conbytes
 from shoal.dht.validation import PLAIN_VALUE, CompositeValidator, DHTRecord
 from shoal.serializer import MSGPackSerializer
 
+pytestmark = pytest.mark.oldest
+
 
 class Status(BaseModel):
     epoch: StrictInt

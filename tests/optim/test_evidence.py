@@ -16,6 +16,8 @@ from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import MOST
 
+pytestmark = pytest.mark.once
+
 NOW, OWN, BATCH = 1e9, b"own", 8
 PEERS = [Identity.generate().peer_id.to_bytes() for _ in range(6)]
 FRIEND, LIAR = PEERS[0], PEERS[-1]

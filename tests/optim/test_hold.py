@@ -13,6 +13,8 @@ from shoal.optim.hold import LEAST_HOLD, LONGEST_HOLD, SECONDS_BETWEEN_LOOKS, Ho
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import PATIENCE, Trainer, in_parallel, meet, wait_until
 
+pytestmark = pytest.mark.once
+
 
 def wait(hold: Hold, now: float, *, until: float) -> float:
     """Wait from one moment until another one, or for as long as the peer may; returns the seconds."""

@@ -22,6 +22,8 @@ from shoal.optim.optimizer_state import (
 from shoal.optim.schedules import scheduled_hyperparameters
 from shoal.serializer import MSGPackSerializer
 
+pytestmark = pytest.mark.devices
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),

@@ -28,6 +28,8 @@ from shoal.optim.progress import (
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import MAX_ASKED, ProgressExchange
 
+pytestmark = pytest.mark.once
+
 NOW = 1000.0
 
 

@@ -24,6 +24,8 @@ from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.sides import MAX_VARIANTS, Kinship, Standing, Verdict, settle
 from shoal.p2p import PeerID
 
+pytestmark = pytest.mark.once
+
 PEERS = [PeerID(b"peer %d" % index) for index in range(6)]
 
 

@@ -13,6 +13,8 @@ from shoal.optim.evidence import Evidence
 from shoal.optim.vouching import MAX_EPOCHS_APART, Shown, Vouching, Word
 from shoal.p2p.identity import Identity
 
+pytestmark = pytest.mark.once
+
 RUN, NOW, BATCH, EPOCH = "run_grad_averager", 1e9, 8, 20
 _rng = random.Random(0)
 IDENTITIES = {i.peer_id.to_bytes(): i for i in (Identity.generate(_rng) for _ in range(14))}

@@ -16,6 +16,8 @@ from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGUR
 from shoal.p2p.tcp import TcpTransport
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
+pytestmark = pytest.mark.oldest
+
 HERE = OwnAddress("127.0.0.1", LOOPBACK)
 
 

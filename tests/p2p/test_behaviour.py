@@ -24,6 +24,8 @@ from shoal.p2p.behaviour import (
     Behaviour,
 )
 
+pytestmark = pytest.mark.once
+
 FRIEND, REDUCER = (Identity.generate().peer_id for _ in range(2))
 BOTH = [FRIEND, REDUCER]
 

@@ -9,6 +9,8 @@ import pytest
 
 from shoal.p2p.fair_rate import LATENESS, FairRate, Share
 
+pytestmark = pytest.mark.once
+
 RATE = 1e6
 
 

@@ -28,6 +28,8 @@ from shoal.p2p.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Stream, T
 from tests.p2p.peers import Number, end_of, until
 from tests.p2p.test_tcp import Listening, dial_in_vain, read
 
+pytestmark = pytest.mark.oldest
+
 NO_IDLING = 1000.0
 
 

@@ -18,6 +18,8 @@ from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import Stream, Transport
 from tests.p2p.peers import until
 
+pytestmark = pytest.mark.oldest
+
 
 def transports(kind: str) -> list[Transport]:
     identities = [Identity.generate() for _ in range(2)]

@@ -44,6 +44,8 @@ from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import end_of, until
 
+pytestmark = pytest.mark.oldest
+
 SOME_PEER = Identity.generate().peer_id
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
