@@ -22,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests import blocking_calls, nursery, pretend
+from tests.marks import keep_groups, mark_folders
 
 pretend.begin(pretend.asked_for())  # before shoal is imported
 
@@ -86,8 +87,9 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks come first: ``-m "not slow"`` selects by them, and the scheduler of pytest-xdist sorts by them."""
-    _mark_folders(config, items)
+    mark_folders(config, items)
     yield
+    keep_groups(config, items)
     if (most := config.getoption("--variants")) is not None:
         kept = _some_variants(items, most)
         config.hook.pytest_deselected(items=[*set(items).difference(kept)])
@@ -101,21 +103,6 @@ def _some_variants(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         functions.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     kept = {item for variants in functions.values() for item in [*variants[: most - 1], variants[-1]]}
     return [item for item in items if item in kept]
-
-
-def _mark_folders(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``pytestmark`` in a folder's conftest.py marks its tests, unless they have a mark of that name already."""
-    folders = {
-        Path(plugin.__file__).parent: plugin.pytestmark
-        for plugin in config.pluginmanager.get_plugins()
-        if hasattr(plugin, "pytestmark")
-    }
-    for item in items:
-        for folder in filter(folders.get, item.path.parents):
-            marks = folders[folder] if isinstance(folders[folder], list) else [folders[folder]]
-            for mark in marks:
-                if item.get_closest_marker(mark.name) is None:
-                    item.add_marker(mark)
 
 
 def pytest_collection_finish() -> None:

@@ -1,13 +1,14 @@
 """Run tests as CI does: what fails runs once more, and the durations are kept.
 
 ``python tools/again.py STAGE ARGUMENTS`` gives the arguments to pytest. On a busy machine a test can be late, so what
-fails runs again, in one process. A test that passes only then is flaky. CI forgives it once: its name is then added to
-``tests/flaky.txt``, and a test of this file must not be flaky again.
+fails runs again, in one process. A test that passes only then is flaky. CI forgives it once, and prints the line to add
+to ``tests/flaky.txt``. If a test of that file is flaky again, the run fails.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,11 @@ def main(stage: str, arguments: list[str]) -> int:
     failures.unlink(missing_ok=True)  # those of an earlier run
     KEPT.mkdir(parents=True, exist_ok=True)
     pytest = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache.as_posix()}", *arguments]
-    status = subprocess.run([*pytest, "--durations=25", f"--junitxml={KEPT / stage}.xml"], check=False).returncode
+    status = _run([*pytest, "--durations=25", f"--junitxml={KEPT / stage}.xml"])
     if status != FAILED or not (failed := _read(failures)):
         return status
     failures.write_text(json.dumps(dict.fromkeys(failed, True)), encoding="utf-8")
-    again = ["--numprocesses=0", "--last-failed", "--last-failed-no-failures=none"]
-    status = subprocess.run([*pytest, *again], check=False).returncode
+    status = _run([*pytest, "--numprocesses=0", "--last-failed", "--last-failed-no-failures=none"])
     if status not in (0, FAILED):
         return status
     lines = []
@@ -46,6 +46,14 @@ def main(stage: str, arguments: list[str]) -> int:
         with (KEPT / "flaky.txt").open("a", encoding="utf-8") as file:
             file.writelines(f"{stage}: {line}\n" for line in lines)
     return status
+
+
+def _run(pytest: list[str]) -> int:
+    """Return the status of pytest. After a signal, wait until pytest has ended its processes."""
+    with subprocess.Popen(pytest) as process:
+        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to pytest, too
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        return process.wait()
 
 
 def _read_known() -> set[str]:

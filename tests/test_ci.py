@@ -1,13 +1,16 @@
-"""CI runs failed tests once more, forgives a flaky test once, and keeps durations."""
+"""How CI runs tests: marks, groups, flaky tests, durations."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools import again, durations
+
+from tests import marks
 
 pytestmark = pytest.mark.slow
 
@@ -26,10 +29,27 @@ def test_steady():
 """
 
 
+CONFTEST = """
+import pytest
+from tests.marks import keep_groups
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    yield
+    keep_groups(config, items)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _can_import_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "tests" / "flaky.txt").write_text("# none\n")
     (tmp_path / "steady").touch()
     return tmp_path
@@ -48,6 +68,7 @@ def test_a_flaky_test_is_forgiven_once(project: Path, processes: str) -> None:
     assert status == 0, output
     line = "flaky, it passed only when it ran again: add it to tests/flaky.txt: tests/test_some.py::test_flaky"
     assert output.splitlines()[-1] == line
+    assert " 1 passed in " in output, "only what failed ran again"
     assert (project / ".ci" / "kept" / "flaky.txt").read_text() == f"stage: {line}\n"
     with (project / "tests" / "flaky.txt").open("a") as file:
         file.write("tests/test_some.py::test_flaky\n")
@@ -98,3 +119,33 @@ def test_durations_are_compared_with_those_before(project: Path) -> None:
     command = [sys.executable, durations.__file__, kept, project / "nothing"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[2:] for line in lines] == [["stage"], [], ["stage:", "tests/test_some.py"], []]
+
+
+def test_tests_of_one_group_run_in_one_process(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_some.py").write_text("""
+import os
+from pathlib import Path
+import pytest
+
+@pytest.mark.xdist_group("some group")
+@pytest.mark.parametrize("number", range(8))
+def test_some(number):
+    Path(f"seen-{number}").write_text(os.environ["PYTEST_XDIST_WORKER"])
+""")
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "2", "--dist", "loadgroup"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=50, check=True)
+    seen = [path.read_text() for path in tmp_path.glob("seen-*")]
+    assert len(seen) == 8
+    assert len(set(seen)) == 1, "these versions of pytest and pytest-xdist ignore groups"
+
+
+def test_a_folder_marks_its_tests(request: pytest.FixtureRequest) -> None:
+    test = request.node
+    here = SimpleNamespace(__file__=test.path.with_name("conftest.py"), pytestmark=[pytest.mark.once, pytest.mark.slow])
+    elsewhere = SimpleNamespace(__file__=test.path.parent / "p2p" / "conftest.py", pytestmark=pytest.mark.pretend)
+    config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugins=lambda: [here, elsewhere, object()]))
+    marks.mark_folders(config, [test])
+    assert [mark.name for mark in test.iter_markers()].count("once") == 1
+    assert [mark.name for mark in test.iter_markers()].count("slow") == 1, "the file has it already"
+    assert test.get_closest_marker("pretend") is None
