@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 import torch
 
-from shoal.dht.spread import Spread
+from shoal.dht.spread import KeySharding
 from shoal.testing import Host, Link, Network, run
 from tests.simulation.liars import Boaster, Hasty, Prophet
 from tests.simulation.training import Course, Swarm, Trainer
@@ -255,7 +255,7 @@ def figures_of(
 def divide_keys(peers: int, seed: int, periods: int = 12) -> None:
     """Let peers that come within one period read and write keys, without any network, until they agree about them."""
     rng = random.Random(seed)
-    spreads = [Spread(rng.randbytes(32)) for _ in range(peers)]
+    spreads = [KeySharding(rng.randbytes(32)) for _ in range(peers)]
     keys: dict[str, list[int]] = {}
     moves = 0
     for period in range(periods):

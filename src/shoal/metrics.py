@@ -35,7 +35,7 @@ class Fading:
 
 
 @dataclass
-class Deeds(Fading):
+class PeerHistory(Fading):
     """What another peer has done, as this one has seen it."""
 
     came: float = 0.0
@@ -160,7 +160,7 @@ class Metrics:
     ``leaders not followed``: they accepted followers and did not start the group, understated somebody's weight, or did
     not end a round that they coordinated;
     ``members too slow``: rounds were cut short because of them."""
-    peers: dict[str, Deeds] = field(default_factory=dict)
+    peers: dict[str, PeerHistory] = field(default_factory=dict)
     """By peer id, what is known of the peers that took part in rounds; a few thousand at most."""
     strangers: dict[str, Demands] = field(default_factory=dict)
     """By public network (/24 in IPv4, /48 in IPv6), or by peer id where there is none: what those have taken who have
@@ -259,11 +259,11 @@ def _server(host: str, port: int) -> Any:
 
     [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
 
-    class Server(socketserver.ThreadingMixIn, WSGIServer):
+    class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         address_family = family
         daemon_threads = True
 
-    class Handler(WSGIRequestHandler):
+    class RequestHandler(WSGIRequestHandler):
         timeout = REQUEST_TIMEOUT
 
         def handle(self) -> None:
@@ -273,7 +273,7 @@ def _server(host: str, port: int) -> Any:
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing: Prometheus asks every few seconds."""
 
-    return Server(address[:2], Handler)  # type: ignore[arg-type]
+    return MetricsServer(address[:2], RequestHandler)  # type: ignore[arg-type]
 
 
 def _for_this_machine(program: WSGIApplication, bound: str, chosen: str) -> WSGIApplication:

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.averaging.state.places import Places
+from shoal.averaging.state.places import UploadSlots
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.optim.progress_board import ProgressBoard
@@ -70,7 +70,7 @@ def test_who_donates_says_so_in_records_and_calls() -> None:
 
 
 async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
-    places = Places(lambda: asyncio.get_running_loop().create_future())
+    places = UploadSlots(lambda: asyncio.get_running_loop().create_future())
     keeps, trains = (PeerID(name) for name in (b"keeps", b"trains"))
     for peer, flag in ((keeps, False), (trains, True)):
         place = places.find(peer, 0.0, trains=flag)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from shoal.averaging.state.arrivals import Arrivals
+from shoal.averaging.state.arrivals import RateMeter
 
 RATE = 1e6
 
 
 def test_rests_are_as_long_as_the_rate_asks_for() -> None:
-    arrivals = Arrivals(0.0, RATE)
+    arrivals = RateMeter(0.0, RATE)
     arrivals.add(500_000, 0.0)
     assert arrivals.seconds_to_rest(0.0) <= 0.5
     for second in range(1, 20):
@@ -20,14 +20,14 @@ def test_rests_are_as_long_as_the_rate_asks_for() -> None:
     # 38.5 MB have come; a second's worth may come at once.
     assert arrivals.seconds_to_rest(19.0) == pytest.approx(38.5 - 19.0, abs=1.0)
     # Time in which nothing came is not made up for.
-    arrivals = Arrivals(0.0, RATE)
+    arrivals = RateMeter(0.0, RATE)
     arrivals.add(3_000_000, 100.0)
     assert arrivals.seconds_to_rest(100.0) == pytest.approx(2.0)
-    assert Arrivals(0.0).seconds_to_rest(0.0) == 0.0
+    assert RateMeter(0.0).seconds_to_rest(0.0) == 0.0
 
 
 def test_a_download_at_its_limit_is_not_slow() -> None:
-    limited, free = Arrivals(0.0, RATE), Arrivals(0.0, math.inf)
+    limited, free = RateMeter(0.0, RATE), RateMeter(0.0, math.inf)
     for second in range(20):
         for each in (limited, free):
             each.add(900_000, float(second))

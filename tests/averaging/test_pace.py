@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shoal.averaging.allreduce.pace import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, Pace
+from shoal.averaging.allreduce.pace import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, FlowControl
 from tests.dht.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.once
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 class Exchange:
     """Sends a number of pieces over some connections, each of which takes some seconds for a piece."""
 
-    def __init__(self, pace: Pace, pieces: int, seconds: float, connections: int = 1) -> None:
+    def __init__(self, pace: FlowControl, pieces: int, seconds: float, connections: int = 1) -> None:
         self.pieces, self.taken, self.ended = pieces, 0, 0.0
         self.longest_pause = 0.0
         self._seconds, self._connections = seconds, connections
@@ -49,7 +49,7 @@ async def time_of(*exchanges: Exchange) -> list[float]:
 
 @in_virtual_time
 async def test_those_that_are_faster_end_with_the_slowest():
-    pace = Pace()
+    pace = FlowControl()
     slow, fast, many = Exchange(pace, 500, 0.02), Exchange(pace, 500, 0.01), Exchange(pace, 1500, 0.02, connections=4)
     assert await time_of(slow, fast, many) == [pytest.approx(10, rel=0.01)] * 3
     assert many.longest_pause < 0.2  # of any connection: they take turns
@@ -57,7 +57,7 @@ async def test_those_that_are_faster_end_with_the_slowest():
 
 @in_virtual_time
 async def test_every_connection_sends_something_now_and_then():
-    pace = Pace()
+    pace = FlowControl()
     slow, fast = Exchange(pace, 100, 0.45), Exchange(pace, 10_000, 0.001, connections=8)
     times = await time_of(slow, fast)
     assert times[0] == pytest.approx(45, rel=0.001)
@@ -67,7 +67,7 @@ async def test_every_connection_sends_something_now_and_then():
 
 @in_virtual_time
 async def test_nobody_gets_far_ahead():
-    pace = Pace()
+    pace = FlowControl()
     slow, fast = Exchange(pace, 500, 0.02), Exchange(pace, 500, 0.01, connections=4)
     running = asyncio.gather(slow.run(), fast.run())
     while slow.taken < slow.pieces:
@@ -78,7 +78,7 @@ async def test_nobody_gets_far_ahead():
 
 @in_virtual_time
 async def test_one_that_stalls_is_not_waited_for():
-    pace = Pace()
+    pace = FlowControl()
     living, dead = Exchange(pace, 1000, 0.01), Exchange(pace, 1000, 0.01)
     stuck = asyncio.ensure_future(dead.run())
     running = asyncio.ensure_future(time_of(living))
@@ -89,7 +89,7 @@ async def test_one_that_stalls_is_not_waited_for():
 
 @in_virtual_time
 async def test_one_that_comes_to_life_again_is():
-    pace = Pace()
+    pace = FlowControl()
     fast, stalled = Exchange(pace, 1000, 0.005), Exchange(pace, 1000, 0.005)
     running = asyncio.ensure_future(time_of(fast))
     await asyncio.sleep(2.5)
@@ -101,7 +101,7 @@ async def test_one_that_comes_to_life_again_is():
 
 @in_virtual_time
 async def test_nobody_waits_for_one_that_is_over():
-    pace, is_over = Pace(), asyncio.Event()
+    pace, is_over = FlowControl(), asyncio.Event()
     given_up = pace.add(lambda: 0.0 if is_over.is_set() else 1.0)
     exchange = Exchange(pace, 1000, 0.002)
     running = asyncio.ensure_future(time_of(exchange))
@@ -115,7 +115,7 @@ async def test_nobody_waits_for_one_that_is_over():
 @in_virtual_time
 async def test_nobody_waits_for_one_whose_connections_have_broken():
     """Neither while it has none, nor while new ones are slow at first."""
-    pace = Pace()
+    pace = FlowControl()
     broken, exchange = pace.add(lambda: 1.0), Exchange(pace, 1000, 0.002)
     running = asyncio.ensure_future(time_of(exchange))
     await asyncio.sleep(0.4)
@@ -129,4 +129,4 @@ async def test_nobody_waits_for_one_whose_connections_have_broken():
 
 @in_virtual_time
 async def test_alone_it_never_waits():
-    assert await time_of(Exchange(Pace(), 100, 0.01)) == [pytest.approx(1)]
+    assert await time_of(Exchange(FlowControl(), 100, 0.01)) == [pytest.approx(1)]

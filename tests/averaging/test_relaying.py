@@ -11,7 +11,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.aggregation import TrimmedMean
 from shoal.averaging.allreduce.parts import MOST_RELAYED_VALUES, split_into_parts
-from shoal.averaging.message_means import YOURS, Messages, as_bytes, checked, mean_of_messages, unpack
+from shoal.averaging.message_means import YOURS, PartMessages, as_bytes, checked, mean_of_messages, unpack
 from shoal.compression import (
     Blockwise4BitQuantization,
     BlockwiseQuantization,
@@ -176,10 +176,10 @@ def test_rules_that_need_values_are_refused():
 # --- the payload ------------------------------------------------------------------------------------------------------
 
 
-def collected(codec: Relayed = TOP_K, weights=(1.0, 2.0, 3.0), size: int = 5000) -> Messages:
+def collected(codec: Relayed = TOP_K, weights=(1.0, 2.0, 3.0), size: int = 5000) -> PartMessages:
     tensors = [vector(seed, size) for seed in range(len(weights))]
     messages = [as_bytes(codec.compress(tensor, info_of(tensor))) for tensor in tensors]
-    return Messages.of(codec, info_of(tensors[0]), range(len(weights)), weights, messages)
+    return PartMessages.of(codec, info_of(tensors[0]), range(len(weights)), weights, messages)
 
 
 @every_codec

@@ -12,8 +12,8 @@ from shoal.averaging.allreduce.session import (
     MAX_REMEMBERED_ROUNDS,
     MAX_UNKNOWN_ROUNDS,
     MAX_WAITING_CALLS,
+    ActiveRounds,
     RoundIsCommitted,
-    Rounds,
 )
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
@@ -265,7 +265,7 @@ class ShortRound:
 @pytest.mark.parametrize("is_committed", [True, False])
 @alone_in_virtual_time
 async def test_a_call_may_come_before_its_round(is_committed):
-    rounds, current = Rounds(), ShortRound()
+    rounds, current = ActiveRounds(), ShortRound()
     current.is_committed = is_committed
     early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", PEER, patience=60))
     await asyncio.sleep(0)
@@ -295,7 +295,7 @@ async def test_a_call_may_come_before_its_round(is_committed):
 
 @in_virtual_time
 async def test_one_member_takes_few_of_the_places_for_early_calls():
-    rounds, greedy = Rounds(), PeerID(b"greedy")
+    rounds, greedy = ActiveRounds(), PeerID(b"greedy")
     unknown = [i.to_bytes(21, "big") for i in range(MAX_UNKNOWN_ROUNDS + 1)]
     calls = [asyncio.ensure_future(rounds.find(each, greedy, patience=60)) for each in unknown]
     await asyncio.sleep(0)
@@ -317,7 +317,7 @@ async def test_one_member_takes_few_of_the_places_for_early_calls():
 
 @in_virtual_time
 async def test_calls_for_rounds_that_never_come_leave_nothing():
-    rounds = Rounds()
+    rounds = ActiveRounds()
     ids = [(i.to_bytes(21, "big"), PeerID(i.to_bytes(2, "big"))) for i in range(MAX_WAITING_CALLS)]
     calls = [asyncio.ensure_future(rounds.find(*each, patience=0.05)) for each in ids]
     await asyncio.sleep(0)
@@ -335,7 +335,7 @@ async def test_calls_for_rounds_that_never_come_leave_nothing():
 @alone_in_virtual_time
 async def test_a_crowd_does_not_keep_members_from_calling_early():
     members = {PeerID(b"member %d" % i) for i in range(2)}
-    rounds, current = Rounds(members.__contains__), ShortRound()
+    rounds, current = ActiveRounds(members.__contains__), ShortRound()
     early = [asyncio.ensure_future(rounds.find(GROUP + b"0", peer, patience=50)) for peer in members]
     crowd = [
         asyncio.ensure_future(rounds.find(i.to_bytes(21, "big"), PeerID(i.to_bytes(2, "big")), patience=50))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Outgoing, send_all
-from shoal.averaging.allreduce.traffic import Incoming
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, OutgoingParts, send_all
+from shoal.averaging.allreduce.traffic import IncomingParts
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
@@ -79,7 +79,7 @@ def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, i
         await there[index].wait()
 
     sizes = [part.nbytes for part in vector.parts[0]]
-    return Outgoing(sizes, encode, is_there, wait, on_sent, is_average=is_average, is_urgent=is_urgent)
+    return OutgoingParts(sizes, encode, is_there, wait, on_sent, is_average=is_average, is_urgent=is_urgent)
 
 
 async def send(vector, wires, *, in_slices):
@@ -104,7 +104,7 @@ async def test_parts_arrive_as_they_were(codec, length, connections):
     await send(vector, wires, in_slices=connections > 1)
     pieces = [piece for wire in wires for piece in wire.sent]
     assert all(len(payload) <= SLICE_BYTES for _, payload in pieces) or connections == 1
-    incoming = Incoming(vector, vector.parts[0])
+    incoming = IncomingParts(vector, vector.parts[0])
     found = {}
     for message, payload in reversed(pieces):
         found.update(enumerate(await receive(incoming, message, payload), message.index))
@@ -138,7 +138,7 @@ async def test_connections_share_a_part():
 async def test_slices_that_are_not_due_are_refused(change):
     vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
-    incoming = Incoming(vector, vector.parts[0])
+    incoming = IncomingParts(vector, vector.parts[0])
     (message, payload), (second, second_payload) = wire.sent[:2]
     assert await receive(incoming, message, payload) == []
     with pytest.raises(ProtocolError):
@@ -149,7 +149,7 @@ async def test_slices_that_are_not_due_are_refused(change):
 async def test_a_slice_that_comes_twice_is_refused():
     vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
-    incoming = Incoming(vector, vector.parts[0])
+    incoming = IncomingParts(vector, vector.parts[0])
     await receive(incoming, *wire.sent[0])
     with pytest.raises(ProtocolError):
         await receive(incoming, *wire.sent[0])
@@ -206,7 +206,7 @@ class FreeFormat(NoCompression):
 @alone_in_virtual_time
 async def test_small_parts_travel_together(codec, in_slices, messages):
     vector = vector_of(*small_tensors(), codec=codec, part_size_bytes=2**20)
-    wire, incoming = Wire(), Incoming(vector, vector.parts[0])
+    wire, incoming = Wire(), IncomingParts(vector, vector.parts[0])
     await send(vector, [wire], in_slices=in_slices)
     assert len(wire.sent) == messages
     found = {}
@@ -252,10 +252,10 @@ async def test_parts_without_an_average_travel_with_others():
     async def encode(index):
         return describe_part(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]))
 
-    outgoing = Outgoing([8.0] * 3, encode, lambda index: True, asyncio.sleep, lambda: None, is_average=True)
+    outgoing = OutgoingParts([8.0] * 3, encode, lambda index: True, asyncio.sleep, lambda: None, is_average=True)
     await send_all(wire, outgoing)
     [(message, payload)] = wire.sent
-    first, second, third = await receive(Incoming(vector, vector.parts[0]), message, payload)
+    first, second, third = await receive(IncomingParts(vector, vector.parts[0]), message, payload)
     assert first.tolist() == third.tolist() == [1.0, 1.0]
     assert second is None
 
@@ -268,7 +268,7 @@ async def test_bundles_that_are_not_due_are_refused(what):
     headers = [describe_part(PartStatus.VALUES, vector.encode(part))[0] for part in vector.parts[0]]
     first = {"beyond the end": 1, "before the beginning": -1}.get(what, 0)
     payload = bytes(3 * 4 * length - (what == "too few bytes"))
-    incoming = Incoming(vector, vector.parts[0])
+    incoming = IncomingParts(vector, vector.parts[0])
     if what == "one twice":
         await receive(incoming, PartMessage(2, headers[:1]), payload[:8])
     with pytest.raises(ProtocolError):
@@ -306,7 +306,7 @@ async def test_only_gaps_are_sent_again(in_slices):
 @alone_in_virtual_time
 async def test_a_part_whose_connection_breaks_is_still_missing():
     vector = vector_of(torch.randn(2 * SLICE_BYTES), torch.randn(8))
-    incoming, wire = Incoming(vector, vector.parts[0]), Wire()
+    incoming, wire = IncomingParts(vector, vector.parts[0]), Wire()
     outgoing = outgoing_of(vector)
     await send_all(wire, outgoing)
     message, payload = wire.sent[0]
@@ -325,7 +325,7 @@ async def test_slices_that_have_come_do_not_come_again(codec):
     vector, wires = vector_of(tensor, codec=codec), [Wire(), Wire()]
     await send(vector, wires, in_slices=True)
     arrived, lost = wires
-    incoming, found = Incoming(vector, vector.parts[0]), {}
+    incoming, found = IncomingParts(vector, vector.parts[0]), {}
     for message, payload in arrived.sent:
         assert not await receive(incoming, message, payload)
     incoming.drop_slices()
@@ -349,7 +349,7 @@ async def test_slices_that_have_come_do_not_come_again(codec):
 async def test_a_slice_whose_connection_breaks_is_still_missing():
     vector, wire = vector_of(torch.randn(2 * SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
-    incoming, (message, payload) = Incoming(vector, vector.parts[0]), wire.sent[0]
+    incoming, (message, payload) = IncomingParts(vector, vector.parts[0]), wire.sent[0]
 
     class Broken(Wire):
         async def read_payload_into(self, buffer):

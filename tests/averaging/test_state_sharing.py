@@ -14,7 +14,7 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
-from shoal.averaging.state.arrivals import Arrivals
+from shoal.averaging.state.arrivals import RateMeter
 from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
@@ -240,9 +240,9 @@ async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
     )
     download = Download(header, snapshot.hashes, math.inf)
     stuck = Donor(snapshot, gets_stuck=True)
-    waiting = asyncio.ensure_future(download.fetch_from(stuck, Arrivals(0.0)))
+    waiting = asyncio.ensure_future(download.fetch_from(stuck, RateMeter(0.0)))
     await stuck.is_stuck.wait()
-    await asyncio.wait_for(download.fetch_from(Donor(snapshot, gets_stuck=False), Arrivals(0.0)), 30)
+    await asyncio.wait_for(download.fetch_from(Donor(snapshot, gets_stuck=False), RateMeter(0.0)), 30)
     await cancel_and_wait(waiting)
     assert_is_state(download.result(), 5)
 
@@ -255,7 +255,7 @@ async def test_a_download_takes_no_more_in_a_second_than_it_may():
     # All of it at once is what comes in a second. The donor is as fast as memory, so the rest takes this long.
     seconds, total = 0.4, snapshot.chunks.total_bytes
     download, began_at = Download(header, snapshot.hashes, math.inf, rate=total / seconds), loop.time()
-    await download.fetch_from(Donor(snapshot, gets_stuck=False), Arrivals(began_at))
+    await download.fetch_from(Donor(snapshot, gets_stuck=False), RateMeter(began_at))
     assert loop.time() - began_at >= seconds * 0.9
     assert_is_state(download.result(), 5)
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.allreduce.pace import Pace
+from shoal.averaging.allreduce.pace import FlowControl
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.traffic import KEPT_BYTES, Kept, Traffic
+from shoal.averaging.allreduce.traffic import KEPT_BYTES, SentAverages, Traffic
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, Resume
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
@@ -58,7 +58,7 @@ class Sides:
             1,
             gives=True,
             takes=True,
-            pace=Pace(),
+            pace=FlowControl(),
             on_not_finite=lambda: None,
             on_delivered=lambda: None,
             on_received=self.received.set,
@@ -204,7 +204,7 @@ async def test_a_part_that_was_averaged_is_not_sent_again():
 
 
 def test_not_more_than_a_limit_is_kept():
-    kept = Kept()
+    kept = SentAverages()
     for index in range(10):
         kept.add(index, (PartHeader(int(PartStatus.VALUES), None, KEPT_BYTES // 4), ()))
     assert [index for index in range(10) if kept.get(index)] == [6, 7, 8, 9]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.cli.demo.messages import EpochDone, Finished, PeerState, PeerStory, Progress, Story
+from shoal.cli.demo.messages import EpochDone, Finished, PeerActivity, PeerStory, Progress, Story
 
 
 def made_up_story() -> Story:
@@ -18,7 +18,9 @@ def made_up_story() -> Story:
 
 def _peer(number: int) -> PeerStory:
     first, last = (51.0 if number == 5 else 0.0), (30.0 if number == 4 else 92.0)
-    peer = PeerStory(number, PeerState.FINISHED, started=45.0 if number == 5 else -5.0, peer_id=f"12D3KooWpeer{number}")
+    peer = PeerStory(
+        number, PeerActivity.FINISHED, started=45.0 if number == 5 else -5.0, peer_id=f"12D3KooWpeer{number}"
+    )
     peer.caught_up = first
     for epoch in range(1, 93):
         time = float(epoch)
@@ -29,7 +31,7 @@ def _peer(number: int) -> PeerStory:
                 peer.curve.append((time, epoch, 1.8 + 3.7 * math.exp(-time / 15)))
     peer.progress = Progress(int(last), 11000 - 1000 * number, 150.0, 1.9, 150_000_000, 149_000_000, 4)
     if number == 4:
-        peer.state = PeerState.KILLED
+        peer.state = PeerActivity.KILLED
     else:
         peer.finished = Finished(92, 11000 - 1000 * number, 1.81, "ab" * 32)
     return peer

@@ -24,7 +24,7 @@ from shoal.cli.doctor.findings import (
     ENOUGH_OPEN_FILES,
     INDENT,
     Finding,
-    Verdict,
+    Severity,
     describe_listening,
     fail,
     look_at_machine,
@@ -97,9 +97,9 @@ def machine(identity_path: Path | None = None) -> dict[str, Finding]:
 
 def test_this_machine_is_fine() -> None:
     found = machine()
-    assert found["versions"].verdict is Verdict.OK
+    assert found["versions"].verdict is Severity.OK
     assert "torch" in found["versions"].text
-    assert found["event loop"].verdict is Verdict.OK
+    assert found["event loop"].verdict is Severity.OK
     assert "identity file" not in found
 
 
@@ -107,9 +107,9 @@ def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = machine()["event loop"]
     if sys.platform == "win32":
-        assert found.verdict is Verdict.OK
+        assert found.verdict is Severity.OK
     else:
-        assert (found.verdict, found.fix) == (Verdict.WARN, "pip install uvloop")
+        assert (found.verdict, found.fix) == (Severity.WARN, "pip install uvloop")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
@@ -117,9 +117,9 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     for limits, verdict in (
-        ((256, 4096), Verdict.WARN),
-        ((ENOUGH_OPEN_FILES, 4096), Verdict.OK),
-        ((-1, -1), Verdict.OK),
+        ((256, 4096), Severity.WARN),
+        ((ENOUGH_OPEN_FILES, 4096), Severity.OK),
+        ((-1, -1), Severity.OK),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
         assert machine()["open files"].verdict is verdict
@@ -135,24 +135,24 @@ def test_identity_file(tmp_path: Path) -> None:
     assert str(identity.peer_id) in machine(path)["identity file"].text
     path.chmod(0o644)
     found = machine(path)["identity file"]
-    assert (found.verdict, found.fix) == (Verdict.FAIL, f"run: chmod 600 {path}")
+    assert (found.verdict, found.fix) == (Severity.FAIL, f"run: chmod 600 {path}")
     path.chmod(0o600)
     path.write_bytes(b"something else")
     assert "cannot use identity file" in machine(path)["identity file"].text
     found = machine(tmp_path / "no" / "id.key")["identity file"]
-    assert (found.verdict, found.fix) == (Verdict.FAIL, f"run: mkdir -p {tmp_path / 'no'}")
+    assert (found.verdict, found.fix) == (Severity.FAIL, f"run: mkdir -p {tmp_path / 'no'}")
 
 
 @pytest.mark.parametrize(
     ("hosts", "verdict", "words"),
     [
-        (["/ip4/127.0.0.1", "/ip6/::1"], Verdict.WARN, "this machine alone"),
-        (["/ip4/127.0.0.1", "/ip4/192.168.1.2"], Verdict.WARN, "local network alone"),
-        (["/ip4/127.0.0.1", "/ip4/8.8.8.8"], Verdict.OK, "8.8.8.8"),
-        (["/dns4/example.org"], Verdict.OK, "example.org"),
+        (["/ip4/127.0.0.1", "/ip6/::1"], Severity.WARN, "this machine alone"),
+        (["/ip4/127.0.0.1", "/ip4/192.168.1.2"], Severity.WARN, "local network alone"),
+        (["/ip4/127.0.0.1", "/ip4/8.8.8.8"], Severity.OK, "8.8.8.8"),
+        (["/dns4/example.org"], Severity.OK, "example.org"),
     ],
 )
-def test_listening(hosts: list[str], verdict: Verdict, words: str) -> None:
+def test_listening(hosts: list[str], verdict: Severity, words: str) -> None:
     found = describe_listening([Multiaddr(f"{host}/tcp/5/p2p/{STRANGER}") for host in hosts])
     assert found.verdict is verdict
     assert words in found.text
@@ -182,7 +182,7 @@ async def examine_each_other(**options: Any) -> dict[str, Finding]:
 
 
 def only_failure(found: dict[str, Finding]) -> Finding:
-    failures = [finding for finding in found.values() if finding.verdict is Verdict.FAIL]
+    failures = [finding for finding in found.values() if finding.verdict is Severity.FAIL]
     assert len(failures) == 1, found
     assert failures[0].fix
     return failures[0]
@@ -200,7 +200,7 @@ async def test_a_good_peer() -> None:
         "dial back",
         "bandwidth",
     ]
-    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+    assert {finding.verdict for finding in found.values()} == {Severity.OK}, found
     assert 0 < found["round trip"].values["best_seconds"] <= found["round trip"].values["median_seconds"]
     assert abs(found["clock"].values["ahead_seconds"]) < 0.25
     assert found["bandwidth"].values["up_megabits"] > 10
@@ -210,7 +210,7 @@ async def test_a_good_peer() -> None:
 async def test_in_client_mode_nobody_has_to_dial_back() -> None:
     found = await examine_each_other(client_mode=True)
     assert "dial back" not in found
-    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+    assert {finding.verdict for finding in found.values()} == {Severity.OK}, found
 
 
 async def test_cannot_be_dialled_back() -> None:
@@ -268,7 +268,7 @@ async def test_names_are_resolved() -> None:
         [address] = there.get_addresses(there.peer_id)
         found = await examine(caller, f"/dns4/localhost/tcp/{address['tcp']}", there.peer_id)
         assert found["name"].values == {"addresses": ["127.0.0.1"]}
-        assert found["bandwidth"].verdict is Verdict.OK
+        assert found["bandwidth"].verdict is Severity.OK
 
 
 async def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ async def test_a_peer_that_can_be_reached_and_tells_others_loopback_alone() -> N
         assert "announces" not in await examine(await peers.start(), str(address), there.peer_id)
         named = str(address).replace("/ip4/127.0.0.1/", "/dns4/localhost/")  # as if a router forwarded the port
         found = (await examine(await peers.start(), named, there.peer_id))["announces"]
-        assert found.verdict is Verdict.WARN
+        assert found.verdict is Severity.WARN
         assert f"it tells others {address}," in found.text
         assert "host_maddrs=" in found.fix
         await there.shutdown()
@@ -303,11 +303,11 @@ async def test_an_address_that_does_not_say_who_is_there() -> None:
         node = await DHTNode.create(p2p=there)
         [address] = there.get_addresses(there.peer_id)
         found = await examine(caller, str(address), None)
-        assert found["handshake"].verdict is Verdict.OK
+        assert found["handshake"].verdict is Severity.OK
         assert found["handshake"].text.endswith(
             f"Not checked which peer it is, because this address does not say; it is\n{there.peer_id}"
         )
-        assert found["bandwidth"].verdict is Verdict.OK, "all the checks are made with the peer that answers"
+        assert found["bandwidth"].verdict is Severity.OK, "all the checks are made with the peer that answers"
         [own] = caller.get_addresses(caller.peer_id)
         failure = only_failure(await examine(caller, str(own), None))
         assert failure.check == "identity"
@@ -354,14 +354,14 @@ async def test_the_own_identity_is_online_elsewhere(tmp_path: Path) -> None:
         second = await peers.start(identity_path=path)
         [where] = witness.get_addresses(witness.peer_id)
         failure = (await examine(second, str(where), witness.peer_id, keeps_identity=True))["identity"]
-        assert failure.verdict is Verdict.FAIL
+        assert failure.verdict is Severity.FAIL
         assert "already taken by another peer" in failure.text
         [own] = first.get_addresses(first.peer_id)
         failure = only_failure(await examine(second, str(own), first.peer_id, keeps_identity=True))
         assert "already online" in failure.text
         third = await peers.start(identity_path=tmp_path / "other")
         found = await examine(third, str(where), witness.peer_id, keeps_identity=True)
-        assert found["identity"].verdict is Verdict.OK
+        assert found["identity"].verdict is Severity.OK
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ async def test_the_clock_there_is_another(seconds: float, words: str) -> None:
         [address] = there.get_addresses(there.peer_id)
         caller.clock = SwarmClock()
         found = (await examine(caller, str(address), there.peer_id))["clock"]
-        assert found.verdict is Verdict.WARN
+        assert found.verdict is Severity.WARN
         assert words in found.text
         assert "NTP" in found.fix
 
@@ -397,7 +397,7 @@ async def test_another_version_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peer_module, "describe_software", newer)
     found = (await examine_each_other())["versions"]
-    assert found.verdict is Verdict.WARN
+    assert found.verdict is Severity.WARN
     assert "99.0" in found.text
 
 
@@ -407,7 +407,7 @@ async def test_a_peer_without_these_checks() -> None:
         there.remove_handlers([name for name in there.server.handlers if name.startswith("Checkup")])
         [address] = there.get_addresses(there.peer_id)
         found = await examine(caller, str(address), there.peer_id)
-        assert found["versions"].verdict is Verdict.WARN
+        assert found["versions"].verdict is Severity.WARN
         assert "too old" in found["versions"].text
 
 
@@ -426,7 +426,7 @@ async def test_a_table_for_members_only() -> None:
         node = await DHTNode.create(p2p=there, authorizer=Member(Authority()))
         [address] = there.get_addresses(there.peer_id)
         found = (await examine(caller, str(address), there.peer_id))["table"]
-        assert found.verdict is Verdict.WARN
+        assert found.verdict is Severity.WARN
         assert "members only" in found.fix
         await node.shutdown()
 
@@ -434,7 +434,7 @@ async def test_a_table_for_members_only() -> None:
 async def test_a_slow_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "SLOW_MEGABITS", 1e9)
     found = (await examine_each_other())["bandwidth"]
-    assert found.verdict is Verdict.WARN
+    assert found.verdict is Severity.WARN
     assert "compress" in found.fix
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.doctor.findings import Finding, Verdict
+from shoal.cli.doctor.findings import Finding, Severity
 from shoal.cli.doctor.reach import look_at_reach
 from shoal.cli.doctor.relay import is_relay, look_at_relay
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.limits import RelayLimits
-from shoal.p2p.port_mapping import Pace, PortMapping
+from shoal.p2p.port_mapping import MappingPolicy, PortMapping
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError
 from shoal.p2p.tokens import Token
 from tests.p2p.peers import Peers
@@ -33,7 +33,7 @@ async def examine_relay(**options: Any) -> dict[str, Finding]:
 
 async def test_a_relay_and_the_way_through_it() -> None:
     found = await examine_relay(relay=True)
-    assert {each.verdict for each in found.values()} == {Verdict.OK}, found
+    assert {each.verdict for each in found.values()} == {Severity.OK}, found
     assert found["relay"].text == "it takes reservations, up to 256 circuits, 50 Mbit/s for all together, 10.0 ms away"
     assert found["circuit"].text.startswith("this machine called itself through it: ready after ")
     assert found["circuit"].values["megabits"] > 1
@@ -47,20 +47,20 @@ async def test_a_relay_without_a_limit() -> None:
 async def test_a_peer_that_is_no_relay() -> None:
     found = await examine_relay(relay=False)
     assert list(found) == ["relay"]
-    assert (found["relay"].verdict, found["relay"].text.partition(":")[0]) == (Verdict.OK, "it is none")
+    assert (found["relay"].verdict, found["relay"].text.partition(":")[0]) == (Severity.OK, "it is none")
 
 
 async def test_a_relay_that_is_full() -> None:
     found = await examine_relay(relay=True, relay_limits=RelayLimits(reservations_per_host=0))
     assert list(found) == ["relay"]
-    assert found["relay"].verdict is Verdict.WARN
+    assert found["relay"].verdict is Severity.WARN
     assert found["relay"].text == "it is full: 0 reservations of one host"
     assert "shoal dht" in found["relay"].fix
 
 
 async def test_a_relay_that_carries_nothing() -> None:
     found = await examine_relay(relay=True, relay_limits=RelayLimits(circuits=0))
-    assert found["circuit"].verdict is Verdict.FAIL
+    assert found["circuit"].verdict is Severity.FAIL
     assert "has no room" in found["circuit"].text
     assert found["circuit"].fix
 
@@ -70,7 +70,7 @@ async def test_a_token_for_one_identity_cannot_call_itself() -> None:
         relay, caller = await peers.start(relay=True), await peers.start(client_mode=True)
         [address] = relay.get_addresses(relay.peer_id)
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, "no token")}
-    assert found["circuit"].verdict is Verdict.UNKNOWN
+    assert found["circuit"].verdict is Severity.UNKNOWN
     assert "second identity" in found["circuit"].text
 
 
@@ -83,7 +83,7 @@ async def test_a_peer_that_nobody_has_to_call() -> None:
         [address] = relay.get_addresses(relay.peer_id)
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, guest)}
     assert list(found) == ["relay"]
-    assert found["relay"].verdict is Verdict.WARN
+    assert found["relay"].verdict is Severity.WARN
     assert found["relay"].text.startswith("it refuses: a peer that nobody has to call")
 
 
@@ -93,7 +93,7 @@ async def test_a_relay_that_has_gone() -> None:
         [address] = relay.get_addresses(relay.peer_id)
         await relay.shutdown()
         found = {each.check: each async for each in look_at_relay(caller, address, relay.peer_id, 0.01, None)}
-    assert [(each.check, each.verdict) for each in found.values()] == [("relay", Verdict.WARN)]
+    assert [(each.check, each.verdict) for each in found.values()] == [("relay", Severity.WARN)]
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ async def test_on_its_own() -> None:
         found = await reach_of(await peers.start())
         assert await reach_of(await peers.start(client_mode=True)) == {}
     assert list(found) == ["reachable", "NAT", "IPv6", "port mapping"]
-    assert {each.verdict for each in found.values()} <= {Verdict.OK, Verdict.UNKNOWN}, found
-    assert found["reachable"].verdict is Verdict.UNKNOWN, "nobody was asked"
+    assert {each.verdict for each in found.values()} <= {Severity.OK, Severity.UNKNOWN}, found
+    assert found["reachable"].verdict is Severity.UNKNOWN, "nobody was asked"
     assert "give the ADDRESS of a peer outside" in found["reachable"].text
     assert found["port mapping"].text.startswith("not needed")
 
@@ -145,10 +145,10 @@ class Answer(Mapper):
 
 
 ANSWERS = {
-    "granted": (Multiaddr("/ip4/8.8.4.4/tcp/5"), Verdict.UNKNOWN, "nobody outside has tried it yet", ""),
-    "double": (Multiaddr("/ip4/10.0.0.9/tcp/5"), Verdict.WARN, "behind another router", "outer router"),
-    "refused": (NoMappingError("it may not"), Verdict.WARN, "the router refuses. PCP: it may not", "turn on UPnP"),
-    "silent": (NoMappingError("silence", answered=False), Verdict.WARN, "no answer. PCP: silence", "turn on UPnP"),
+    "granted": (Multiaddr("/ip4/8.8.4.4/tcp/5"), Severity.UNKNOWN, "nobody outside has tried it yet", ""),
+    "double": (Multiaddr("/ip4/10.0.0.9/tcp/5"), Severity.WARN, "behind another router", "outer router"),
+    "refused": (NoMappingError("it may not"), Severity.WARN, "the router refuses. PCP: it may not", "turn on UPnP"),
+    "silent": (NoMappingError("silence", answered=False), Severity.WARN, "no answer. PCP: silence", "turn on UPnP"),
 }
 
 
@@ -165,7 +165,7 @@ async def test_what_routers_say(name: str) -> None:
     async with Peers("tcp") as peers:
         p2p = await peers.start()
         p2p.outlook.mapping = PortMapping(
-            PORT, lambda addresses: None, pace=Pace(), find=lambda: [gateway], make_mappers=make
+            PORT, lambda addresses: None, pace=MappingPolicy(), find=lambda: [gateway], make_mappers=make
         )
         p2p.outlook.mapping.start()
         found = (await reach_of(p2p))["port mapping"]

@@ -9,15 +9,15 @@ from shoal.cli.demo import messages
 from shoal.cli.demo.messages import command_from, event_from, to_line
 
 COMMANDS = [
-    messages.Connect(["/ip4/127.0.0.1/tcp/1/p2p/12D3KooW"]),
+    messages.JoinSwarm(["/ip4/127.0.0.1/tcp/1/p2p/12D3KooW"]),
     messages.Train(),
     messages.StopAfter(7),
     messages.Write("def ", 10),
     messages.Leave(),
 ]
 EVENTS = [
-    messages.Ready(3, 3.1, 2.4),
-    messages.Connected("12D3KooW", []),
+    messages.TextReady(3, 3.1, 2.4),
+    messages.SwarmJoined("12D3KooW", []),
     messages.CaughtUp(3),
     messages.Progress(1, 2, 3.0, 4.0, 5, 6, 7),
     messages.EpochDone(1, 0.5, 4),

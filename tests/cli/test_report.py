@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.demo.messages import EpochDone, Finished, PeerState, Story
+from shoal.cli.demo.messages import EpochDone, Finished, PeerActivity, Story
 from shoal.cli.demo.report import findings, succeeded, ten_lines, write_report
 from tests.cli.synthetic_story import made_up_story
 
@@ -47,9 +47,9 @@ def test_other_parameters_on_one_peer_are_told(story: Story) -> None:
 
 
 def test_the_killed_peer_need_not_agree(story: Story) -> None:
-    assert story.peers[4].state is PeerState.KILLED
+    assert story.peers[4].state is PeerActivity.KILLED
     assert story.identical()
-    story.peers[4].state = PeerState.FINISHED
+    story.peers[4].state = PeerActivity.FINISHED
     assert not story.identical()
 
 

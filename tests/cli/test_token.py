@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal.cli.__main__ import main
-from shoal.cli.doctor.findings import Verdict
+from shoal.cli.doctor.findings import Severity
 from shoal.cli.doctor.token import look_at_token
 from shoal.clock import ProcessClock
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
@@ -266,7 +266,7 @@ async def test_doctor_warns_before_a_token_ends() -> None:
     soon = SECRET.invite(ROLES_BY_NAME["train"], int(time.time()) + DAY).text
     _, finding = await look_at_token(soon, None)
     assert finding is not None
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is Severity.WARN
     assert await look_at_token("", None) == ("", None)
 
 

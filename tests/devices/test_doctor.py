@@ -9,7 +9,7 @@ import torch
 
 from shoal.cli.__main__ import main
 from shoal.cli.doctor.device import WAYS, available_devices, find_device, look_at_device
-from shoal.cli.doctor.findings import Finding, Verdict
+from shoal.cli.doctor.findings import Finding, Severity
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from tests.fake_device import FakeDevice
 
@@ -43,8 +43,8 @@ def test_gradients_that_are_read_before_they_have_arrived(fake: FakeDevice, monk
     monkeypatch.setattr(GradientAccumulator, "add", add_too_early)
     with fake.late(20):
         found = examine("fake")
-    assert found["training"].verdict is Verdict.OK
-    assert found["CPU sums"].verdict is Verdict.FAIL
+    assert found["training"].verdict is Severity.OK
+    assert found["CPU sums"].verdict is Severity.FAIL
     assert "differ by up to" in found["CPU sums"].text
     assert "leave accumulate_grads_on out" in found["CPU sums"].fix
 
@@ -55,7 +55,7 @@ def test_a_kernel_that_is_not_there(fake: FakeDevice, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.nn.Tanh, "forward", lambda self, x: torch.tanh(x) if x.is_cpu else fail())
     found = examine("fake")
-    assert {finding.verdict for finding in found.values()} == {Verdict.FAIL}
+    assert {finding.verdict for finding in found.values()} == {Severity.FAIL}
     assert "NotImplementedError: the operator 'aten::tanh'" in found["training"].text
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from statistics import fmean
 
 from shoal.clock import get_dht_time
-from shoal.dht.known import MAX_KNOWN, MAX_KNOWN_BYTES, Known, numbers_of_entries, pack_known
+from shoal.dht.known import MAX_KNOWN, MAX_KNOWN_BYTES, HaveSet, numbers_of_entries, pack_known
 from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, FindResponse
@@ -25,18 +25,18 @@ NUMBERS = [RNG.getrandbits(ID_BITS) for _ in range(2 * MAX_KNOWN)]
 def test_what_was_packed_is_known_and_nothing_else():
     packed = pack_known(NUMBERS, RNG)
     assert len(packed) == MAX_KNOWN_BYTES
-    known = Known(packed)
+    known = HaveSet(packed)
     assert all(number in known for number in NUMBERS[:MAX_KNOWN])
     assert not any(number in known for number in NUMBERS[MAX_KNOWN:])
-    nothing = Known(b"")
+    nothing = HaveSet(b"")
     assert not nothing
     assert NUMBERS[0] not in nothing
-    assert not Known(pack_known([], RNG))
+    assert not HaveSet(pack_known([], RNG))
 
 
 def test_any_bytes_can_be_read():
     for size in range(30):
-        known = Known(RNG.randbytes(size))
+        known = HaveSet(RNG.randbytes(size))
         assert bool(known) == (size >= 12)
         assert NUMBERS[0] not in known
 
@@ -46,8 +46,8 @@ def test_a_number_that_hides_another_one_does_so_in_one_request_only():
     # Whoever knew the factor could make them.
     factor = int.from_bytes(packed[:8], "big") | 1
     lookalikes = [(number + step * pow(factor, -1, 2**64)) % 2**64 for step in range(1, 100)]
-    assert all(lookalike in Known(packed) for lookalike in lookalikes)
-    others = [Known(pack_known([number], RNG)) for _ in range(100)]
+    assert all(lookalike in HaveSet(packed) for lookalike in lookalikes)
+    others = [HaveSet(pack_known([number], RNG)) for _ in range(100)]
     assert not any(lookalike in other for other in others for lookalike in lookalikes)
 
 
@@ -57,13 +57,13 @@ def test_entries_that_are_known_are_left_out_until_they_are_stored_anew():
     for number in range(10):
         dictionary.store(number, b"value", now + 60 + number)
     numbers = numbers_of_entries(key, dictionary.items())
-    known = Known(pack_known([numbers[number] for number in range(8)], RNG))
+    known = HaveSet(pack_known([numbers[number] for number in range(8)], RNG))
     assert sorted(subkey for subkey, _ in known.without_known(key, dictionary).items()) == [8, 9]
     dictionary.store(0, b"news", now + 99)
     rest = DictionaryDHTValue.unpackb(known.without_known(key, dictionary).packb())
     assert {subkey: item.value for subkey, item in rest.items()} == {0: b"news", 8: b"value", 9: b"value"}
     assert known.without_known(DHTID.generate("another key"), dictionary) is dictionary
-    everything = Known(pack_known(numbers_of_entries(key, dictionary.items()).values(), RNG))
+    everything = HaveSet(pack_known(numbers_of_entries(key, dictionary.items()).values(), RNG))
     nothing_new = DictionaryDHTValue.unpackb(everything.without_known(key, dictionary).packb())
     assert not len(nothing_new)
     assert nothing_new.latest_expiration_time == now + 99
@@ -82,12 +82,12 @@ def test_who_wants_only_some_entries_gets_a_sample_in_which_nobody_is_hidden():
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
     for number in range(100):  # the last ninety are of somebody who stores all the time
         dictionary.store(number, b"value", now + 60 + number)
-    samples = [Known(pack_known([], RNG)).without_known(key, dictionary, 50) for _ in range(40)]
+    samples = [HaveSet(pack_known([], RNG)).without_known(key, dictionary, 50) for _ in range(40)]
     assert {len(sample) for sample in samples} == {50}
     assert 0.4 < fmean(number in sample for sample in samples for number in range(10)) < 0.6
-    assert Known(b"").without_known(key, dictionary, 100) is dictionary
+    assert HaveSet(b"").without_known(key, dictionary, 100) is dictionary
     numbers = numbers_of_entries(key, dictionary.items())
-    everything = Known(pack_known(numbers.values(), RNG))
+    everything = HaveSet(pack_known(numbers.values(), RNG))
     assert not len(everything.without_known(key, dictionary, 50)), "no others instead"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import quotas
-from shoal.dht.known import Known
+from shoal.dht.known import HaveSet
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import OVER_HOST_QUOTA, OVER_PEER_QUOTA, Payer, Place, Room
 from shoal.dht.records import NewRecord
@@ -224,7 +224,7 @@ async def test_a_peer_has_few_entries_under_a_key_only_if_that_is_crowded():
     others = [Payer(f"dave {number}", "a network") for number in range(2)]
     assert [here.keep(entry(NEAR, f"of {who.peer}"), who) for who in (carol, *others)] == [True] * 3
     assert not here.keep(entry(NEAR, "erin"), Payer("erin", "a network")), "three of one network"
-    told = [here.answer(DHTID(NEAR), [], 10**6, Known(bytes([number]) * 8), 3) for number in range(10)]
+    told = [here.answer(DHTID(NEAR), [], 10**6, HaveSet(bytes([number]) * 8), 3) for number in range(10)]
     for found in told:
         subkeys = here.unpack_dictionary(DHTID(NEAR), found.value).subkeys()
         assert len([subkey for subkey in subkeys if isinstance(subkey, int)]) == 1, "one of each network"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.dht.reception import MAX_EXCUSED, WINDOW_SECONDS, Reception
+from shoal.dht.reception import MAX_EXCUSED, WINDOW_SECONDS, Connectivity
 from shoal.p2p import PeerID
 from tests.dht.virtual_time import in_virtual_time
 
@@ -16,7 +16,7 @@ def peer(number: int) -> PeerID:
     return PeerID(b"peer %d" % number)
 
 
-def ask(reception: Reception, number: int, *, answers: bool) -> bool:
+def ask(reception: Connectivity, number: int, *, answers: bool) -> bool:
     """One call; whether a silence is held against the peer."""
     asked_at = reception.begin_call()
     try:
@@ -30,7 +30,7 @@ def ask(reception: Reception, number: int, *, answers: bool) -> bool:
 
 @in_virtual_time
 async def test_one_dead_peer_of_three_is_found_out_at_once():
-    reception = Reception()
+    reception = Connectivity()
     ask(reception, 0, answers=True)
     assert ask(reception, 1, answers=False)
     assert not reception.is_lost
@@ -38,12 +38,12 @@ async def test_one_dead_peer_of_three_is_found_out_at_once():
 
 @in_virtual_time
 async def test_a_single_peer_that_is_silent_is_not_excused():
-    assert ask(Reception(), 0, answers=False)
+    assert ask(Connectivity(), 0, answers=False)
 
 
 @in_virtual_time
 async def test_when_most_are_silent_nobody_is_to_blame():
-    reception = Reception()
+    reception = Connectivity()
     ask(reception, 0, answers=True)
     assert ask(reception, 1, answers=False)
     assert not ask(reception, 2, answers=False)
@@ -55,7 +55,7 @@ async def test_when_most_are_silent_nobody_is_to_blame():
 
 @in_virtual_time
 async def test_what_was_long_ago_does_not_count():
-    reception = Reception()
+    reception = Connectivity()
     for number in range(4):
         ask(reception, number, answers=False)
     await asyncio.sleep(WINDOW_SECONDS)
@@ -64,7 +64,7 @@ async def test_what_was_long_ago_does_not_count():
 
 @in_virtual_time
 async def test_who_stays_silent_while_others_are_heard_is_gone_even_if_most_are():
-    reception = Reception()
+    reception = Connectivity()
     ask(reception, 0, answers=True)
     for number in (1, 2, 3):
         ask(reception, number, answers=False)
@@ -79,7 +79,7 @@ async def test_who_stays_silent_while_others_are_heard_is_gone_even_if_most_are(
 
 @in_virtual_time
 async def test_in_an_outage_of_any_length_nobody_is_to_blame():
-    reception = Reception()
+    reception = Connectivity()
     assert ask(reception, 0, answers=False), "this one may as well be dead"
     for _ in range(100):
         for number in range(1, 4):
@@ -90,7 +90,7 @@ async def test_in_an_outage_of_any_length_nobody_is_to_blame():
 @in_virtual_time
 async def test_the_swarm_is_lost_when_nobody_answers_for_a_while_and_found_with_the_first_answer():
     heard = []
-    reception = Reception()
+    reception = Connectivity()
     reception.on_heard = lambda: heard.append(True)
     ask(reception, 0, answers=False)
     await asyncio.sleep(1000)
@@ -114,7 +114,7 @@ async def test_the_swarm_is_lost_when_nobody_answers_for_a_while_and_found_with_
 
 @in_virtual_time
 async def test_those_who_were_excused_are_remembered_up_to_a_limit():
-    reception = Reception()
+    reception = Connectivity()
     for number in range(MAX_EXCUSED + 10):
         ask(reception, number, answers=False)
     assert len(reception.excused) == MAX_EXCUSED
@@ -122,7 +122,7 @@ async def test_those_who_were_excused_are_remembered_up_to_a_limit():
 
 @pytest.mark.parametrize("is_beating", [True, False], ids=["while the heart beats", "before it can"])
 async def test_nobody_is_to_blame_if_the_loop_was_late(is_beating):
-    reception = Reception()
+    reception = Connectivity()
     asked_at = reception.begin_call()
     time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
     if is_beating:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.dht.get import PendingSearches, Search
+from shoal.dht.get import KeySearch, PendingSearches
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue
 from shoal.serializer import MSGPackSerializer
@@ -33,7 +33,7 @@ def dictionary(**entries: tuple[object, float]) -> DictionaryDHTValue[bytes]:
 
 
 def result_of(*candidates: tuple[StoredValue, float]):
-    search = Search(KEY, float("inf"), None)
+    search = KeySearch(KEY, float("inf"), None)
     for node, (value, expires) in zip(NODES, candidates, strict=False):
         search.add_candidate(value, expires, node)
     search.finish()
@@ -81,8 +81,8 @@ async def test_between_a_plain_value_and_a_dictionary_the_later_one_wins(plain_f
 @in_virtual_time
 async def test_a_result_serves_those_who_ask_for_no_more():
     pending = PendingSearches()
-    first, *others = (Search(KEY, sufficient, None) for sufficient in (later(50), later(5), later(50), later(51)))
-    stranger = Search(DHTID(7), later(5), None)
+    first, *others = (KeySearch(KEY, sufficient, None) for sufficient in (later(50), later(5), later(50), later(51)))
+    stranger = KeySearch(DHTID(7), later(5), None)
     for search in (first, *others, stranger):
         pending.join(search)
     first.add_candidate(plain("found"), later(10), NODES[0])
@@ -97,7 +97,7 @@ async def test_a_result_serves_those_who_ask_for_no_more():
 async def test_a_sample_of_the_entries_serves_only_those_who_ask_for_no_more_of_them():
     pending = PendingSearches()
     most = [8, 0, 9, 8, 3]
-    sample, *others = (Search(KEY, float("inf"), None, most_entries=number) for number in most)
+    sample, *others = (KeySearch(KEY, float("inf"), None, most_entries=number) for number in most)
     for search in (sample, *others):
         pending.join(search)
     sample.add_candidate(dictionary(a=(1, later(10))), later(10), NODES[0])

@@ -11,7 +11,7 @@ import pytest
 from shoal.dht.spread import (
     MAX_DEPTH,
     OWNERS_PER_KEY,
-    Spread,
+    KeySharding,
     any_place,
     estimate_owners,
     key_at,
@@ -29,7 +29,7 @@ def owner(number: int) -> bytes:
 
 
 def test_small_swarms_have_one_key_of_the_plain_name():
-    spread = Spread(owner(0))
+    spread = KeySharding(owner(0))
     assert spread.places_to_write() == [""]
     assert spread.place_beside(random.Random(0)) is None
     assert key_at("run_progress", spread.place) == "run_progress"
@@ -80,12 +80,12 @@ class Swarm:
 
     def __init__(self, most_read: int = 0) -> None:
         self.rng, self._most_read = random.Random(1), most_read
-        self.spreads: dict[bytes, Spread] = {}
+        self.spreads: dict[bytes, KeySharding] = {}
         self.moves = 0
 
     def join(self, count: int) -> None:
         for number in range(len(self.spreads), len(self.spreads) + count):
-            self.spreads[owner(number)] = Spread(owner(number))
+            self.spreads[owner(number)] = KeySharding(owner(number))
 
     def leave(self, left: int) -> None:
         self.spreads = dict(list(self.spreads.items())[:left])
@@ -100,7 +100,7 @@ class Swarm:
                 for spread in half:
                     self.read(spread)
 
-    def read(self, spread: Spread) -> None:
+    def read(self, spread: KeySharding) -> None:
         place = spread.place
         if spread.learn(place, self.depths_in(place)):
             self.moves += 1
@@ -194,7 +194,7 @@ def test_it_is_enough_to_read_a_few_more_records_than_a_key_should_have(crowd):
 
 @pytest.mark.slow_drill
 def test_a_newcomer_finds_the_depth_at_the_top(crowd):
-    newcomer = Spread(b"newcomer")  # it reads, and has not written yet
+    newcomer = KeySharding(b"newcomer")  # it reads, and has not written yet
     crowd.read(newcomer)
     assert newcomer.depth >= 1
     for _ in range(3):

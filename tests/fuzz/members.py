@@ -18,7 +18,7 @@ from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
 from shoal.optim import progress_exchange
 from shoal.optim.company import Company
-from shoal.optim.lineage import Lineage, Parting
+from shoal.optim.lineage import ForkPoint, Lineage
 from shoal.optim.progress import parse_record
 from shoal.optim.run_settings import MAX_SETTINGS, PARAMETERS_SHOWN, TENSORS, ParameterSettings, RunSettings
 from shoal.p2p import Header, Identity, PeerID
@@ -31,7 +31,7 @@ from tests.fuzz.samples import ADDRESSES, IDENTITY
 
 _rng = random.Random(1)
 _LATER = 4e9
-LINEAGE = Lineage((b"1st.", b"2nd.", b"3rd."), (Parting.of(b"1st.", 0.5, b"2nd."),)).pack()
+LINEAGE = Lineage((b"1st.", b"2nd.", b"3rd."), (ForkPoint.of(b"1st.", 0.5, b"2nd."),)).pack()
 _OTHER = Identity.generate(_rng)
 _PEERS = [messages.PeerRecord(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)]
 VALUES = 1000

@@ -14,9 +14,9 @@ from shoal.averaging.allreduce.verification import Verification
 from shoal.averaging.messages import RoundKind, RoundMessage
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
-from shoal.optim.evidence import Evidence
+from shoal.optim.evidence import OpenGuard
 from shoal.optim.progress_message import ProgressMessage
-from shoal.optim.vouching import Shown, Vouching, Word
+from shoal.optim.vouching import ReceiptsMessage, Shown, Vouching
 from shoal.p2p.identity import Identity
 from shoal.p2p.transport import decode_header
 from tests.fuzz.fuzzing import Target, check_text
@@ -39,7 +39,13 @@ DIGEST = RECEIPT.digest(RUN)
 SHOWN = Shown(RECEIPT, {1: seal(DIGEST, LIAR.sign), 2: seal(DIGEST, OTHER.sign)})
 PROGRESS = [
     ProgressMessage(EPOCH, 10, 1.0, NOW, False, receipts=word)
-    for word in (None, Word(DIGEST), Word(DIGEST, RECEIPT.signature), Word(asks=DIGEST), Word(DIGEST, shown=SHOWN))
+    for word in (
+        None,
+        ReceiptsMessage(DIGEST),
+        ReceiptsMessage(DIGEST, RECEIPT.signature),
+        ReceiptsMessage(asks=DIGEST),
+        ReceiptsMessage(DIGEST, shown=SHOWN),
+    )
 ]
 PACKED_PROGRESS = [msgspec.msgpack.encode(message) for message in PROGRESS]
 
@@ -63,7 +69,7 @@ class Listener:
     """A tracker that is told of receipts."""
 
     async def start_afresh(self) -> None:
-        self.evidence = Evidence(IDS[0], bytes, NOW)
+        self.evidence = OpenGuard(IDS[0], bytes, NOW)
         self.evidence.has_receipts, self.evidence.full_group = True, 1
         for number in range(10):
             self.evidence.note_round({IDS[0]: 100.0, IDS[1]: 100.0}, NOW + number)
@@ -78,7 +84,7 @@ class Listener:
         if message.receipts is None:
             return "says nothing"
         shown = message.receipts.shown
-        self.vouching.hear(IDS[3], Word(digest=b"" if shown is None else shown.receipt.digest(RUN)))
+        self.vouching.hear(IDS[3], ReceiptsMessage(digest=b"" if shown is None else shown.receipt.digest(RUN)))
         self.vouching.word_for(IDS[3])
         self.vouching.hear(IDS[3], message.receipts)
         self.vouching.word_for(IDS[3])

@@ -36,7 +36,7 @@ from shoal.p2p.relay_messages import (
     Incoming,
     Notice,
     Observed,
-    Observer,
+    OpenObservation,
     Ready,
     Reserve,
     Reserved,
@@ -157,7 +157,7 @@ HEADERS: list[Header] = [
     Incoming(peer=_PEER, cookies=_COOKIES, reverse=ADDRESSES[:2], reverse_cookies=_COOKIES, punch=True, reach=1),
     Notice(incoming=Incoming(peer=_PEER, cookies=_COOKIES), ends="this relay shuts down"),
     Ready(seen_at=ADDRESSES[0], other_seen_at=ADDRESSES[1]),
-    Observer(cookie=bytes(32)),
+    OpenObservation(cookie=bytes(32)),
     Observed(seen_at=ADDRESSES[0]),
     Candidates([CandidateHost(each, [40000 + i for i in range(8)]) for each in _HOSTS]),
 ]

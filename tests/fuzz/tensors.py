@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.archive.contents import order_of, put_together, take_apart
-from shoal.averaging.message_means import Messages, as_bytes, unpack
+from shoal.averaging.message_means import PartMessages, as_bytes, unpack
 from shoal.averaging.state.download import State
 from shoal.compression import (
     BlockwiseQuantization,
@@ -57,7 +57,7 @@ def _relayed() -> Target:
     """Messages of members that a reducer has passed on."""
     info = CompressionInfo.from_tensor(_TENSORS[0])
     messages = [as_bytes(RELAYED.compress(tensor, info)) for tensor in (*_TENSORS, _TENSORS[0])]
-    collected = Messages.of(RELAYED, info, range(3), [1.0, 2.0, 0.5], messages)
+    collected = PartMessages.of(RELAYED, info, range(3), [1.0, 2.0, 0.5], messages)
     packed, own = [collected.pack(receiver) for receiver in (0, 2, 9)], bytes(collected.buffers[0])
     material = [bytes(each.buffer) for each in packed]
 

@@ -15,8 +15,8 @@ import pytest
 from shoal.errors import NoRoomError, NotAMemberError, ShoalError, StreamClosedError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.frames import receive_frame
-from shoal.p2p.relay_messages import Code, Connect, Connected, Incoming, Ready, Reserve, Reserved
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relay_messages import Connect, Connected, Incoming, Ready, RelayCode, Reserve, Reserved
+from shoal.p2p.relaying import RelayServer
 from shoal.p2p.transport import COOKIE_BYTES, Session
 from tests.p2p.peers import Number, serving, stub, until
 from tests.p2p.test_membership import SECRET
@@ -87,8 +87,8 @@ class Scene:
         for guest in guests:
             dialler = await self.peer()
             request = Connect(target=guest.peer_id.to_bytes(), count=PER_CALL)
-            answer: Connected = await Relay.get_stub(dialler, self.relay).rpc_connect(request)
-            assert answer.code == Code.OK
+            answer: Connected = await RelayServer.get_stub(dialler, self.relay).rpc_connect(request)
+            assert answer.code == RelayCode.OK
             for cookie in answer.cookies:
                 await self._open(dialler, cookie)
         await until(lambda: len(self.ends) == 2 * CIRCUITS)
@@ -115,10 +115,10 @@ async def scene(**options: Any) -> AsyncIterator[Scene]:
 
 async def reserve(p2p: P2P, relay: PeerID, stack: AsyncExitStack) -> bool:
     """Ask for a reservation, and hold it."""
-    call = await stack.enter_async_context(Relay.get_stub(p2p, relay).rpc_reserve())
+    call = await stack.enter_async_context(RelayServer.get_stub(p2p, relay).rpc_reserve())
     await call.send(Reserve(), end=True)
     answer: Reserved | None = await call.receive(Reserved)
-    return answer is not None and answer.code == Code.OK
+    return answer is not None and answer.code == RelayCode.OK
 
 
 async def test_a_crowd_of_one_host_gets_few_reservations() -> None:
@@ -179,7 +179,7 @@ async def test_a_private_relay_carries_nothing_for_strangers() -> None:
         with pytest.raises(NotAMemberError):
             await reserve(stranger, here.relay, stack)
         with pytest.raises(NotAMemberError):
-            await Relay.get_stub(stranger, here.relay).rpc_connect(Connect(target=stranger.peer_id.to_bytes()))
+            await RelayServer.get_stub(stranger, here.relay).rpc_connect(Connect(target=stranger.peer_id.to_bytes()))
         session = await stranger.transport.open_session(here.place, bytes(COOKIE_BYTES))
         with pytest.raises(StreamClosedError):
             await session.read_exactly(1)

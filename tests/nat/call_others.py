@@ -16,7 +16,7 @@ from typing import Any
 from shoal import DHT
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Call, Header, Multiaddr, P2PContext, PeerID, ServicerBase
-from shoal.p2p.reach import Outlook
+from shoal.p2p.reach import ReachabilityManager
 from shoal.p2p.reachability import Reachability
 
 PIECE_BYTES = 16 * 1024
@@ -62,7 +62,9 @@ class Milestones:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         self._note_after(P2P, "greet", "connected", lambda p2p: True)
-        self._note_after(Outlook, "update", "relayed", lambda outlook: outlook.state is Reachability.RELAYED)
+        self._note_after(
+            ReachabilityManager, "update", "relayed", lambda outlook: outlook.state is Reachability.RELAYED
+        )
 
     def _note_after(self, kind: type, method: str, name: str, is_so: Callable[[Any], bool]) -> None:
         original = getattr(kind, method)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.comparison import PeerComparison, Remainder, owners_of
+from shoal.optim.comparison import ConsistencyCheck, OtherTensors, owners_of
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 
@@ -149,16 +149,16 @@ def test_newcomers_get_the_whole_model(make_whole, make_dhts, closing):
 def test_remainder():
     whole = Whole(1)
     shared = nn.ModuleList([whole, whole.head])
-    remainder = Remainder.of([shared], list(whole.known.parameters()))
+    remainder = OtherTensors.of([shared], list(whole.known.parameters()))
     assert [name for name, _ in remainder.trained] == ["0.head.weight", "0.head.bias"]
     assert [name for name, _ in remainder.frozen] == ["0.base.weight", "0.base.bias"]
     assert [name for name, _ in remainder.buffers] == ["0.norm.running_mean", "0.norm.running_var"]
-    found = Remainder.find(None, list(whole.known.parameters()), [whole.head.bias])
+    found = OtherTensors.find(None, list(whole.known.parameters()), [whole.head.bias])
     assert [name for name, _ in found.trained] == ["0.head.weight"], "what is part of something else is found, too"
     assert len(found.take_what_changes()) == 3
     assert (found.trained, found.buffers) == ([], [])
     alone = nn.Parameter(torch.zeros(1))
-    assert Remainder.find(None, [alone], []) == Remainder()
+    assert OtherTensors.find(None, [alone], []) == OtherTensors()
 
 
 def test_the_search_for_modules_does_not_disturb_other_threads():
@@ -252,7 +252,7 @@ class Rates:
 
 
 def test_what_others_say_is_not_trusted(caplog):
-    comparison = PeerComparison(Rates(), Remainder(frozen=[("base", torch.ones(3))]), compares_rates=True)
+    comparison = ConsistencyCheck(Rates(), OtherTensors(frozen=[("base", torch.ones(3))]), compares_rates=True)
     own = comparison.describe()
     epochs = {"epoch": 0, "stepped_epoch": 0}
     wrong = [{"rates": rates, **epochs} for rates in ("x", [None], [0.1, 0.2])]
@@ -270,7 +270,7 @@ def test_what_others_say_is_not_trusted(caplog):
 
 def test_digests_follow_the_values():
     weights = torch.arange(1000.0)
-    comparison = PeerComparison(Rates(), Remainder(buffers=[("weights", weights)]), compares_rates=False)
+    comparison = ConsistencyCheck(Rates(), OtherTensors(buffers=[("weights", weights)]), compares_rates=False)
     before = comparison.describe()
     assert comparison.describe() == before
     assert set(before) == {"trained", "frozen", "buffers", "epoch"}
@@ -278,5 +278,5 @@ def test_digests_follow_the_values():
     assert comparison.describe() != before
     for kind in (torch.bfloat16, torch.complex64, torch.uint8):
         named = [("weights", torch.arange(6).to(kind).view(2, 3).t())]
-        one, same = (PeerComparison(Rates(), Remainder(frozen=named), compares_rates=True) for _ in range(2))
+        one, same = (ConsistencyCheck(Rates(), OtherTensors(frozen=named), compares_rates=True) for _ in range(2))
         assert one.describe() == same.describe()

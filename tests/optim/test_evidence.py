@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.logs import MOST_LINES_OF_A_KIND
-from shoal.optim.evidence import Evidence
+from shoal.optim.evidence import OpenGuard
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p.addresses import host_of
 from shoal.p2p.identity import Identity, PeerID
@@ -32,11 +32,11 @@ def claims(*epochs: int) -> dict[bytes, Companion]:
     return {peer: claim(peer, epoch) for peer, epoch in zip(PEERS, epochs, strict=False)}
 
 
-def newcomer(host_of=bytes) -> Evidence:
-    return Evidence(OWN, host_of, NOW)
+def newcomer(host_of=bytes) -> OpenGuard:
+    return OpenGuard(OWN, host_of, NOW)
 
 
-def veteran(*friends: bytes, seconds: float = 10.0) -> Evidence:
+def veteran(*friends: bytes, seconds: float = 10.0) -> OpenGuard:
     """It has been in three rounds with its friends, to each of which they have brought a hundred samples."""
     evidence = newcomer()
     for epoch in range(3):
@@ -47,14 +47,14 @@ def veteran(*friends: bytes, seconds: float = 10.0) -> Evidence:
     return evidence
 
 
-def count(evidence: Evidence, record: LocalTrainingProgress, now: float) -> LocalTrainingProgress:
+def count(evidence: OpenGuard, record: LocalTrainingProgress, now: float) -> LocalTrainingProgress:
     """What counts of the progress of one peer."""
     [limited] = evidence.limited([record], now, BATCH)
     return limited
 
 
 def believed(
-    evidence: Evidence, companions: dict[bytes, Companion], own: int, now: float, end: float = math.inf
+    evidence: OpenGuard, companions: dict[bytes, Companion], own: int, now: float, end: float = math.inf
 ) -> set:
     """The epochs that are, by peer."""
     return set(evidence.credible(companions, own, now, lambda rest: end))
@@ -367,7 +367,7 @@ def test_a_fifth_of_all_ends_no_epoch():
 
 
 def test_names_on_one_host_are_one_voice():
-    evidence = Evidence(OWN, lambda peer: b"one host" if peer in CROWD[:4] else peer, NOW)
+    evidence = OpenGuard(OWN, lambda peer: b"one host" if peer in CROWD[:4] else peer, NOW)
     evidence.note_round(dict.fromkeys([OWN, *CROWD], 100.0), NOW + 10)
     companions = crowd(0)
     for peer in CROWD[:4]:
@@ -471,7 +471,7 @@ def test_who_waits_for_others_does_not_seem_slower():
 # --- runs of several groups -------------------------------------------------------------------------------------------
 
 
-def member_of_one_group_among_several() -> Evidence:
+def member_of_one_group_among_several() -> OpenGuard:
     evidence = newcomer()
     evidence.full_group = 3
     for epoch in range(3):
@@ -529,7 +529,7 @@ def test_where_all_fit_into_one_group_each_is_known_by_its_deeds():
     assert count(evidence, claim(LIAR, 0, 1000, 100.0).record, NOW + 15).samples_accumulated == BATCH
 
 
-def pair_among(others: dict[bytes, Companion], friend: bytes = FRIEND, own: int = 3) -> Evidence:
+def pair_among(others: dict[bytes, Companion], friend: bytes = FRIEND, own: int = 3) -> OpenGuard:
     """A newcomer that has made its first round with another one, while these went their way."""
     evidence = newcomer()
     evidence.begin_to_wait([friend, *others], NOW + 5, 5.0)

@@ -14,7 +14,7 @@ from shoal.clock import get_dht_time
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.low_rank import NEVER, LowRankState, Statement, agree
+from shoal.optim.low_rank import NEVER, LowRankState, LowRankStatement, agree
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import LowRankAverager, PowerSGDGradientAverager
 from shoal.serializer import MSGPackSerializer
@@ -702,7 +702,7 @@ ORIGINS = [bytes([i]) * 20 for i in range(3)]
     ],
 )
 def test_what_follows_from_what_members_say(said, expected):
-    statements = [Statement(b"", made_by, rounds, b"") for made_by, rounds in said]
+    statements = [LowRankStatement(b"", made_by, rounds, b"") for made_by, rounds in said]
     assert tuple(agree(statements)) == (*expected, False)
     assert tuple(agree(statements[::-1])) == (*expected, False), "the order of members makes no difference"
 
@@ -712,10 +712,10 @@ def test_what_follows_from_what_members_say(said, expected):
     [([b"a", b"a"], True), ([b"a", b"b"], False), ([b"", b""], False), ([b"a", b""], False)],
 )
 def test_states_are_the_same_if_all_digests_are(digests, same_bits):
-    statements = [Statement(b"", ORIGINS[1], 5, digest) for digest in digests]
-    auxiliary = Statement(b"", None, 0, b"")
+    statements = [LowRankStatement(b"", ORIGINS[1], 5, digest) for digest in digests]
+    auxiliary = LowRankStatement(b"", None, 0, b"")
     assert agree([*statements, auxiliary]) == (ORIGINS[1], False, 5, same_bits)
-    newcomer = Statement(b"", NEVER, 0, digests[0])
+    newcomer = LowRankStatement(b"", NEVER, 0, digests[0])
     assert not agree([*statements, newcomer]).same_bits
 
 
@@ -735,9 +735,9 @@ def test_states_are_the_same_if_all_digests_are(digests, same_bits):
     ],
 )
 def test_nothing_follows_from_nonsense(value):
-    statement = Statement.parse(MSGPackSerializer.dumps(value))
+    statement = LowRankStatement.parse(MSGPackSerializer.dumps(value))
     assert statement[1:] == (None, 0, b"")
-    assert Statement.parse(b"\xc1 no msgpack") == (b"", None, 0, b"")
+    assert LowRankStatement.parse(b"\xc1 no msgpack") == (b"", None, 0, b"")
 
 
 @pytest.mark.parametrize(("rank", "is_warned"), [(3, True), (4, False)])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from shoal.optim.evidence import Evidence
+from shoal.optim.evidence import OpenGuard
 from shoal.optim.members import SHARE_WASTED, Budget, Members
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
@@ -193,7 +193,7 @@ def test_members_pay_nothing_for_a_round_that_they_held_up() -> None:
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "a record alone"])
-@pytest.mark.parametrize("kind", [Members, Evidence])
+@pytest.mark.parametrize("kind", [Members, OpenGuard])
 def test_the_user_is_warned_only_of_peers_that_this_one_has_heard(
     caplog: pytest.LogCaptureFixture, kind: type[Members], is_heard: bool
 ) -> None:

@@ -13,7 +13,7 @@ from shoal.averaging.state.download import State
 from shoal.compression import Float16Compression, NoCompression, PerTensorCompression
 from shoal.compression.base import plain_name
 from shoal.optim import DiLoCo, Optimizer
-from shoal.optim.comparison import Remainder
+from shoal.optim.comparison import OtherTensors
 from tests.archive.states import small_state
 from tests.optim.conftest import values
 
@@ -98,7 +98,7 @@ def test_what_is_compared_has_plain_names(wrap):
     net = Net()
     model = wrap(net)
     for given in (model, None):
-        remainder = Remainder.find(given, [net.body[0].weight], [])
+        remainder = OtherTensors.find(given, [net.body[0].weight], [])
         assert sorted(name for name, _ in remainder.trained) == sorted(NAMES[1:])
         assert [name for name, _ in remainder.buffers] == ["scale"]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.evidence import Evidence
+from shoal.optim.evidence import OpenGuard
 from shoal.optim.progress import (
     MAX_CALLED,
     MAX_COMPANIONS,
@@ -253,7 +253,7 @@ def test_the_epoch_is_over_by_count_by_time_and_by_word():
 def test_who_has_declared_its_epoch_over_believes_a_friend_that_is_quickly_beyond_it():
     """Otherwise it would leave alone the friend with which it averages in the background."""
     board, now = Me(speed=10).report(40), NOW + 10
-    board.guard = Evidence(b"me", bytes, NOW)
+    board.guard = OpenGuard(b"me", bytes, NOW)
     board.note_round({b"me": 40.0, b"friend": 60.0}, now)
     board.finish_update(1, [b"friend"], now)
     board.report(1, 40, now)
@@ -269,7 +269,7 @@ def test_who_has_declared_its_epoch_over_believes_a_friend_that_is_quickly_beyon
 def test_a_slow_peer_believes_a_quick_friend_that_is_beyond_its_epoch():
     """It cannot tell from its own speed when an epoch ends that the friend makes nearly alone."""
     board = Me(speed=1).report(10)
-    board.guard = Evidence(b"me", bytes, NOW)
+    board.guard = OpenGuard(b"me", bytes, NOW)
     for epoch in range(2):
         board.note_round({b"me": 10.0, b"friend": 90.0}, NOW + 9 * (epoch + 1))
         board.finish_update(epoch + 1, [b"friend"], NOW + 9 * (epoch + 1))

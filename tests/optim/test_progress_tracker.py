@@ -14,13 +14,13 @@ from shoal.averaging import RoundResult
 from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
-from shoal.optim.lineage import BEGINNING, Lineage, Parting
+from shoal.optim.lineage import BEGINNING, ForkPoint, Lineage
 from shoal.optim.progress import parse_record
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.progress_schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.vouching import Vouching, Word
+from shoal.optim.vouching import ReceiptsMessage, Vouching
 from tests.optim.conftest import PATIENCE, in_parallel, wait_until
 
 QUICK = {"min_refresh_period": 0.05, "default_refresh_period": 0.2, "start": True}
@@ -248,7 +248,7 @@ class AlwaysNews:
         self.called = 0
 
     def word_for(self, peer):
-        return Word(digest=self.called.to_bytes(16))
+        return ReceiptsMessage(digest=self.called.to_bytes(16))
 
     def hear(self, peer, word):
         self.called += 1
@@ -307,7 +307,7 @@ def test_who_was_in_the_last_round_and_then_went_over_to_another_side_is_not_ave
     assert asked == [True, None]
 
     others = tuple(bytes([number]) * 4 for number in range(100, 108))
-    beginning = Parting(BEGINNING, 0, others[0])
+    beginning = ForkPoint(BEGINNING, 0, others[0])
     with a.pause_updates():
         a.adopt_lineage(Lineage(others, (beginning,)), epoch=16)
         a.update_epoch(16)

@@ -15,13 +15,13 @@ from shoal.optim.lineage import (
     MAX_KEPT,
     MAX_LINEAGE_BYTES,
     PARTING_LIFETIME,
+    ForkPoint,
     Lineage,
-    Parting,
     RoundHistory,
 )
 from shoal.optim.progress import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.sides import MAX_VARIANTS, Kinship, Standing, Verdict, settle
+from shoal.optim.sides import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
 from shoal.p2p import PeerID
 
 pytestmark = pytest.mark.once
@@ -35,7 +35,7 @@ class Peer:
     def __init__(self, peer_id: PeerID, samples: float = 10.0, client: bool = False) -> None:
         self.peer_id, self.id, self.samples, self.client = peer_id, peer_id.to_bytes(), samples, client
         self.epoch, self.told_at = 0, 0.0
-        self.kinship = Kinship(self.id)
+        self.kinship = ForkTracker(self.id)
         self.kinship.begin()
 
     def progress(self) -> LocalTrainingProgress:
@@ -44,9 +44,9 @@ class Peer:
     def seen(self, now: float) -> Companion:
         return Companion(self.progress(), now + 60, lineage=self.standing(now).lineage, lineage_time=self.told_at)
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> PeerStanding:
         lineage = Lineage.unpack(self.kinship.lineage(now).pack())
-        return Standing(self.id, self.epoch, lineage, not self.client)
+        return PeerStanding(self.id, self.epoch, lineage, not self.client)
 
 
 class Run:
@@ -86,7 +86,7 @@ class Run:
         peer.epoch, peer.told_at = donor.epoch, self.now
         peer.kinship.adopt(donor.standing(self.now).lineage, donor.epoch, self.now)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ForkChoice:
         """What all see; it is an error if they see it differently."""
         seen = {self.verdict_of(peer) for peer in self.peers}
         standings = [peer.standing(self.now) for peer in self.peers]
@@ -96,7 +96,7 @@ class Run:
         assert len(seen) == 1
         return seen.pop()
 
-    def verdict_of(self, peer: Peer) -> Verdict:
+    def verdict_of(self, peer: Peer) -> ForkChoice:
         companions = {other.id: other.seen(self.now) for other in self.peers if other is not peer}
         peer.kinship.changed = True
         return peer.kinship.verdict(peer.progress(), companions, self.now)
@@ -132,7 +132,7 @@ def test_peers_with_other_settings_are_no_side_of_the_run():
 def test_peers_that_train_together_are_one_side():
     run = Run(10, 10, 10)
     run.steps(20, *run.peers)
-    assert run.verdict() == Verdict()
+    assert run.verdict() == ForkChoice()
 
 
 @pytest.mark.parametrize("epochs", [(8, 30), (3, 8), (2, 6), (30, 8)])
@@ -197,7 +197,7 @@ def test_losers_may_come_one_after_the_other_while_both_sides_go_on(count):
         second.append(loser)
         run.steps(2, *first)
         run.steps(1, *second)
-    assert run.verdict() == Verdict()
+    assert run.verdict() == ForkChoice()
 
 
 def test_what_was_never_one_run_follows_the_greater_number():
@@ -233,8 +233,8 @@ class Liar(Peer):
         super().__init__(peer_id)
         self.told, self.epoch = lineage, epoch
 
-    def standing(self, now: float) -> Standing:
-        return Standing(self.id, self.epoch, self.told, True)
+    def standing(self, now: float) -> PeerStanding:
+        return PeerStanding(self.id, self.epoch, self.told, True)
 
     def seen(self, now: float) -> Companion:
         return Companion(self.progress(), now + 60, lineage=self.told, lineage_time=now)
@@ -250,7 +250,7 @@ def losers_with(run: Run, *liars: Liar) -> set[frozenset[bytes]]:
     return {run.verdict_of(peer).losers for peer in honest}
 
 
-@pytest.mark.parametrize("partings", [(), (Parting.of(BEGINNING, 1.0, INVENTED[0]),)])
+@pytest.mark.parametrize("partings", [(), (ForkPoint.of(BEGINNING, 1.0, INVENTED[0]),)])
 def test_a_stranger_with_invented_rounds_takes_nobody_away(partings):
     run = Run(10, 10, 10)
     run.steps(20, *run.peers)
@@ -267,7 +267,7 @@ def test_a_member_that_claims_all_of_the_common_round_takes_nobody_away(claim, a
     common = gone.kinship.lineage(run.now).rounds[-1]
     run.steps(9, *three)
     run.peers.remove(gone)
-    told = Lineage((common, *INVENTED[1:]), (Parting.of(common, claim, INVENTED[1]),))
+    told = Lineage((common, *INVENTED[1:]), (ForkPoint.of(common, claim, INVENTED[1]),))
     liars = [Liar(peer, told, 10**6) for peer in (gone.peer_id, *PEERS[4 : 4 + allies])]
     assert losers_with(run, *liars) == {ids(*liars)}
 
@@ -275,7 +275,7 @@ def test_a_member_that_claims_all_of_the_common_round_takes_nobody_away(claim, a
 def test_a_crowd_on_one_network_counts_once():
     run = Run(10, 10, 10)
     run.steps(20, *run.peers)
-    crowd = [Standing(b"crowd %d" % i, 10**6, Lineage(INVENTED), True) for i in range(20)]
+    crowd = [PeerStanding(b"crowd %d" % i, 10**6, Lineage(INVENTED), True) for i in range(20)]
     standings = [*crowd, *(peer.standing(run.now) for peer in run.peers)]
     assert settle(standings, lambda peer: b"crowd" if peer.startswith(b"crowd") else peer).winners == ids(*run.peers)
     assert settle(standings).losers == ids(*run.peers)
@@ -311,16 +311,16 @@ def test_a_round_that_failed_is_no_split():
     run = Run(10, 10, 10)
     run.steps(9, *run.peers)
     run.step(*run.peers, failed=(run.peers[0],))
-    assert run.verdict() == Verdict()
+    assert run.verdict() == ForkChoice()
     run.step(*run.peers[1:])
     run.step(*run.peers[1:])
-    assert run.verdict() == Verdict(), "it has fallen behind after that"
+    assert run.verdict() == ForkChoice(), "it has fallen behind after that"
 
 
 def test_the_first_round_may_fail_too():
     run = Run(10, 10)
     run.step(*run.peers, failed=tuple(run.peers))
-    assert run.verdict() == Verdict()
+    assert run.verdict() == ForkChoice()
 
 
 def test_who_was_away_and_did_not_train_is_behind():
@@ -328,9 +328,9 @@ def test_who_was_away_and_did_not_train_is_behind():
     *two, away = run.peers
     run.steps(9, *run.peers)
     run.steps(100, *two)
-    assert run.verdict() == Verdict()
+    assert run.verdict() == ForkChoice()
     run.step(away)
-    assert run.verdict() == Verdict(), "a step alone is a round that failed"
+    assert run.verdict() == ForkChoice(), "a step alone is a round that failed"
     run.step(away)
     assert run.verdict().losers == ids(away)
 
@@ -372,10 +372,10 @@ def test_parameter_averaging_makes_up_for_gradients_that_failed():
         repair = RoundResult(b"", (one.peer_id, other.peer_id), (), (1.0, 1.0), 1.0, (), False, 0.1)
         one.kinship.note_repair(repair)
         other.kinship.note_repair(repair)
-        assert run.verdict() == Verdict()
+        assert run.verdict() == ForkChoice()
     run.steps(20, one)
     run.steps(20, other)
-    assert run.verdict() != Verdict()
+    assert run.verdict() != ForkChoice()
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_after_any_history_one_side_gives_way_to_the_other_and_then_there_is_onl
     for _ in range(ROUNDS_OF_GIVING_WAY):
         for peer in run.peers:
             give_way(run, peer)
-    assert run.verdict() == Verdict(), "one side is left, and nobody goes back"
+    assert run.verdict() == ForkChoice(), "one side is left, and nobody goes back"
 
 
 ROUNDS_OF_GIVING_WAY = 3
@@ -429,7 +429,7 @@ def test_single_failures_never_part_a_run(seed, steps, count):
         failed = tuple(peer for peer in run.peers if run.rng.random() < 0.2 and peer not in failed_before)
         failed = failed if len(failed) < count - 1 else ()
         run.step(*run.peers, failed=failed)
-        assert run.verdict() == Verdict()
+        assert run.verdict() == ForkChoice()
         failed_before = failed
 
 
@@ -500,7 +500,7 @@ def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(m
 
     mine, theirs = told(), told()
     lineages = dict.fromkeys(honest[:3], mine) | {honest[3]: theirs}
-    standings = [Standing(peer, 5, lineages.get(peer) or told(), True) for peer in [*names, *honest]]
+    standings = [PeerStanding(peer, 5, lineages.get(peer) or told(), True) for peer in [*names, *honest]]
     verdict = settle(standings, lambda peer: "crowd" if peer in crowd else peer)
     assert verdict.winners == set(honest[:3])
     assert honest[3] in verdict.losers, "it is not crowded out"
@@ -508,7 +508,7 @@ def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(m
     one = Peer(PEERS[0])
     one.kinship.note_round(None, 1, 0.0)
     settled = []
-    monkeypatch.setattr("shoal.optim.sides.settle", lambda *_: settled.append(1) or Verdict())
+    monkeypatch.setattr("shoal.optim.sides.settle", lambda *_: settled.append(1) or ForkChoice())
     for moment in range(1000):
         companions = {
             p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from shoal.averaging.allreduce.receipts import Receipt, seal
-from shoal.optim.evidence import Evidence
-from shoal.optim.vouching import MAX_EPOCHS_APART, Shown, Vouching, Word
+from shoal.optim.evidence import OpenGuard
+from shoal.optim.vouching import MAX_EPOCHS_APART, ReceiptsMessage, Shown, Vouching
 from shoal.p2p.identity import Identity
 
 pytestmark = pytest.mark.once
@@ -40,7 +40,7 @@ class Peer:
 
     def __init__(self, own: bytes = OWN, met=(FRIEND, ANOTHER), rounds: int = 10, largest_group: int = 4) -> None:
         self.own, self.now = own, NOW
-        self.evidence = Evidence(own, bytes, NOW)
+        self.evidence = OpenGuard(own, bytes, NOW)
         self.evidence.has_receipts, self.evidence.full_group = True, 1  # this one has no place for all
         for number in range(rounds):
             self.evidence.note_round({own: 100.0, **dict.fromkeys(met, 100.0)}, NOW + 10 * number)
@@ -48,13 +48,13 @@ class Peer:
             own, RUN, IDENTITIES[own].sign, self.evidence, lambda: EPOCH, largest_group, lambda: self.now
         )
 
-    def is_shown(self, peer: bytes, shown: Shown) -> Word | None:
+    def is_shown(self, peer: bytes, shown: Shown) -> ReceiptsMessage | None:
         """Another peer says that it has a receipt, and shows it when it is asked for."""
         digest = shown.receipt.digest(RUN)
-        self.vouching.hear(peer, Word(digest=digest))
+        self.vouching.hear(peer, ReceiptsMessage(digest=digest))
         word = self.vouching.word_for(peer)
         if word is not None and word.asks == digest:
-            self.vouching.hear(peer, Word(digest=digest, shown=shown))
+            self.vouching.hear(peer, ReceiptsMessage(digest=digest, shown=shown))
         return word
 
     def believes(self, peer: bytes) -> float:
@@ -190,14 +190,14 @@ def test_nobody_seals_a_receipt_of_an_epoch_far_away(epoch, is_sealed):
 
 def test_what_was_not_asked_for_is_not_looked_at():
     peer = Peer()
-    peer.vouching.hear(OTHERS[0], Word(shown=sealed(RECEIPT)))
+    peer.vouching.hear(OTHERS[0], ReceiptsMessage(shown=sealed(RECEIPT)))
     assert not peer.evidence.is_proven(OTHERS[0])
 
 
 def test_memory_has_bounds():
     peer = Peer()
     for number in range(10_000):
-        word = Word(digest=number.to_bytes(16, "big"), seal=b"", asks=number.to_bytes(16, "big"))
+        word = ReceiptsMessage(digest=number.to_bytes(16, "big"), seal=b"", asks=number.to_bytes(16, "big"))
         peer.vouching.hear(number.to_bytes(38, "big"), word)
         peer.vouching.word_for(number.to_bytes(38, "big"))
         peer.vouching.hear(number.to_bytes(38, "big"), msgspec.structs.replace(word, seal=b"seal"))
@@ -227,7 +227,7 @@ def test_a_receipt_is_shown_once_to_each_who_asks_and_with_the_seals_of_the_othe
     word = first.vouching.word_for(OWN)
     assert word is not None
     assert word.shown is None
-    outsider.vouching.hear(second.own, Word(digest=word.digest))
+    outsider.vouching.hear(second.own, ReceiptsMessage(digest=word.digest))
     assert outsider.vouching.word_for(second.own) is None, "it has seen that already"
 
 
@@ -253,11 +253,11 @@ def test_a_seal_may_be_earlier_than_the_receipt():
 
 def test_if_one_does_not_answer_another_is_asked_a_while_later():
     peer, digest = Peer(), RECEIPT.digest(RUN)
-    peer.vouching.hear(OTHERS[0], Word(digest=digest))
+    peer.vouching.hear(OTHERS[0], ReceiptsMessage(digest=digest))
     assert peer.vouching.word_for(OTHERS[0]).asks == digest
-    assert not peer.vouching.hear(OTHERS[1], Word(digest=digest))
+    assert not peer.vouching.hear(OTHERS[1], ReceiptsMessage(digest=digest))
     peer.now += 11
-    assert peer.vouching.hear(OTHERS[1], Word(digest=digest))
+    assert peer.vouching.hear(OTHERS[1], ReceiptsMessage(digest=digest))
     assert peer.vouching.word_for(OTHERS[1]).asks == digest
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Connect, Connected, Reserve, Reserved
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relaying import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
 
 HERE = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
@@ -91,13 +91,13 @@ async def square(caller: P2P, server: P2P) -> int:
 
 async def connect(caller: P2P, relay: P2P, **request: Any) -> Connected:
     """Ask a relay for circuits."""
-    answer: Connected = await Relay.get_stub(caller, relay.peer_id).rpc_connect(Connect(**request))
+    answer: Connected = await RelayServer.get_stub(caller, relay.peer_id).rpc_connect(Connect(**request))
     return answer
 
 
 async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Reserved:
     """Ask a relay for a reservation, and give it up at once."""
-    async with Relay.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
+    async with RelayServer.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
         await call.send(Reserve(**request), end=True)
         answer: Reserved | None = await call.receive(Reserved)
         assert answer is not None

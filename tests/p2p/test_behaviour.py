@@ -21,7 +21,7 @@ from shoal.p2p.behaviour import (
     MAX_REST_SECONDS,
     MAX_STRANGERS,
     SHARE_WASTED,
-    Behaviour,
+    PeerScores,
 )
 
 pytestmark = pytest.mark.once
@@ -44,7 +44,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.clock, self.metrics = Clock(), Metrics()
-        self.behaviour = Behaviour(self.metrics, self.clock)
+        self.behaviour = PeerScores(self.metrics, self.clock)
 
     def rounds(
         self,

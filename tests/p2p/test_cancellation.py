@@ -19,7 +19,7 @@ from shoal.errors import ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
 from shoal.p2p.server import Server
 from shoal.p2p.sessions import TcpSession
-from shoal.p2p.strangers import Strangers
+from shoal.p2p.strangers import UnauthenticatedLimits
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, Session, Stream
 from shoal.tasks import cancel_and_wait
@@ -151,14 +151,14 @@ async def test_dial(way: str) -> None:
 
 async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the room for handshakes is full, or the peer is shut down."""
-    original = Strangers.shake_hands
+    original = UnauthenticatedLimits.shake_hands
     attempts: list[CancelAt] = []
 
-    async def shake_hands(self: Strangers, *args: Any) -> None:
+    async def shake_hands(self: UnauthenticatedLimits, *args: Any) -> None:
         attempts.append(CancelAt(original(self, *args), len(attempts), way))
         await attempts[-1]
 
-    monkeypatch.setattr(Strangers, "shake_hands", shake_hands)
+    monkeypatch.setattr(UnauthenticatedLimits, "shake_hands", shake_hands)
     identity = Identity.generate()
     listening = TcpTransport(identity)
     accepted: list[Stream] = []
@@ -233,14 +233,14 @@ async def test_using_a_session(way: str) -> None:
 
 async def test_a_session_that_arrives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the room for strangers is full in the middle of a cookie."""
-    original = Strangers.take_session
+    original = UnauthenticatedLimits.take_session
     attempts: list[CancelAt] = []
 
-    async def take_session(self: Strangers, *args: Any) -> None:
+    async def take_session(self: UnauthenticatedLimits, *args: Any) -> None:
         attempts.append(CancelAt(original(self, *args), len(attempts), way))
         await attempts[-1]
 
-    monkeypatch.setattr(Strangers, "take_session", take_session)
+    monkeypatch.setattr(UnauthenticatedLimits, "take_session", take_session)
     async with Circle() as circle:
         while not attempts or attempts[-1].reached:
             cookie = os.urandom(COOKIE_BYTES)

@@ -20,7 +20,7 @@ from shoal.p2p.identity import circuit_address
 from shoal.p2p.limits import Limits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.relay_messages import MAX_AT_ONCE, Code, Connected, Incoming, Reach
+from shoal.p2p.relay_messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -166,7 +166,7 @@ async def test_a_relay_that_answers_nonsense_is_left_for_another_one(monkeypatch
         addresses = {address.get("p2p"): address for address in tell(caller, guest)}
 
         async def answer_nonsense(request: object, dialler: object) -> Connected:
-            return Connected(code=Code.OK, cookies=[b"none"])
+            return Connected(code=RelayCode.OK, cookies=[b"none"])
 
         monkeypatch.setattr(liar.relay, "connect", answer_nonsense)
         with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid Connected"):

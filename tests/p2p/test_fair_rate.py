@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shoal.p2p.fair_rate import LATENESS, FairRate, Share
+from shoal.p2p.fair_rate import LATENESS, FairRate, RateShare
 
 pytestmark = pytest.mark.once
 
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-def simulate(clock: Clock, demands: dict[Share, tuple[float, int]], seconds: float) -> dict[Share, int]:
+def simulate(clock: Clock, demands: dict[RateShare, tuple[float, int]], seconds: float) -> dict[RateShare, int]:
     """Let shares take pieces of some size whenever they may, or at a pace of their own; returns what each took."""
     end = clock.now + seconds
     taken = dict.fromkeys(demands, 0)

@@ -20,7 +20,7 @@ from shoal.p2p.badges import ANY_ROLE, ROLES_BY_NAME, RevocationList, Roles, enc
 from shoal.p2p.connection import NOT_A_MEMBER, Failure, Hello
 from shoal.p2p.handshake import proof_message, with_badge
 from shoal.p2p.membership import TOLERANCE_SECONDS, Membership
-from shoal.p2p.revocation import Members, Revocations
+from shoal.p2p.revocation import RevocationExchange, Revocations
 from shoal.p2p.service import open_to
 from shoal.p2p.tokens import DAY, OWN_BADGE_SECONDS, Token
 from shoal.p2p.transport import PREFIX_BYTES, Kind, decode_header
@@ -439,7 +439,7 @@ async def test_forged_list_is_refused(kind: str) -> None:
         server, liar = await peers.start(token=SECRET.text), await peers.start(token=invitation())
         assert OTHER_RUN.signer is not None
         forged = RevocationList.make(OTHER_RUN.signer, [server.identity.public_key], 0, None).to_bytes()
-        handle = Members.handle_name("rpc_revocations", None)
+        handle = RevocationExchange.handle_name("rpc_revocations", None)
         for data in (forged, b"nonsense"):
             with pytest.raises(Exception, match=r"not signed|not a list"):
                 await liar.call(server.peer_id, handle, Revocations(9, data), Revocations, roles=ANY_ROLE)

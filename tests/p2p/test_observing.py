@@ -11,8 +11,8 @@ from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase, observing
 from shoal.p2p.frames import send_frame
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard
-from shoal.p2p.relay_messages import Observe, Observed, Observer
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relay_messages import Observe, Observed, OpenObservation
+from shoal.p2p.relaying import RelayServer
 from shoal.p2p.transport import Session
 from tests.p2p.peers import Peers
 
@@ -57,12 +57,12 @@ class Liar(ServicerBase):
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
-        return Relay.handle_name(method, namespace)
+        return RelayServer.handle_name(method, namespace)
 
-    async def rpc_observe(self, request: Observe, context: P2PContext) -> Observer:
+    async def rpc_observe(self, request: Observe, context: P2PContext) -> OpenObservation:
         cookie = self.p2p.transport.new_cookie()
         self.lies.append(asyncio.ensure_future(self.lie(self.p2p.transport.expect_session(cookie))))
-        return Observer(cookie=cookie)
+        return OpenObservation(cookie=cookie)
 
     async def lie(self, expected: asyncio.Future[Session]) -> None:
         session = await expected

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.pcp import NatPmp, Pcp
-from shoal.p2p.port_mapping import Pace, PortMapping, has_upnp
+from shoal.p2p.port_mapping import MappingPolicy, PortMapping, has_upnp
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError
 from tests import pretend
 from tests.p2p.fake_routers import OUTER_IP, Igd, Router
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretend
 
 PORT = 31337
 OUTER = Multiaddr(f"/ip4/{OUTER_IP}/tcp/{PORT}")
-SLOW = Pace(look=1e6, retry=1e6, tries=(PATIENCE,))
+SLOW = MappingPolicy(look=1e6, retry=1e6, tries=(PATIENCE,))
 """It does everything once."""
-BUSY = Pace(look=0.0, retry=1e6, soonest=1e6, tries=(PATIENCE,))
+BUSY = MappingPolicy(look=0.0, retry=1e6, soonest=1e6, tries=(PATIENCE,))
 """It looks all the time, and is never due to renew."""
 
 
@@ -47,13 +47,13 @@ class Owner:
                 await self._news.wait()
 
 
-def mappers(pace: Pace) -> Callable[[Gateway, int], Sequence[Mapper]]:
+def mappers(pace: MappingPolicy) -> Callable[[Gateway, int], Sequence[Mapper]]:
     return lambda gateway, port: [Pcp(gateway, port, pace.tries), NatPmp(gateway, port, pace.tries)]
 
 
 @asynccontextmanager
 async def mapping_of(
-    owner: Owner, gateways: list[Gateway], pace: Pace = SLOW, **options: object
+    owner: Owner, gateways: list[Gateway], pace: MappingPolicy = SLOW, **options: object
 ) -> AsyncIterator[PortMapping]:
     options.setdefault("make_mappers", mappers(pace))
     mapping = PortMapping(PORT, owner.on_address, pace=pace, find=lambda: list(gateways), **options)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ async def test_leases_are_renewed_at_half_time_or_end() -> None:
     owner = Owner()
     async with Router() as router:
         router.lifetime = 1
-        pace = Pace(look=1e6, retry=1e6, soonest=0.01, tries=(PATIENCE,))
+        pace = MappingPolicy(look=1e6, retry=1e6, soonest=0.01, tries=(PATIENCE,))
         async with mapping_of(owner, [router.gateway], pace):
             await until(lambda: router.asked().count("PCP map") >= 2, router.came)
             router.result = 8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p import Multiaddr
-from shoal.p2p.reachability import Evidence, Reachability, Standing, is_global, network_of
+from shoal.p2p.reachability import AddressStatus, Evidence, Reachability, is_global, network_of
 
 PUBLIC, RELAYED, CLIENT, UNKNOWN = (
     Reachability.PUBLIC,
@@ -50,24 +50,24 @@ def refute(found: Evidence, now: float, address: Multiaddr, *witnesses: str) -> 
 @pytest.mark.parametrize(
     ("witnesses", "verdicts", "now", "expected"),
     [
-        (2, [], 0, Standing.UNKNOWN),
-        (2, [(0, "a", True)], 1, Standing.CONFIRMED),
-        (2, [(0, "a", False)], 1, Standing.UNKNOWN),
-        (1, [(0, "a", False)], 1, Standing.REFUTED),
-        (2, [(0, "a", False), (1, "a", False)], 2, Standing.UNKNOWN),
-        (2, [(0, "a", False), (1, "b", False)], 2, Standing.REFUTED),
-        (9, [(0, "a", False), (1, "b", False)], 2, Standing.REFUTED),
-        (2, [(0, "a", True), (1, "b", False), (2, "c", False)], 9 * MINUTE, Standing.CONFIRMED),
-        (2, [(0, "a", True), (1, "b", False), (2, "c", False)], 11 * MINUTE, Standing.REFUTED),
-        (2, [(1, "b", False), (2, "c", False), (3, "a", True)], 11 * MINUTE, Standing.CONFIRMED),
-        (2, [(0, "a", True), (1, "a", False)], 2, Standing.UNKNOWN),
-        (2, [(0, "a", True)], 44 * MINUTE, Standing.CONFIRMED),
-        (2, [(0, "a", True)], 46 * MINUTE, Standing.UNKNOWN),
-        (2, [(0, "a", False), (0, "b", False)], 46 * MINUTE, Standing.UNKNOWN),
+        (2, [], 0, AddressStatus.UNKNOWN),
+        (2, [(0, "a", True)], 1, AddressStatus.CONFIRMED),
+        (2, [(0, "a", False)], 1, AddressStatus.UNKNOWN),
+        (1, [(0, "a", False)], 1, AddressStatus.REFUTED),
+        (2, [(0, "a", False), (1, "a", False)], 2, AddressStatus.UNKNOWN),
+        (2, [(0, "a", False), (1, "b", False)], 2, AddressStatus.REFUTED),
+        (9, [(0, "a", False), (1, "b", False)], 2, AddressStatus.REFUTED),
+        (2, [(0, "a", True), (1, "b", False), (2, "c", False)], 9 * MINUTE, AddressStatus.CONFIRMED),
+        (2, [(0, "a", True), (1, "b", False), (2, "c", False)], 11 * MINUTE, AddressStatus.REFUTED),
+        (2, [(1, "b", False), (2, "c", False), (3, "a", True)], 11 * MINUTE, AddressStatus.CONFIRMED),
+        (2, [(0, "a", True), (1, "a", False)], 2, AddressStatus.UNKNOWN),
+        (2, [(0, "a", True)], 44 * MINUTE, AddressStatus.CONFIRMED),
+        (2, [(0, "a", True)], 46 * MINUTE, AddressStatus.UNKNOWN),
+        (2, [(0, "a", False), (0, "b", False)], 46 * MINUTE, AddressStatus.UNKNOWN),
     ],
 )
 def test_verdicts_of_witnesses(
-    witnesses: int, verdicts: list[tuple[float, str, bool]], now: float, expected: Standing
+    witnesses: int, verdicts: list[tuple[float, str, bool]], now: float, expected: AddressStatus
 ) -> None:
     found = outside(WORLD, witnesses=witnesses)
     for at, witness, reached in verdicts:
@@ -79,8 +79,8 @@ def test_an_accepted_connection_weighs_more_than_witnesses() -> None:
     found = outside(WORLD)
     assert found.note_accepted(0.0, WORLD, is_outside=True)
     refute(found, 1.0, WORLD, "a", "b")
-    assert found.standing(29 * MINUTE, WORLD) is Standing.CONFIRMED
-    assert found.standing(31 * MINUTE, WORLD) is Standing.REFUTED
+    assert found.standing(29 * MINUTE, WORLD) is AddressStatus.CONFIRMED
+    assert found.standing(31 * MINUTE, WORLD) is AddressStatus.REFUTED
 
 
 def test_an_accepted_connection_confirms_the_address_in_front_of_the_router() -> None:
@@ -97,7 +97,7 @@ def test_an_accepted_connection_confirms_the_address_in_front_of_the_router() ->
 def test_a_connection_from_inside_says_nothing_of_the_outside() -> None:
     found = outside(WORLD)
     assert found.note_accepted(0.0, WORLD, is_outside=False)
-    assert found.standing(0.0, WORLD) is Standing.UNKNOWN
+    assert found.standing(0.0, WORLD) is AddressStatus.UNKNOWN
 
 
 def test_what_is_no_longer_an_address_is_forgotten() -> None:
@@ -106,7 +106,7 @@ def test_what_is_no_longer_an_address_is_forgotten() -> None:
     found.own = [WORLD_6]
     found.note_accepted(1.0, WORLD_6, is_outside=True)
     assert found.confirmed(2.0) == [WORLD_6]
-    assert found.standing(2.0, WORLD) is Standing.UNKNOWN
+    assert found.standing(2.0, WORLD) is AddressStatus.UNKNOWN
 
 
 # --- this peer --------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_no_more_witnesses_are_remembered_than_needed() -> None:
     found = outside(WORLD)
     for number in range(100):
         found.note_verdict(float(number), f"host {number}", WORLD, reached=number == 0)
-    assert found.standing(100.0, WORLD) is Standing.REFUTED, "the success is forgotten"
+    assert found.standing(100.0, WORLD) is AddressStatus.REFUTED, "the success is forgotten"
 
 
 def test_kinds_of_addresses() -> None:

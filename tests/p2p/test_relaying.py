@@ -15,8 +15,8 @@ from shoal.p2p.frames import receive_frame
 from shoal.p2p.limits import RelayLimits
 from shoal.p2p.membership import TOLERANCE_SECONDS
 from shoal.p2p.reachability import Reach
-from shoal.p2p.relay_messages import Code, Observe, Observed, Observer, Ready
-from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, Relay
+from shoal.p2p.relay_messages import Observe, Observed, OpenObservation, Ready, RelayCode
+from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
 from shoal.p2p.transport import COOKIE_BYTES
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -51,8 +51,8 @@ async def test_a_full_relay_gives_the_place_of_who_has_another_one_to_who_has_no
         assert await square(caller, called) == 9, "a circuit is in use, so its peer keeps its place"
         introduce(newcomer, relay)
         answer = await reserve(newcomer, relay, others=1)
-        assert (answer.code, answer.text) == (Code.BUSY, "3 reservations"), "it can be reached already"
-        assert (await reserve(newcomer, relay)).code == Code.OK
+        assert (answer.code, answer.text) == (RelayCode.BUSY, "3 reservations"), "it can be reached already"
+        assert (await reserve(newcomer, relay)).code == RelayCode.OK
         await until(lambda: second.peer_id not in relay.relay.guests)
         assert {called.peer_id, only.peer_id} <= set(relay.relay.guests)
         assert other.peer_id in second.reservations.held
@@ -67,10 +67,10 @@ def test_who_has_no_other_relay_makes_room_when_it_was_not_called_for_minutes() 
             introduce(newcomer, relay)
             tell(caller, first)
             await asyncio.sleep(UNUSED_SECONDS / 2)
-            assert (await reserve(newcomer, relay)).code == Code.BUSY
+            assert (await reserve(newcomer, relay)).code == RelayCode.BUSY
             (await caller.dial(first.peer_id)).abort()
             await asyncio.sleep(UNUSED_SECONDS / 2 + 5.0)
-            assert (await reserve(newcomer, relay)).code == Code.OK
+            assert (await reserve(newcomer, relay)).code == RelayCode.OK
             await until(lambda: second.peer_id not in relay.relay.guests)
             assert first.peer_id in relay.relay.guests
 
@@ -84,8 +84,8 @@ async def test_a_crowded_relay_sends_newcomers_elsewhere_if_they_have_not_been_t
         newcomer = await peers.caller()
         introduce(newcomer, relay)
         answer = await reserve(newcomer, relay, may_go_elsewhere=True)
-        assert (answer.code, answer.text) == (Code.BUSY, "others may need the place: ask elsewhere first")
-        assert (await reserve(newcomer, relay)).code == Code.OK
+        assert (answer.code, answer.text) == (RelayCode.BUSY, "others may need the place: ask elsewhere first")
+        assert (await reserve(newcomer, relay)).code == RelayCode.OK
 
 
 async def test_no_place_is_taken_from_who_is_called() -> None:
@@ -98,7 +98,7 @@ async def test_no_place_is_taken_from_who_is_called() -> None:
         introduce(other, relay)
         refused = relay.metrics.circuits_refused["no room"]
         answer = await reserve(other, relay)
-        assert (answer.code, answer.text) == (Code.BUSY, "1 reservations")
+        assert (answer.code, answer.text) == (RelayCode.BUSY, "1 reservations")
         assert relay.metrics.circuits_refused == {"no room": refused + 1}
 
 
@@ -109,7 +109,7 @@ async def test_one_host_has_so_many_reservations() -> None:
         third = await peers.caller()
         introduce(third, relay)
         answer = await reserve(third, relay)
-        assert (answer.code, answer.text) == (Code.BUSY, "2 reservations of one host")
+        assert (answer.code, answer.text) == (RelayCode.BUSY, "2 reservations of one host")
         assert third.peer_id not in relay.relay.guests
 
 
@@ -122,7 +122,7 @@ async def test_roles_decide_who_may_reserve_and_who_may_be_a_relay() -> None:
         guest = await peers.guest([relay], token=SECRET.text)
         caller = await peers.caller(token=invitation(ROLES_BY_NAME["monitor"]))
         introduce(caller, relay)
-        assert (await reserve(caller, relay)).code == Code.REFUSED
+        assert (await reserve(caller, relay)).code == RelayCode.REFUSED
         assert relay.metrics.circuits_refused == {"wrong role": 1}
         tell(caller, guest)
         assert (await caller.dial(guest.peer_id)).stream.is_relayed, "it may call others"
@@ -136,7 +136,7 @@ async def test_a_reservation_through_another_relay_is_refused() -> None:
         other = await peers.caller()
         tell(other, inner)
         answer = await reserve(other, inner)
-        assert answer.code == Code.REFUSED
+        assert answer.code == RelayCode.REFUSED
         assert "direct connection" in answer.text
 
 
@@ -285,8 +285,8 @@ async def test_codes_of_who_is_not_there_and_who_is_no_relay() -> None:
         relay, no_relay = await peers.relay(), await peers.start(relay=False)
         guest, caller = await peers.guest(), await peers.caller()
         introduce(caller, relay, no_relay)
-        assert (await connect(caller, relay, target=b"x" * 30)).code == Code.NO_RESERVATION
-        assert (await connect(caller, no_relay, **target_of(guest))).code == Code.NOT_A_RELAY
+        assert (await connect(caller, relay, target=b"x" * 30)).code == RelayCode.NO_RESERVATION
+        assert (await connect(caller, no_relay, **target_of(guest))).code == RelayCode.NOT_A_RELAY
         assert relay.metrics.circuits_refused == {"no reservation": 1}
 
 
@@ -382,7 +382,7 @@ async def test_a_peer_is_told_at_which_address_a_session_comes(kind: str) -> Non
     async with Relayed(kind) as peers:
         relay, caller = await peers.relay(), await peers.caller()
         introduce(caller, relay)
-        observer: Observer = await Relay.get_stub(caller, relay.peer_id).rpc_observe(Observe())
+        observer: OpenObservation = await RelayServer.get_stub(caller, relay.peer_id).rpc_observe(Observe())
         place = relay.get_addresses(relay.peer_id)[0]
         session = await caller.transport.open_session(place, observer.cookie)
         assert (await receive_frame(session, Observed)).seen_at == str(session.local_address)
@@ -397,7 +397,7 @@ def test_observations_are_limited_and_end() -> None:
         async with Relayed("memory") as peers:
             relay, caller = await peers.relay(), await peers.caller()
             introduce(caller, relay)
-            observe = Relay.get_stub(caller, relay.peer_id).rpc_observe
+            observe = RelayServer.get_stub(caller, relay.peer_id).rpc_observe
             cookies = {(await observe(Observe())).cookie for _ in range(OBSERVATION_BURST)}
             assert len(cookies) == OBSERVATION_BURST
             assert {len(cookie) for cookie in cookies} == {COOKIE_BYTES}

@@ -9,8 +9,8 @@ import pytest
 from shoal.p2p import P2P, Call, Multiaddr
 from shoal.p2p.limits import RelayLimits
 from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.relay_messages import Code, Notice, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
+from shoal.p2p.relay_messages import Notice, RelayCode, Reserve, Reserved
+from shoal.p2p.relaying import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 from shoal.p2p.reservations import (
     DOUBTED_SECONDS,
     FIRST_PAUSE_SECONDS,
@@ -102,7 +102,7 @@ async def test_a_relay_that_breaks_the_protocol_is_left(kind: str, caplog: pytes
         @patient
         async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
             await call.receive(Reserve)
-            await call.send(Reserved(code=Code.OK), b"more")
+            await call.send(Reserved(code=RelayCode.OK), b"more")
             await call.send(Notice())
 
     async with Relayed(kind) as peers:
@@ -122,7 +122,7 @@ async def test_a_newer_reservation_of_the_same_peer_replaces_the_older(kind: str
         guest = await peers.guest()
         guest.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
         answer = await reserve(guest, relay)
-        assert answer.code == Code.OK
+        assert answer.code == RelayCode.OK
         assert answer.circuits == 256
         assert answer.rate == 6_250_000.0
         await until(lambda: guest.peer_id not in guest.reservations.held)
@@ -135,7 +135,7 @@ def test_who_is_no_relay_is_not_asked_again() -> None:
             guest = await peers.caller()
             introduce(guest, stranger)
             answer = await reserve(guest, stranger)
-            assert answer.code == Code.NOT_A_RELAY
+            assert answer.code == RelayCode.NOT_A_RELAY
             assert not stranger.hello().relay
             guest.reservations.want(True)
             await asyncio.sleep(600)
@@ -174,11 +174,11 @@ def test_pauses_double_from_a_second_to_five_minutes() -> None:
 
         @classmethod
         def handle_name(cls, method: str, namespace: str | None) -> str:
-            return Relay.handle_name(method, namespace)
+            return RelayServer.handle_name(method, namespace)
 
         async def rpc_reserve(self, request: Reserve, context: P2PContext) -> Reserved:
             self.asked_at.append(asyncio.get_running_loop().time())
-            return Reserved(code=Code.BUSY, text="full")
+            return Reserved(code=RelayCode.BUSY, text="full")
 
     async def main() -> list[float]:
         async with Relayed("memory") as peers:
@@ -348,7 +348,7 @@ def test_relays_of_the_table_come_before_those_that_were_heard_of_long_ago() -> 
             guest = await peers.guest([first, second])
             for relay in full:
                 guest.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
-                assert (await reserve(guest, relay)).code == Code.BUSY
+                assert (await reserve(guest, relay)).code == RelayCode.BUSY
             await asyncio.sleep(RECENT_SECONDS + 1.0)
             introduce(guest, second, new)
             await first.shutdown()
@@ -367,13 +367,13 @@ class Silent(ServicerBase):
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
-        return Relay.handle_name(method, namespace)
+        return RelayServer.handle_name(method, namespace)
 
     @patient
     async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
         await call.receive(Reserve)
         self.asked_at.append(asyncio.get_running_loop().time())
-        await call.send(Reserved(code=Code.OK))
+        await call.send(Reserved(code=RelayCode.OK))
         for each in self.says:
             await asyncio.sleep(ALIVE_SECONDS)
             await call.send(each)

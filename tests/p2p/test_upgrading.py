@@ -19,7 +19,7 @@ from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import MAX_PARALLEL_DIALS, SPARE
 from shoal.p2p.transport import Stream
-from shoal.p2p.upgrading import ROOM_FOR_SPARES, UPGRADE_SECONDS, Upgrades
+from shoal.p2p.upgrading import ROOM_FOR_SPARES, UPGRADE_SECONDS, ConnectionUpgrades
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
 from tests.p2p.relays import Relayed, square, tell
@@ -65,7 +65,7 @@ class Caller:
             prepare=self.prepare_circuits,
         )
         self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT], note_broken=self.broken.append)
-        self.upgrades = Upgrades(self)  # type: ignore[arg-type]
+        self.upgrades = ConnectionUpgrades(self)  # type: ignore[arg-type]
 
     async def dial(self, peer: object) -> Connection:
         if self.dial_instead is not None:

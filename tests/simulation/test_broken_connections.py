@@ -13,7 +13,7 @@ from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
-from shoal.averaging.allreduce.sending import Outgoing
+from shoal.averaging.allreduce.sending import OutgoingParts
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.redialling import RESUME_SECONDS, open_again
 from shoal.compression import Float16Compression, Uniform8BitQuantization
@@ -90,13 +90,13 @@ def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
             begun.extend(getattr(traffic, of).begun())
         broken.network.break_connections(broken.host_of(1), broken.host_of(2))
 
-    def repeat(outgoing: Outgoing, gaps, slices) -> None:
+    def repeat(outgoing: OutgoingParts, gaps, slices) -> None:
         repeated.extend(slices)
         repeat_them(outgoing, gaps, slices)
 
     undisturbed = Broken(**settings)
-    repeat_them = Outgoing.repeat
-    monkeypatch.setattr(Outgoing, "repeat", repeat)
+    repeat_them = OutgoingParts.repeat
+    monkeypatch.setattr(OutgoingParts, "repeat", repeat)
     broken = Broken(lambda broken: tasks.append(asyncio.ensure_future(cut_in_a_part(broken))), **settings)
     broken.check_like(undisturbed)
     assert set(begun) <= set(repeated)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.optim.evidence import Evidence
+from shoal.optim.evidence import OpenGuard
 from shoal.optim.members import Members
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
@@ -169,7 +169,7 @@ def test_the_dead_are_not_called_with_each_piece_of_news(seed, caplog):
     run(main(), seed=seed)
 
 
-@pytest.mark.parametrize("guard", [Members, Evidence])
+@pytest.mark.parametrize("guard", [Members, OpenGuard])
 @pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "alive"])
 def test_nobody_is_accused_by_an_old_record_alone(
     seed: int, caplog: pytest.LogCaptureFixture, guard: type[Members], is_dead: bool

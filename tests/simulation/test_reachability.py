@@ -12,7 +12,7 @@ from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTNode
 from shoal.dht.seat import STEP_DOWN_SECONDS
 from shoal.p2p.reachability import Reach, Reachability
-from shoal.p2p.reservations import Reservations
+from shoal.p2p.reservations import RelayClient
 from shoal.testing import Nat, make_averager, run, start_step
 from tests.drills import mostly_drills
 from tests.simulation.routers import Internet
@@ -110,7 +110,7 @@ def test_who_cannot_be_called_takes_part_as_a_client_for_the_time_being() -> Non
 
 
 def test_relays_are_found_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reservations, "note_greeting", lambda *told: None)  # as if that was long ago, and forgotten
+    monkeypatch.setattr(RelayClient, "note_greeting", lambda *told: None)  # as if that was long ago, and forgotten
 
     async def main() -> None:
         internet = Internet()

@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.circuits import Circuits
+from shoal.p2p.circuits import OutgoingCircuits
 from shoal.p2p.transport import Stream
 from shoal.testing import Link
 from tests.drills import mostly_drills
@@ -52,7 +52,7 @@ def test_after_a_break_one_question_to_a_relay_brings_all_connections(monkeypatc
     asked: list[tuple[PeerID, PeerID, int]] = []
     pair: set[PeerID] = set()
 
-    class Counting(Circuits):
+    class Counting(OutgoingCircuits):
         def __init__(self, p2p: P2P) -> None:
             super().__init__(p2p)
             self.peer_id = p2p.peer_id

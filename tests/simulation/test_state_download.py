@@ -10,7 +10,7 @@ import torch
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, Place, Places
+from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
 from shoal.errors import StreamClosedError
 from shoal.p2p import Call, Header, PeerID
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT
@@ -104,7 +104,7 @@ def dawdle(donor: AveragerNode) -> None:
     """From now on it waits before each chunk."""
     send_chunks = donor.state_sharing.send_chunks
 
-    async def send_slowly(call: Call, snapshot: Snapshot, place: Place) -> None:
+    async def send_slowly(call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
         send = call.send
 
         async def send_later(message: Header, *payload: Buffer, end: bool = False) -> None:
@@ -142,7 +142,7 @@ def test_a_donor_of_the_highest_priority_that_does_not_even_describe_its_state_h
         silent = await swarm.add_donor(2.0, priority=1000.0)
         never = asyncio.Event()
 
-        async def say_nothing(call: Call, snapshot: Snapshot, place: Place) -> None:
+        async def say_nothing(call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
             await never.wait()
 
         silent.state_sharing.send_chunks = say_nothing  # type: ignore[method-assign]
@@ -308,7 +308,7 @@ def test_one_peer_has_one_place() -> None:
 
 def test_a_network_gives_one_of_its_places_to_another_one() -> None:
     async def main() -> None:
-        places = Places(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
+        places = UploadSlots(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
         mine = [places.find(PeerID(b"one%d" % number), 0.0) for number in range(MAX_DOWNLOADS)]
         for place in filter(None, mine):
             place.begin(10, 0.0)
@@ -331,7 +331,7 @@ def test_a_network_does_not_lose_all_its_places_for_a_snapshot() -> None:
     """Both copies of the state are in use. Taking one of two places of a network would free neither."""
 
     async def main() -> None:
-        places = Places(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
+        places = UploadSlots(lambda: asyncio.get_running_loop().create_future(), lambda peer: str(peer.to_bytes()[:3]))
         mine = [places.find(PeerID(name), 0.0) for name in (b"one1", b"one2")]
         others = [places.find(PeerID(b"two"), 2 * SNAPSHOT_AGE)]
         for place in filter(None, [*mine, *others]):

@@ -34,7 +34,7 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
 from shoal.errors import ShoalError, SimulationError
-from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, Hold, awaits_newcomers
+from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
@@ -152,7 +152,7 @@ class Trainer:
         self._control: StepControl | None = None
         self.begun: tuple[StepControl | None, torch.Tensor, int] | None = None
         """A round under way, with this peer's own mean gradient and the number of its samples."""
-        self._hold = Hold(asyncio.get_running_loop().time())
+        self._hold = JoinerGrace(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
         self.tracker.board.moves_together = not self.course.group_size
         self.averager = self._make_averager()

@@ -125,7 +125,7 @@ def checked(codec: Relayed, message: SerializedTensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Messages:
+class PartMessages:
     """What members have sent of one part. Those with weight 0 are left out."""
 
     codec: Relayed
@@ -144,7 +144,7 @@ class Messages:
         members: Sequence[int],
         weights: Sequence[float],
         messages: Sequence[torch.Tensor],
-    ) -> Messages:
+    ) -> PartMessages:
         """Collect messages, which are the bytes from :func:`as_bytes`."""
         metadata = TensorMetadata(int(codec.out.compression_type), dtype_name(info.descriptor.dtype), info.size)
         kept = [each for each in zip(members, weights, messages, strict=True) if each[1] > 0]
@@ -187,7 +187,7 @@ def unpack(codec: Relayed, packed: SerializedTensor, own: Callable[[], Buffer]) 
     """The mean of the messages in a payload.
 
     Args:
-        packed: from :meth:`Messages.pack`.
+        packed: from :meth:`PartMessages.pack`.
         own: makes the message that this member has sent.
 
     Raises:
@@ -214,4 +214,4 @@ def unpack(codec: Relayed, packed: SerializedTensor, own: Callable[[], Buffer]) 
             at += length
     if at != len(data):
         raise RuntimeError(f"the messages of {count} members take {at} bytes, got {len(data)}")
-    return Messages(codec, packed.metadata, range(count), [weight for weight, _ in entries], buffers).mean()
+    return PartMessages(codec, packed.metadata, range(count), [weight for weight, _ in entries], buffers).mean()

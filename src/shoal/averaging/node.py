@@ -18,7 +18,7 @@ import torch
 
 from shoal.averaging.allreduce.delivery import stripes_for
 from shoal.averaging.allreduce.receipts import Notary, Receipt
-from shoal.averaging.allreduce.session import AllReduceSettings, GroupSession, Round, RoundIsCommitted, Rounds
+from shoal.averaging.allreduce.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
 from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
@@ -170,7 +170,7 @@ class AveragerNode(ServicerBase):
         """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
         self.next_epoch: Callable[[], int] = lambda: 0
         """Tells the epoch to which the next round leads."""
-        self.rounds = Rounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
+        self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
             tag: Lane(

@@ -70,7 +70,7 @@ def state_directory() -> Path:
     return (Path(chosen) if Path(chosen).is_absolute() else Path.home() / ".local" / "state") / "shoal"
 
 
-class Kept:
+class SavedIdentity:
     """The key and port that are kept under one name.
 
     Args:
@@ -84,7 +84,7 @@ class Kept:
 
     @classmethod
     @contextmanager
-    def under(cls, name: str) -> Iterator[Kept]:
+    def under(cls, name: str) -> Iterator[SavedIdentity]:
         """Lock the key and port of a name for this process.
 
         Raises:
@@ -309,7 +309,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | None:
+def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> SavedIdentity | None:
     """The stored key and port; ``None`` if the peer should have a new address at each start.
 
     A user who asks for any free port does not need a stable address, unless a name is given too.
@@ -324,7 +324,7 @@ def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | Non
             return None
         path = arguments.identity_path
         name = DEFAULT_NAME if path is None else str(Identity.load_or_create(path).peer_id)
-    return stack.enter_context(Kept.under(name))
+    return stack.enter_context(SavedIdentity.under(name))
 
 
 def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
@@ -339,7 +339,7 @@ def _asks_for_any_port(hosts: Sequence[str]) -> bool:
     )
 
 
-def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
+def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
     hosts = _chosen_hosts(arguments) or everywhere()
     port = None
     if kept is not None and _asks_for_any_port(hosts):
@@ -384,7 +384,7 @@ def _whom_it_met(dht: DHT) -> list[str]:
     ]
 
 
-def _what_stays(arguments: argparse.Namespace, kept: Kept | None) -> str:
+def _what_stays(arguments: argparse.Namespace, kept: SavedIdentity | None) -> str:
     if kept is not None:
         return f"Key and port stay the same at the next start: they are kept in {kept.folder}"
     how = "leave out --ephemeral" if arguments.ephemeral else "give a port or a --name"

@@ -18,7 +18,7 @@ from shoal.p2p.badges import ROLES_BY_NAME, RevocationList, name_of
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.membership import REVOKED_SUFFIX, date
 from shoal.p2p.pasted import read_targets
-from shoal.p2p.revocation import Members, Revocations
+from shoal.p2p.revocation import RevocationExchange, Revocations
 from shoal.p2p.tokens import BADGE, DAY, KINDS, RUN, Token, given_token, path_of, read_token, roles_named, write_token
 from shoal.reactor import Portal
 
@@ -228,8 +228,8 @@ async def _spread(given: str | os.PathLike[str], run: Identity, keys: Sequence[b
         peer = named or p2p.met[place]
         assert p2p.members is not None
         assert p2p.membership is not None
-        handle = Members.handle_name("rpc_revocations", None)
-        theirs = await p2p.call(peer, handle, Revocations(), Revocations, timeout=10, roles=Members.roles)
+        handle = RevocationExchange.handle_name("rpc_revocations", None)
+        theirs = await p2p.call(peer, handle, Revocations(), Revocations, timeout=10, roles=RevocationExchange.roles)
         p2p.members.learn(theirs.data, peer)
         news = p2p.membership.revocations
         if keys:
@@ -237,7 +237,7 @@ async def _spread(given: str | os.PathLike[str], run: Identity, keys: Sequence[b
         if news is None:
             raise ValueError("nothing is revoked in this run: give the peer id or key to revoke")
         request = Revocations(news.serial, news.to_bytes())
-        answer = await p2p.call(peer, handle, request, Revocations, timeout=10, roles=Members.roles)
+        answer = await p2p.call(peer, handle, request, Revocations, timeout=10, roles=RevocationExchange.roles)
         if answer.serial < news.serial:
             raise P2PDaemonError(f"peer {peer} has not taken the list: try another one with --via")
         return news

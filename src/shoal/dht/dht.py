@@ -23,7 +23,7 @@ from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
 from shoal.p2p.names import checked_name, default_name
-from shoal.p2p.of_a_daemon import NatOptions
+from shoal.p2p.of_a_daemon import Libp2pOptions
 from shoal.p2p.pasted import line_to_paste, split_addresses, wants_local
 from shoal.reactor import AwaitableFuture, Portal
 
@@ -403,7 +403,7 @@ def _names_of_settings() -> set[str]:
     named = [inspect.signature(taker).parameters.values() for taker in takers]
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     names = {each.name for parameters in named for each in parameters if each.kind not in variable}
-    return (names - {"self"}) | NatOptions.names()
+    return (names - {"self"}) | Libp2pOptions.names()
 
 
 def check_dht(dht: object) -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 GetResult = ValueWithExpiration[Any] | None
 
 
-class Search:
+class KeySearch:
     """One caller's search for one key.
 
     Args:
@@ -123,7 +123,7 @@ class Search:
             return ()
         return numbers_of_entries(self.key_id, self.found.items()).values()
 
-    def adopt(self, other: Search) -> None:
+    def adopt(self, other: KeySearch) -> None:
         """Take over the result of another search for the same key."""
         self.found, self._owns_found = other.found, False
         self.expiration_time, self.source = other.expiration_time, other.source
@@ -161,13 +161,13 @@ class PendingSearches:
     """Lets searches for the same key share the first good result."""
 
     def __init__(self) -> None:
-        self._by_key: dict[DHTID, list[Search]] = {}
+        self._by_key: dict[DHTID, list[KeySearch]] = {}
 
-    def join(self, search: Search) -> None:
+    def join(self, search: KeySearch) -> None:
         """Share results with this search from now on."""
         self._by_key.setdefault(search.key_id, []).append(search)
 
-    def leave(self, search: Search) -> None:
+    def leave(self, search: KeySearch) -> None:
         """Stop sharing with this search."""
         searches = self._by_key.get(search.key_id, [])
         if search in searches:
@@ -175,7 +175,7 @@ class PendingSearches:
         if not searches:
             self._by_key.pop(search.key_id, None)
 
-    def share_result(self, search: Search) -> None:
+    def share_result(self, search: KeySearch) -> None:
         """A search has ended: remove it, and give its result to every search for which that is enough."""
         self.leave(search)
         if search.found is None:
@@ -187,7 +187,7 @@ class PendingSearches:
                 other.finish()
                 self.leave(other)
 
-    def __getitem__(self, key_id: DHTID) -> list[Search]:
+    def __getitem__(self, key_id: DHTID) -> list[KeySearch]:
         return self._by_key.get(key_id, [])
 
     def __len__(self) -> int:
@@ -222,12 +222,12 @@ class Reader:
         is_refresh: bool = False,
         keep_copies: bool = True,
         most_entries: int = 0,
-    ) -> dict[DHTID, Search]:
+    ) -> dict[DHTID, KeySearch]:
         """Begin a search for each key; searches that this node can answer by itself are finished on return."""
         sufficient = get_dht_time() if sufficient_expiration_time is None else sufficient_expiration_time
         validator = self._protocol.record_validator
         how = (sufficient, validator, is_refresh, keep_copies, most_entries)
-        searches = {key_id: Search(key_id, *how) for key_id in key_ids}
+        searches = {key_id: KeySearch(key_id, *how) for key_id in key_ids}
         for search in searches.values():
             if self._config.reuse_get_requests:
                 self.pending.join(search)
@@ -241,7 +241,7 @@ class Reader:
         return searches
 
     async def finish_searches(
-        self, searches: Mapping[DHTID, Search], num_workers: int | None = None, beam_size: int | None = None
+        self, searches: Mapping[DHTID, KeySearch], num_workers: int | None = None, beam_size: int | None = None
     ) -> None:
         """Walk until each search is satisfied or there is nobody left to ask.
 
@@ -296,13 +296,13 @@ class Reader:
         finally:
             self.abandon(unfinished)
 
-    def abandon(self, searches: Mapping[DHTID, Search]) -> None:
+    def abandon(self, searches: Mapping[DHTID, KeySearch]) -> None:
         """Cancel the searches that have not been finished."""
         for search in searches.values():
             self.pending.leave(search)
             search.future.cancel()
 
-    def _end(self, search: Search, nearest: Sequence[DHTID] = (), lookup: Lookup | None = None) -> None:
+    def _end(self, search: KeySearch, nearest: Sequence[DHTID] = (), lookup: Lookup | None = None) -> None:
         """Hand the result to the caller, and keep copies of it where it may be wanted next."""
         if search.finished:  # cancelled, or another search for the same key was faster
             self.pending.leave(search)
@@ -319,16 +319,16 @@ class Reader:
         elif lookup is not None and search.keep_copies and self._is_news(search):
             self._spread_copies(search, nearest, lookup)
 
-    def _plan_refresh(self, search: Search) -> None:
+    def _plan_refresh(self, search: KeySearch) -> None:
         cached_until = self._cached_expiration(search.key_id)
         if cached_until is not None and not search.is_refresh and self._config.cache_refresh_before_expiry:
             self.refresh_queue.schedule_before(search.key_id, cached_until)
 
-    def _is_news(self, search: Search) -> bool:
+    def _is_news(self, search: KeySearch) -> bool:
         present = self._protocol.records.find(search.key_id)
         return present is None or present[1] < search.expiration_time
 
-    def _spread_copies(self, search: Search, nearest: Sequence[DHTID], lookup: Lookup) -> None:
+    def _spread_copies(self, search: KeySearch, nearest: Sequence[DHTID], lookup: Lookup) -> None:
         assert search.found is not None
         records = self._protocol.records
         copy = records.copy_for_others(search.key_id, search.found, search.expiration_time, in_cache=True)

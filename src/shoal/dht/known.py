@@ -44,7 +44,7 @@ def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
     return drawn + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
 
 
-class Known:
+class HaveSet:
     """Tells what an asker has.
 
     Args:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from shoal.clock import DHTExpiration
-from shoal.dht.known import Entry, Known
+from shoal.dht.known import Entry, HaveSet
 from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
 from shoal.dht.records import MAX_ANSWER_BYTES, NOTHING_KNOWN, FindResult, Found, FoundRecord, NewRecord, pack_value
 from shoal.dht.routing import DHTID
@@ -189,7 +189,7 @@ class LocalRecords:
         return FoundRecord(value, expiration_time, neighbors)
 
     def answer(
-        self, key_id: DHTID, nearest: list[int], room: int, known: Known = NOTHING_KNOWN, most: int = 0
+        self, key_id: DHTID, nearest: list[int], room: int, known: HaveSet = NOTHING_KNOWN, most: int = 0
     ) -> FindResult:
         """This node's answer about a key.
 

@@ -12,10 +12,10 @@ import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
-from shoal.dht.known import Known
+from shoal.dht.known import HaveSet
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import Payer
-from shoal.dht.reception import Reception
+from shoal.dht.reception import Connectivity
 from shoal.dht.records import (
     MAX_ANSWER_BYTES,
     MAX_KEYS_PER_FIND,
@@ -35,7 +35,7 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
-from shoal.dht.seat import NO_ANSWER, Seat
+from shoal.dht.seat import NO_ANSWER, ServerMode
 from shoal.dht.storage import Blacklist, DHTLocalStorage
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import (
@@ -99,7 +99,7 @@ class DHTProtocol(ServicerBase):
         self.p2p, self.node_id, self._packed_id = p2p, node_id, node_id.to_bytes()
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
         """Peers that walks skip for a while."""
-        self.reception = Reception()
+        self.reception = Connectivity()
         self.came_back = asyncio.Event()
         """Set when a suspect has given a sign of life: it may know more nodes."""
         self.authorizer = authorizer
@@ -119,7 +119,7 @@ class DHTProtocol(ServicerBase):
         # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_shut_down = False
-        self.seat = Seat(self, client_mode=client_mode)
+        self.seat = ServerMode(self, client_mode=client_mode)
 
     @property
     def is_node(self) -> bool:
@@ -477,7 +477,7 @@ class DHTProtocol(ServicerBase):
         results: list[FindResult] = []
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
         count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
-        room, known = MAX_ANSWER_BYTES, Known(request.known)
+        room, known = MAX_ANSWER_BYTES, HaveSet(request.known)
         for key in map(id_of, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
             if known:

@@ -24,7 +24,7 @@ HEARTBEAT_SECONDS = 0.25
 MAX_EXCUSED = 4096
 
 
-class Reception:
+class Connectivity:
     """Which peers have answered this node lately, and which have not."""
 
     def __init__(self) -> None:

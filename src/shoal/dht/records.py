@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from shoal.clock import DHTExpiration
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.known import MAX_KNOWN_BYTES, Entry, Known
+from shoal.dht.known import MAX_KNOWN_BYTES, Entry, HaveSet
 from shoal.dht.routing import DHTID, id_of
 from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
@@ -37,7 +37,7 @@ warn_seldom = Seldom(logger.warning)
 # Approximate maximum size of one store request.
 REQUEST_BYTES = 3 * 2**18
 
-NOTHING_KNOWN = Known(b"")
+NOTHING_KNOWN = HaveSet(b"")
 
 # Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19

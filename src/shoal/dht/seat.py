@@ -39,7 +39,7 @@ SECONDS_BETWEEN_ATTEMPTS = 0.1
 PING_BACK_SHARE = 0.5
 
 
-class Seat:
+class ServerMode:
     """A peer's place in the table.
 
     Args:

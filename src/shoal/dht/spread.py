@@ -121,7 +121,7 @@ class _Reading(NamedTuple):
     as_deep: float
 
 
-class Spread:
+class KeySharding:
     """One owner's place among the keys, and its estimate of their depth.
 
     Args:

@@ -20,7 +20,7 @@ CALLED_AT_ONCE = 8
 SECONDS_BETWEEN_CALLS = 10.0
 
 
-class Acquaintances:
+class RecentPeers:
     """The peers that one tracker has met. All times are DHT times, in seconds."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ def check_on_mismatch(on_mismatch: object) -> str:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownSettings:
     """What this peer knows of the settings of another one."""
 
     digest: bytes
@@ -84,7 +84,7 @@ class Company:
         have not come apart, because they were never together."""
         self.refusing: frozenset[bytes] = frozenset()
         """The strangers that refuse their state, with a reason for the users of both sides."""
-        self._known: dict[bytes, Known] = {}
+        self._known: dict[bytes, KnownSettings] = {}
         self._warned_of = set[bytes]()
         self._alone_since: float | None = None
         # While it is alone: whether the user knows that it waits.
@@ -106,7 +106,7 @@ class Company:
         """
         known = self._known.get(peer)
         if known is None or known.digest != digest:
-            self._note(peer, Known(digest, () if digest == self.digest else None, was_first=was_first))
+            self._note(peer, KnownSettings(digest, () if digest == self.digest else None, was_first=was_first))
 
     def change(self, settings: RunSettings) -> None:
         """This peer has learnt something about itself, such as the names of its parameters."""
@@ -132,9 +132,9 @@ class Company:
         is_urgent = can_average or self.own.differs_in_options(settings)
         refuses = bool(contradiction_of(self.own.declared, settings.declared))
         told = tuple(self.own.differences(settings))
-        self._note(peer, Known(digest, told, can_average, is_urgent, was_first, refuses))
+        self._note(peer, KnownSettings(digest, told, can_average, is_urgent, was_first, refuses))
 
-    def _note(self, peer: bytes, known: Known) -> None:
+    def _note(self, peer: bytes, known: KnownSettings) -> None:
         self._known.pop(peer, None)
         self._warned_of.discard(peer)
         while len(self._known) >= MAX_PEERS:
@@ -198,7 +198,7 @@ class Company:
         elif not is_urgent and (is_settled or now - self._alone_since >= SETTLING):
             self._tell_of_waiting(side)
 
-    def _tell_of_waiting(self, side: dict[bytes, Known]) -> None:
+    def _tell_of_waiting(self, side: dict[bytes, KnownSettings]) -> None:
         if self._has_told_of_waiting:
             return
         self._has_told_of_waiting = True
@@ -210,7 +210,7 @@ class Company:
             _joined(known.differences or ()),
         )
 
-    def _warn_of_strangers(self, known: dict[bytes, Known]) -> None:
+    def _warn_of_strangers(self, known: dict[bytes, KnownSettings]) -> None:
         """Also of those that have stopped by now, so that the users of both sides know."""
         for peer, each in known.items():
             if each.differences and peer not in self._warned_of:
@@ -224,7 +224,7 @@ class Company:
                     about=shown,
                 )
 
-    def _stop(self, side: dict[bytes, Known], seconds: float) -> None:
+    def _stop(self, side: dict[bytes, KnownSettings], seconds: float) -> None:
         peers, differences = list(side), list(next(iter(side.values())).differences or ())
         names = [str(PeerID(peer)) for peer in peers]
         shown = ", ".join(map(_name, peers[:PEERS_SHOWN]))

@@ -35,7 +35,7 @@ _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @dataclass
-class Remainder:
+class OtherTensors:
     """The tensors of a model that the optimizer does not have, with their names. Buffers that are not floating point
     are left out, such as counters and masks."""
 
@@ -54,7 +54,7 @@ class Remainder:
         model: torch.nn.Module | None,
         parameters: Sequence[torch.Tensor],
         extra_tensors: Sequence[torch.Tensor],
-    ) -> Remainder:
+    ) -> OtherTensors:
         """Find the tensors of the model that are neither parameters of the optimizer nor extra tensors.
 
         Args:
@@ -78,7 +78,7 @@ class Remainder:
         return found
 
     @classmethod
-    def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> Remainder:
+    def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> OtherTensors:
         """The tensors of these models, without the known ones."""
         found, seen = cls(), {id(tensor) for tensor in known}
         for model in models:
@@ -210,7 +210,7 @@ _TENSOR_ADVICE = {
 _NAMES = {"trained": "parameters", "frozen": "frozen parameters", "buffers": "buffers"}
 
 
-class PeerComparison:
+class ConsistencyCheck:
     """Compares this peer's learning rates and tensors with the descriptions of others.
 
     Args:
@@ -219,7 +219,7 @@ class PeerComparison:
         compares_rates: whether to compare learning rates; not with local updates, where peers go at their own pace.
     """
 
-    def __init__(self, state_averager: TrainingStateAverager, remainder: Remainder, compares_rates: bool) -> None:
+    def __init__(self, state_averager: TrainingStateAverager, remainder: OtherTensors, compares_rates: bool) -> None:
         self._state_averager, self._compares_rates = state_averager, compares_rates
         every: dict[str, Named] = {name: getattr(remainder, name) for name in _NAMES}
         # A process alone cannot read tensors that several share. What is not described is not compared.

@@ -12,7 +12,7 @@ _MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class Deeds:
+class ContributionHistory:
     """What a peer has brought to rounds."""
 
     weight: float

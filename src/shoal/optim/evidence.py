@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from shoal.averaging.majorities import PEERS_PER_LIAR, cut_to_others, largest_but_for_liars, votes_by_host
 from shoal.clock import get_dht_time
 from shoal.logs import Seldom, counted
-from shoal.optim.deeds import Deeds, remember
+from shoal.optim.deeds import ContributionHistory, remember
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.members import ROUNDS_TO_LOSE_TRUST, SHARE_WASTED, Members
 from shoal.optim.pace import LEAST_SECONDS
@@ -62,7 +62,7 @@ _MOST_AT_FIRST = 8
 _ROUNDS_OF_TESTIMONY = 8
 
 
-class Evidence(Members):
+class OpenGuard(Members):
     """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
 
     Args:
@@ -73,16 +73,16 @@ class Evidence(Members):
 
     def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable], now: float) -> None:
         super().__init__(own, host_of, now)
-        self._deeds: dict[bytes, Deeds] = {}
+        self._deeds: dict[bytes, ContributionHistory] = {}
         # The median of what members brought to the latest round. It stands for peers that this one has not met.
-        self._typical = Deeds(0.0, 1.0)
+        self._typical = ContributionHistory(0.0, 1.0)
         # The epochs of others, at this peer's last round; and who went on without it then, of those that it knew.
         self._seen_at: dict[bytes, int] = {}
         self._went_on: Collection[bytes] = ()
         self.has_receipts = False
         """Whether this peer receives receipts of the rounds of other groups."""
         # The event loop writes it without the owner's lock, so every access is a single look-up or change.
-        self.testimony: dict[bytes, tuple[int, Deeds]] = {}
+        self.testimony: dict[bytes, tuple[int, ContributionHistory]] = {}
         """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
         # How many rounds this peer was in, how long the training for the latest one took, and the most samples that
         # anybody brought, and that anybody claims, without the largest fifth.
@@ -126,9 +126,13 @@ class Evidence(Members):
             self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
             for peer in members:
                 # A peer that brings less once may bring more again, so its weight at most halves.
-                known = self._deeds.pop(peer, Deeds(0.0, seconds))
-                remember(self._deeds, peer, Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
-            self._typical = Deeds(statistics.median(self._deeds[peer].weight for peer in members), seconds)
+                known = self._deeds.pop(peer, ContributionHistory(0.0, seconds))
+                remember(
+                    self._deeds, peer, ContributionHistory(max(samples[peer], known.weight / _GENEROSITY), seconds)
+                )
+            self._typical = ContributionHistory(
+                statistics.median(self._deeds[peer].weight for peer in members), seconds
+            )
         self.note_who_went_on(members, companions or {}, now, own)
 
     def note_who_went_on(
@@ -156,7 +160,7 @@ class Evidence(Members):
         for peer in run:
             # What it brought to its last round with this peer may be little: the end of an epoch would seem far away.
             known = max(self._deeds.pop(peer, self._typical), self._typical, key=lambda deeds: deeds.speed)
-            remember(self._deeds, peer, Deeds(known.weight, known.seconds))
+            remember(self._deeds, peer, ContributionHistory(known.weight, known.seconds))
 
     def _are_more(self, some: Collection[bytes], others: Collection[bytes]) -> bool:
         """Whether some peers have more hosts than others."""
@@ -205,7 +209,9 @@ class Evidence(Members):
         """A peer that this one has met vouches for what others have brought to a round without this peer."""
         for peer, brought in samples.items():
             self.testimony.pop(peer, None)
-            deeds = Deeds(min(brought, self._most_brought), self._seconds)  # capped, because witnesses may lie
+            deeds = ContributionHistory(
+                min(brought, self._most_brought), self._seconds
+            )  # capped, because witnesses may lie
             remember(self.testimony, peer, (self._rounds, deeds))
 
     def is_led_astray(self, leader: bytes, members: Collection[bytes]) -> bool:
@@ -256,7 +262,7 @@ class Evidence(Members):
         """Whether this peer was in a round with another one."""
         return peer in self._deeds
 
-    def _known_deeds(self, peer: bytes) -> Deeds | None:
+    def _known_deeds(self, peer: bytes) -> ContributionHistory | None:
         met, testimony = self._deeds.get(peer), self.testimony.get(peer)
         if testimony is None or testimony[0] < self._rounds - _ROUNDS_OF_TESTIMONY:
             return met
@@ -272,7 +278,7 @@ class Evidence(Members):
         # If no proven peer comes, one that may come is better than nobody.
         return proven if proven and now < max(self._waits_again_at, self._admits_again_at) else peers
 
-    def _deeds_of(self, peer: bytes) -> Deeds | None:
+    def _deeds_of(self, peer: bytes) -> ContributionHistory | None:
         """What a peer has brought to rounds; in several groups, the typical amount stands for a peer not met yet."""
         return self._known_deeds(peer) or (self._typical if self._believes_strangers else None)
 
@@ -440,7 +446,7 @@ def limit_claims(trust: Trust, board: ProgressBoard, *, weighs_samples: bool, tr
         trains_one: all peers train one model.
     """
     evidence = board.guard
-    assert isinstance(evidence, Evidence)
+    assert isinstance(evidence, OpenGuard)
 
     def largest_weight(peer: PeerID) -> float:
         with board.lock:

@@ -30,14 +30,14 @@ from shoal.errors import AveragingError
 from shoal.logs import Seldom
 from shoal.optim.devices import copy_all
 from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
-from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, Hold, awaits_newcomers
+from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.optim.comparison import PeerComparison
+    from shoal.optim.comparison import ConsistencyCheck
     from shoal.optim.grad_averager import GradientAverager
     from shoal.optim.grad_scaler import GradScaler
     from shoal.optim.optimizer_settings import OptimizerSettings
@@ -78,7 +78,7 @@ class GlobalStep:
     grad_averager: GradientAverager | None
     """``None``: the optimizer steps with local gradients, and only parameters are averaged."""
     tracker: ProgressTracker
-    comparison: PeerComparison
+    comparison: ConsistencyCheck
     closing: threading.Event
     """Set when the optimizer shuts down."""
     scheduled_grads: StepControl | None = None
@@ -88,7 +88,7 @@ class GlobalStep:
 
     def __post_init__(self) -> None:
         self.state_averager.on_averaged = self._note_averaged_parameters
-        self._hold, self._tell_seldom = Hold(time.monotonic()), Seldom(logger.info)
+        self._hold, self._tell_seldom = JoinerGrace(time.monotonic()), Seldom(logger.info)
         self._warn_once = Seldom(logger.warning, math.inf)
 
     # --- in advance ---------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def awaits_newcomers(tracker: ProgressTracker, epoch: int, last_epoch: int, newc
     return not tracker.expected_members(until_epoch=last_epoch)
 
 
-class Hold:
+class JoinerGrace:
     """How long a lone peer has waited for newcomers, and whether it has time left to. Times are seconds of any clock.
 
     Args:

@@ -32,7 +32,7 @@ WHOLE = 2**16 - 1
 MAX_LINEAGE_BYTES = 1 + LAST_ROUNDS * ROUND_ID_BYTES + (1 + MAX_PARTINGS) * _PARTING.size
 
 
-class Parting(NamedTuple):
+class ForkPoint(NamedTuple):
     """A round some of whose members have stayed away since."""
 
     round_id: bytes
@@ -42,7 +42,7 @@ class Parting(NamedTuple):
     """The next round, without those members. All peers that went on together have the same one, and no others."""
 
     @classmethod
-    def of(cls, round_id: bytes, share: float, next_id: bytes) -> Parting:
+    def of(cls, round_id: bytes, share: float, next_id: bytes) -> ForkPoint:
         """Args: the share of the weight that is still here, from 0 to 1."""
         return cls(round_id, round(max(0.0, min(1.0, share)) * WHOLE), next_id)
 
@@ -52,7 +52,7 @@ class Lineage:
     """The rounds behind a peer's parameters, the oldest first. A newcomer without a state has none."""
 
     rounds: tuple[bytes, ...] = ()
-    partings: tuple[Parting, ...] = ()
+    partings: tuple[ForkPoint, ...] = ()
 
     def pack(self) -> bytes:
         """Encode it in few bytes, for the records of progress."""
@@ -75,7 +75,7 @@ class Lineage:
         if not 1 <= count <= LAST_ROUNDS or not is_whole:
             raise ValueError(f"{len(packed)} bytes are no list of rounds")
         rounds = tuple(packed[start : start + ROUND_ID_BYTES] for start in range(1, end, ROUND_ID_BYTES))
-        return cls(rounds, tuple(Parting(*fields) for fields in _PARTING.iter_unpack(packed[end:])))
+        return cls(rounds, tuple(ForkPoint(*fields) for fields in _PARTING.iter_unpack(packed[end:])))
 
 
 # Seconds for which a round is kept while some of its members stay away.
@@ -181,7 +181,7 @@ class RoundHistory:
     def _append(self, round_id: bytes, others: frozenset[bytes]) -> None:
         # The first round of all. Runs that began apart differ in what follows the beginning.
         if not self._last and not self._inherited:
-            self._inherited = (Parting(BEGINNING, 0, round_id),)
+            self._inherited = (ForkPoint(BEGINNING, 0, round_id),)
         if self.past and self.past[-1].next_id is None:
             self.past[-1].next_id = round_id
         self._last.append(round_id)
@@ -213,7 +213,7 @@ class RoundHistory:
         here, absent = self._here(), self._absent()
         parted = [past for past in self._parted(absent, now) if past.next_id is not None][-MAX_PARTINGS:]
         parted.sort(key=lambda past: past.number)
-        own = [Parting.of(past.round_id, past.share_of(here), past.next_id or b"") for past in parted]
+        own = [ForkPoint.of(past.round_id, past.share_of(here), past.next_id or b"") for past in parted]
         # The beginning is always told: runs that never met have nothing else in common.
         beginning = [parting for parting in self._inherited if parting.round_id == BEGINNING]
         others = [parting for parting in self._inherited if parting.round_id != BEGINNING]

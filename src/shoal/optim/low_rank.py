@@ -176,7 +176,7 @@ def first_basis(name: str, columns: int, rank: int, dtype: torch.dtype) -> torch
 # --- statements before a round ----------------------------------------------------------------------------------------
 
 
-class Statement(NamedTuple):
+class LowRankStatement(NamedTuple):
     """A member's statement about its state before a round."""
 
     for_user: bytes
@@ -189,7 +189,7 @@ class Statement(NamedTuple):
     """Hash of its state; empty if it has not been computed."""
 
     @classmethod
-    def parse(cls, blob: bytes) -> Statement:
+    def parse(cls, blob: bytes) -> LowRankStatement:
         """Read another member's statement; one that makes no sense counts as that of a member without a state."""
         try:
             value = MSGPackSerializer.loads(blob)
@@ -223,7 +223,7 @@ class Agreement(NamedTuple):
     """Whether the digests prove that all members have it, bit by bit."""
 
 
-def agree(statements: Sequence[Statement]) -> Agreement:
+def agree(statements: Sequence[LowRankStatement]) -> Agreement:
     """Choose the state of most members, and among several the one with the most rounds behind it.
 
     Rounds are only claimed: whoever claims most must not replace what the others have in common. A state before any

@@ -27,7 +27,7 @@ from shoal.averaging.majorities import votes_by_host
 from shoal.logs import Seldom, counted
 from shoal.optim.deeds import remember
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.pace import EPOCHS_TIMED, Pace
+from shoal.optim.pace import EPOCHS_TIMED, EpochRate
 from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 
@@ -94,7 +94,7 @@ class Members:
         """What each member, this peer included, brought to the latest round with others."""
         self.is_large = False
         """There are more peers than this one can hear of in each epoch."""
-        self.pace = Pace(now)
+        self.pace = EpochRate(now)
         self._counts_itself_until = -math.inf
         # Which peers this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)

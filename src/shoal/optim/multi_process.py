@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.optim.comparison import Remainder
+from shoal.optim.comparison import OtherTensors
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
@@ -127,7 +127,7 @@ class _FirstProcess(Optimizer):
 
     def _find_remainder(
         self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
-    ) -> Remainder:
+    ) -> OtherTensors:
         # Modules do not know the tensors that stand in for parameters that are sharded.
         return super()._find_remainder(model, self._users_parameters, extra)
 

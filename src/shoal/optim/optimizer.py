@@ -21,7 +21,7 @@ from shoal.facade import at_the_door
 from shoal.logs import counted
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.company import Company, check_on_mismatch
-from shoal.optim.comparison import PeerComparison, Remainder
+from shoal.optim.comparison import ConsistencyCheck, OtherTensors
 from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
@@ -256,7 +256,7 @@ class Optimizer(JointOptimizer):
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
         self.state_averager.is_first = self.tracker.is_first
-        self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
+        self._comparison = ConsistencyCheck(self.state_averager, remainder, not settings.use_local_updates)
         self.global_step = GlobalStep(
             settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
         )
@@ -338,8 +338,8 @@ class Optimizer(JointOptimizer):
 
     def _find_remainder(
         self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
-    ) -> Remainder:
-        return Remainder.find(model, parameters, extra)
+    ) -> OtherTensors:
+        return OtherTensors.find(model, parameters, extra)
 
     def _begin(self) -> None:
         """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""

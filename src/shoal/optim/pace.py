@@ -18,7 +18,7 @@ _GENEROSITY = 2.0
 LEAST_SECONDS = 1e-3
 
 
-class Pace:
+class EpochRate:
     """The pace of the run, as one peer has seen it.
 
     Args:

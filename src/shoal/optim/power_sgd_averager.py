@@ -28,7 +28,7 @@ from shoal.optim.low_rank import (
     MAX_ROUNDS,
     Agreement,
     LowRankState,
-    Statement,
+    LowRankStatement,
     after_round,
     agree,
     first_basis,
@@ -179,11 +179,11 @@ class LowRankAverager(GradientAverager):
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
         for_user = self.serializer.dumps(kwargs.pop("gather", None))
         state = self._state
-        statement = Statement(for_user, state.made_by, state.rounds, state.digest)
+        statement = LowRankStatement(for_user, state.made_by, state.rounds, state.digest)
         if self.mode is AveragingMode.AUX:
-            statement = Statement(for_user, None, 0, b"")
+            statement = LowRankStatement(for_user, None, 0, b"")
         elif not self.is_ready_to_schedule:
-            statement = Statement(for_user, None, state.rounds + 1, b"")
+            statement = LowRankStatement(for_user, None, state.rounds + 1, b"")
         return super().schedule_step(scheduled_time, gather=statement.packed(), **kwargs)
 
     schedule_step.__doc__ = GradientAverager.schedule_step.__doc__
@@ -205,7 +205,7 @@ class LowRankAverager(GradientAverager):
     ) -> None:
         """Average in two phases; if the members' states differ, a phase that makes them equal comes first."""
         state = self._state
-        statements = [Statement.parse(blob) for blob in session.group.gathered]
+        statements = [LowRankStatement.parse(blob) for blob in session.group.gathered]
         session.show_gathered([statement.for_user for statement in statements])
         await session.check_values(tensors, infos)
         agreement = agree(statements)

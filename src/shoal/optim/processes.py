@@ -33,7 +33,7 @@ class Command(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Word:
+class ProcessMessage:
     """A message of the first process to the others. It holds only numbers, so it can travel as one small tensor."""
 
     command: int
@@ -133,7 +133,7 @@ class Processes:
             dist.all_gather(told, own, group=self._control)
         return [each.tolist() for each in told]
 
-    def tell(self, word: Word) -> None:
+    def tell(self, word: ProcessMessage) -> None:
         """Send a word from the first process to all others."""
         self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64, device="cpu"))
 
@@ -147,7 +147,7 @@ class Processes:
         Returns:
             The error to raise.
         """
-        self.tell(Word(Command.GIVE_UP, culprit=culprit))
+        self.tell(ProcessMessage(Command.GIVE_UP, culprit=culprit))
         return self._learn_reason(culprit, error)
 
     def _learn_reason(self, culprit: int, error: BaseException | None) -> BaseException:
@@ -162,7 +162,7 @@ class Processes:
         who = "the first process" if culprit == 0 else f"process {culprit} of {self.size}"
         return ProcessGroupError(f"{who} of this peer has failed: {text.decode(errors='replace')}")
 
-    def hear(self, error: Exception | None = None) -> Word:
+    def hear(self, error: Exception | None = None) -> ProcessMessage:
         """Wait for the first process' word.
 
         Args:
@@ -172,12 +172,12 @@ class Processes:
             ProcessGroupError: another process has failed, or the first one has ended.
             Exception: ``error``, if it is given.
         """
-        numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64, device="cpu")
+        numbers = torch.zeros(len(astuple(ProcessMessage(0))), dtype=torch.float64, device="cpu")
         self._broadcast(numbers)
         command, unit, forgets, sends, epoch, position, global_epoch, peers, speed, culprit = numbers.tolist()
         if command == Command.GIVE_UP:
             raise self._learn_reason(int(culprit), error)
-        return Word(
+        return ProcessMessage(
             *(int(command), int(unit), bool(forgets), bool(sends)),
             *(int(epoch), int(position), int(global_epoch), int(peers), speed),
         )

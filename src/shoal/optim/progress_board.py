@@ -25,7 +25,7 @@ from shoal.optim.progress import (
     make_room,
     summarize,
 )
-from shoal.optim.sides import Kinship, Verdict
+from shoal.optim.sides import ForkChoice, ForkTracker
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
@@ -84,7 +84,7 @@ class ProgressBoard:
         """The watchers. They are called, without the lock, after a change that somebody may wait for."""
         self.tell_change: Callable[[], object] = self.call_watchers
         """Called after news from others. It calls the watchers, at once or a little later for several news together."""
-        self.kinship = Kinship(peer_id, host_of)
+        self.kinship = ForkTracker(peer_id, host_of)
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
@@ -552,12 +552,12 @@ class ProgressBoard:
 
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
-    def verdict(self, now: float) -> Verdict:
+    def verdict(self, now: float) -> ForkChoice:
         """Which side of the run goes on, if it was split."""
         with self.lock:
             return self._settled(now)
 
-    def _settled(self, now: float) -> Verdict:
+    def _settled(self, now: float) -> ForkChoice:
         foreign = self.foreign()
         if foreign != self._foreign_before:
             self._foreign_before, self.kinship.changed = foreign, True

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from shoal.clock import get_dht_time
-from shoal.dht.spread import TOO_MANY, Spread, key_at
+from shoal.dht.spread import TOO_MANY, KeySharding, key_at
 from shoal.dht.validation import is_short_lived
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
 from shoal.logs import Seldom
-from shoal.optim.acquaintances import Acquaintances
+from shoal.optim.acquaintances import RecentPeers
 from shoal.optim.company import Company
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
@@ -127,7 +127,7 @@ class ProgressExchange(ServicerBase):
         self._owner_tag, self._endorsement = owner_tag, endorsement
         self._peers_by_tag: dict[Any, bytes] = {}
         self.key, self._run = f"{prefix}_progress", f"run {prefix!r}"
-        self.spread = Spread(owner_tag)
+        self.spread = KeySharding(owner_tag)
         """Under which keys this peer's record stands: in a large swarm the records are spread over several."""
         self._written_until: dict[str, float] = {}  # when this peer's record under each key expires
         self._moves = 0  # readings in a row that are repeated soon
@@ -150,7 +150,7 @@ class ProgressExchange(ServicerBase):
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
         self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
-        self.acquaintances = Acquaintances()
+        self.acquaintances = RecentPeers()
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)
 

@@ -10,7 +10,7 @@ from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from shoal.optim.lineage import MAX_LINEAGE_BYTES
 from shoal.optim.progress import LocalTrainingProgress, Speed
 from shoal.optim.run_settings import DIGEST_BYTES
-from shoal.optim.vouching import Word
+from shoal.optim.vouching import ReceiptsMessage
 from shoal.p2p import Header, PeerID
 from shoal.p2p.transport import Count, Moment
 
@@ -31,7 +31,7 @@ class ProgressMessage(Header, array_like=True):
     leaving: bool = False
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
     """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
-    receipts: Word | None = None
+    receipts: ReceiptsMessage | None = None
     """In runs of several groups: proofs that peers were in rounds."""
     is_donor: bool = False
     """The sender only has a state for others, and comes to no round."""

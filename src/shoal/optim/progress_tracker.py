@@ -36,7 +36,7 @@ from shoal.optim.progress import (
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.run_list import RunList
-from shoal.optim.sides import Verdict, weights_of
+from shoal.optim.sides import ForkChoice, weights_of
 from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
@@ -87,9 +87,9 @@ def make_guard(guard: str) -> type[Members]:
     """What decides how far others are believed, by the name of the option."""
     if guard == "members":
         return Members
-    from shoal.optim.evidence import Evidence  # most runs need none of its rules
+    from shoal.optim.evidence import OpenGuard  # most runs need none of its rules
 
-    return Evidence
+    return OpenGuard
 
 
 class ProgressTracker(Facade):
@@ -466,9 +466,9 @@ class ProgressTracker(Facade):
         node, board = (grads or state).node, self.board
         if self.guard == "members":
             return
-        from shoal.optim.evidence import Evidence
+        from shoal.optim.evidence import OpenGuard
 
-        assert isinstance(board.guard, Evidence)
+        assert isinstance(board.guard, OpenGuard)
         board.guard.has_receipts = True
         self._vouching = Vouching(
             self.dht.peer_id.to_bytes(),
@@ -518,7 +518,7 @@ class ProgressTracker(Facade):
         self.board.kinship.adopt(lineage, epoch, get_dht_time())
 
     @property
-    def gives_way_to(self) -> Verdict | None:
+    def gives_way_to(self) -> ForkChoice | None:
         """The verdict whose winners' state this peer must take over; ``None`` if it is not on a losing side."""
         verdict = self.board.verdict(get_dht_time())
         return verdict if self.dht.peer_id.to_bytes() in verdict.losers else None

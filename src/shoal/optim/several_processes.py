@@ -11,12 +11,12 @@ import torch
 
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.facade import Facade
-from shoal.optim.comparison import Remainder
+from shoal.optim.comparison import OtherTensors
 from shoal.optim.devices import is_dtensor
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.joint_optimizer import uncompiled
-from shoal.optim.processes import Command, Processes, Word
+from shoal.optim.processes import Command, Processes, ProcessMessage
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import catch_up
 from shoal.optim.shards import Shards, check_sharded
@@ -65,7 +65,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         main = self._parameters = self._main_parameters(optimizer, params)
         self._processes = Processes(process_group, main[0].device)
         model = options.get("model")
-        remainder = Remainder() if model is None else Remainder.find(model, main, extra_tensors)
+        remainder = OtherTensors() if model is None else OtherTensors.find(model, main, extra_tensors)
         is_sharded = any(map(is_dtensor, main))
         if not self._processes.agree_on([len(main), sum(p.numel() for p in main), is_sharded]):
             raise ValueError("the processes of this peer train models of different sizes")
@@ -84,7 +84,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         # Identifies the version of these tensors that the others have.
         self._known: object = None
         self._has_told_of_sizes = False
-        self.news = Word(Command.CARRY_ON)
+        self.news = ProcessMessage(Command.CARRY_ON)
         """The last word of the first process; the same in all processes."""
         self._is_shut_down = False
         self.swarm: Any = None
@@ -242,7 +242,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
 
     def _fetch_gradients(self) -> None:
         """Called in the first process: sum the gradients of all processes here."""
-        self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
+        self._processes.tell(ProcessMessage(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
         if self._shards is None:
             marks = self._accumulator.marks()
             self._processes.sum_at_first([*self._accumulator.buffers, marks])
@@ -279,7 +279,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             raise
         followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
         tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [tensor._version for tensor in followed])
-        self.news = Word(
+        self.news = ProcessMessage(
             Command.CARRY_ON,
             forgets_gradients=self._accumulator.samples == 0,
             sends_parameters=state != self._known,

@@ -30,7 +30,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from shoal.averaging import RoundResult
-from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, WHOLE, Lineage, Parting, RoundHistory
+from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, WHOLE, ForkPoint, Lineage, RoundHistory
 from shoal.optim.progress import Companion, LocalTrainingProgress
 
 # A single step of its own may just be a round that failed.
@@ -46,7 +46,7 @@ _PAUSE_PER_PAIR = 1e-4
 _FEW_VARIANTS = 8
 
 
-class Standing(NamedTuple):
+class PeerStanding(NamedTuple):
     """What is known of one peer."""
 
     peer: bytes
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ForkChoice:
     """Which peers go on and which give way. Peers in neither set are newcomers, or have fallen behind."""
 
     winners: frozenset[bytes] = frozenset()
@@ -122,16 +122,16 @@ class _Side:
         self.partings = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.partings)]
         """The partings of all its peers, the latest ones of each first."""
 
-    def parting(self, round_id: bytes) -> Parting:
+    def parting(self, round_id: bytes) -> ForkPoint:
         """What the side says about a round. Its peers may differ: the greatest share and the smallest next id count."""
         same = [parting for parting in self.partings if parting.round_id == round_id]
-        return Parting(round_id, max(p.kept for p in same), min(p.next_id for p in same))
+        return ForkPoint(round_id, max(p.kept for p in same), min(p.next_id for p in same))
 
 
 def settle(
-    standings: Iterable[Standing],
+    standings: Iterable[PeerStanding],
     host_of: Callable[[bytes], Hashable] = bytes,
-) -> Verdict:
+) -> ForkChoice:
     """Find the sides of a run, and the one that goes on.
 
     Args:
@@ -143,7 +143,7 @@ def settle(
     """
     sides = _sides(_variants(standings, host_of), host_of)
     if len(sides) < 2:
-        return Verdict()
+        return ForkChoice()
     # If nobody can give its state, one side must be chosen all the same.
     able = [side for side in sides if side.can_give] or sides
     winner = able[0]
@@ -152,14 +152,14 @@ def settle(
     others = [side for side in sides if side is not winner]
     losers = frozenset(peer for side in others for peer in side.peers)
     common = _last_common_round(winner, others[0]) or BEGINNING
-    return Verdict(frozenset(winner.peers), losers, winner.epoch, common)
+    return ForkChoice(frozenset(winner.peers), losers, winner.epoch, common)
 
 
 def _order(variant: _Variant) -> bytes:
     return min(variant.peers)
 
 
-def _variants(standings: Iterable[Standing], host_of: Callable[[bytes], Hashable]) -> list[_Variant]:
+def _variants(standings: Iterable[PeerStanding], host_of: Callable[[bytes], Hashable]) -> list[_Variant]:
     found: dict[tuple[int, Lineage], _Variant] = {}
     for peer, epoch, lineage, can_give in standings:
         if lineage.rounds:  # newcomers, which have none, are on no side
@@ -245,7 +245,7 @@ def _last_common_round(one: _Side, other: _Side) -> bytes | None:
     return next((round_id for round_id in shared if round_id != BEGINNING), BEGINNING if shared else None)
 
 
-class Kinship:
+class ForkTracker:
     """This peer's rounds, and how they compare with those of others. Safe to use from any thread.
 
     Args:
@@ -258,7 +258,7 @@ class Kinship:
         self._lock = threading.Lock()
         # ``None``: rounds are not compared, as in runs of several groups, where most peers share none.
         self._history: RoundHistory | None = None
-        self._verdict = Verdict()
+        self._verdict = ForkChoice()
         self.changed = False
         """Whether there was news since the last verdict that may change it: to settle is too slow for every look."""
         # When the last verdict was found, and for how many seconds it holds whatever others say.
@@ -331,7 +331,7 @@ class Kinship:
 
     # --- others -------------------------------------------------------------------------------------------------------
 
-    def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
+    def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> ForkChoice:
         """Which side goes on, if the run was split."""
         with self._lock:
             if self.changed and (own.epoch != self._own_epoch or not 0 <= now - self._settled_at < self._pause):
@@ -339,18 +339,18 @@ class Kinship:
                 self._settled_at, self._own_epoch = now, own.epoch
             return self._verdict
 
-    def _settle(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
+    def _settle(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> ForkChoice:
         if self._history is None:
-            return Verdict()
+            return ForkChoice()
         lineage, mates, met_at = self._history.lineage(now), self._history.mates, self._history.met_at
-        standings = [Standing(self._own, own.epoch, lineage, not own.client_mode)]
+        standings = [PeerStanding(self._own, own.epoch, lineage, not own.client_mode)]
         for peer, companion in companions.items():
             if companion.is_reachable(now):
                 record, told = companion.record, companion.lineage
                 # What a mate told before the common round is out of date: it has this peer's rounds now.
                 if peer in mates and companion.lineage_time < met_at:
                     told = Lineage(lineage.rounds, told.partings)
-                standings.append(Standing(peer, record.epoch, told, not record.client_mode))
+                standings.append(PeerStanding(peer, record.epoch, told, not record.client_mode))
         variants = len({(standing.epoch, standing.lineage) for standing in standings})
         self._pause = 0.0 if variants <= _FEW_VARIANTS else _PAUSE_PER_PAIR * min(variants, MAX_VARIANTS) ** 2
         return settle(standings, self._host_of)

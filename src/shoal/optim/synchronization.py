@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.logs import words_of
 from shoal.optim.epochs import usual_lag
 from shoal.optim.lineage import Lineage
-from shoal.optim.sides import Verdict
+from shoal.optim.sides import ForkChoice
 
 if TYPE_CHECKING:
     from shoal.optim.global_step import GlobalStep
@@ -259,7 +259,7 @@ class Synchronization:
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
-    def _give_way_to(self, other_side: Verdict, options: Mapping[str, Any]) -> bool:
+    def _give_way_to(self, other_side: ForkChoice, options: Mapping[str, Any]) -> bool:
         """Take over the state of the winning side, even if it is at an earlier epoch."""
         self._tell_what_is_lost(other_side)
         averager, pause = self._state_averager, FIRST_LOAD_PAUSE
@@ -280,7 +280,7 @@ class Synchronization:
                 averager.allow_state_sharing = True
         return False
 
-    def _tell_what_is_lost(self, other_side: Verdict) -> None:
+    def _tell_what_is_lost(self, other_side: ForkChoice) -> None:
         if self._has_told_what_is_lost:
             return
         self._has_told_what_is_lost = True

@@ -34,7 +34,7 @@ from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.p2p.transport import Count
 
 if TYPE_CHECKING:
-    from shoal.optim.evidence import Evidence
+    from shoal.optim.evidence import OpenGuard
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Shown(msgspec.Struct, array_like=True):
     """Signatures of members, by the position of the member in the receipt."""
 
 
-class Word(msgspec.Struct, array_like=True):
+class ReceiptsMessage(msgspec.Struct, array_like=True):
     """The part of a tracker's call that is about receipts."""
 
     digest: Digest = b""
@@ -95,7 +95,7 @@ class Vouching:
         own: bytes,
         run: str,
         sign: Callable[[bytes], bytes],
-        evidence: Evidence,
+        evidence: OpenGuard,
         epoch: Callable[[], int],
         largest_group: int,
         now: Callable[[], float],
@@ -137,9 +137,9 @@ class Vouching:
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
-    def word_for(self, peer: bytes) -> Word | None:
+    def word_for(self, peer: bytes) -> ReceiptsMessage | None:
         """What to tell a peer about receipts in the next call. It is not told twice, so the call must be made."""
-        word = Word(asks=self._question_to(peer))
+        word = ReceiptsMessage(asks=self._question_to(peer))
         receipt = self._receipt
         if receipt is not None and peer in receipt.members:
             if peer not in self._sealed_for:
@@ -151,7 +151,7 @@ class Vouching:
                 self._shown_to.add(peer)
                 word.shown = Shown(receipt, self._known_seals(receipt))
         self._asked_by.pop(peer, None)
-        return word if word != Word() else None
+        return word if word != ReceiptsMessage() else None
 
     def _question_to(self, peer: bytes) -> bytes:
         offer = self._offers.pop(peer, b"")
@@ -166,7 +166,7 @@ class Vouching:
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def hear(self, peer: bytes, word: Word) -> bool:
+    def hear(self, peer: bytes, word: ReceiptsMessage) -> bool:
         """Take in what a peer says about receipts; returns whether to call it back with an answer or a question."""
         if word.seal and self._receipt is not None and word.digest == self._digest:
             if peer in self._receipt.members:

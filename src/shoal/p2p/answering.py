@@ -49,7 +49,7 @@ class _Answer:
     connections: int
 
 
-class Answering:
+class IncomingCircuits:
     """Answers what relays announce.
 
     Args:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from shoal.logs import Seldom
-from shoal.metrics import Deeds, Demands, Metrics
+from shoal.metrics import Demands, Metrics, PeerHistory
 from shoal.p2p.identity import PeerID
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Trial:
 class _Known:
     """One peer."""
 
-    deeds: Deeds
+    deeds: PeerHistory
     seen_at: float
     reduces: _Trial = field(default_factory=_Trial)
     leads: _Trial = field(default_factory=_Trial)
@@ -80,7 +80,7 @@ class _Known:
     """Its averages have not come to a group in which others could lead, and would have asked less of it."""
 
 
-class Behaviour:
+class PeerScores:
     """The memory of one peer. Lives in its event loop.
 
     Args:
@@ -102,7 +102,7 @@ class Behaviour:
     def _see(self, peer: PeerID) -> _Known:
         """The entry of a peer, decayed to the present and marked as just seen."""
         now = self._now()
-        known = self._known.pop(peer, None) or _Known(self._metrics.peers.setdefault(str(peer), Deeds()), now)
+        known = self._known.pop(peer, None) or _Known(self._metrics.peers.setdefault(str(peer), PeerHistory()), now)
         known.deeds.decay(0.5 ** ((now - known.seen_at) / HALF_LIFE))
         known.seen_at = now
         self._known[peer] = known

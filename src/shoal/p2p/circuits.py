@@ -32,8 +32,8 @@ from shoal.p2p.dialler import CIRCUIT_SECONDS, DIRECT_ONLY
 from shoal.p2p.identity import PeerID, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import SPARE
-from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Code, Connect, Connected, Reach
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Connect, Connected, Reach, RelayCode
+from shoal.p2p.relaying import RelayServer
 from shoal.p2p.transport import Stream
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ PATIENCE = 0.75
 """The same as a share of the time that everything before has taken: on busy machines both take longer."""
 
 
-class Circuits:
+class OutgoingCircuits:
     """Dials through relays.
 
     Args:
@@ -141,14 +141,14 @@ class Circuits:
         else:
             self._p2p.add_addresses(relay, [place])
             answer = await self.call_relay(relay, "rpc_connect", request)
-        if answer.code in (Code.NO_RESERVATION, Code.NOT_A_RELAY):
+        if answer.code in (RelayCode.NO_RESERVATION, RelayCode.NOT_A_RELAY):
             raise NoReservationError(
                 f"relay {relay} holds no reservation of peer {target}: it has left, or has other relays now, which are "
                 "looked up by themselves"
             )
-        if answer.code == Code.BUSY:
+        if answer.code == RelayCode.BUSY:
             raise NoRoomError(f"relay {relay} has no room: {quoted(answer.text)}. Run 'shoal dht' on a public machine")
-        if answer.code != Code.OK or not (answer.cookies or request.reverse_cookies):
+        if answer.code != RelayCode.OK or not (answer.cookies or request.reverse_cookies):
             raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(answer.text)}")
         return answer
 
@@ -162,7 +162,7 @@ class Circuits:
         before = DIRECT_ONLY.get()
         DIRECT_ONLY.set(True)
         try:
-            handle = Relay.handle_name(method, None)
+            handle = RelayServer.handle_name(method, None)
             if self._p2p.pool.count_of(relay):
                 try:
                     return await self._p2p.call(relay, handle, request, Connected, ANSWER_SECONDS, roles=ANY_ROLE)

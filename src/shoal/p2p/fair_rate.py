@@ -29,20 +29,20 @@ class FairRate:
 
     def __init__(self, rate: float | None, now: Callable[[], float], count: Callable[[int], object]) -> None:
         self.rate, self.now, self.count = rate, now, count
-        self.in_debt: dict[Share, None] = {}
+        self.in_debt: dict[RateShare, None] = {}
         """Those that have not paid yet."""
         self._paid = 0.0
         self._paid_at = now()
 
-    def share(self, is_known: Callable[[], bool] = lambda: True) -> Share:
+    def share(self, is_known: Callable[[], bool] = lambda: True) -> RateShare:
         """A share for somebody new.
 
         Args:
             is_known: whether it belongs to peers that are no strangers, at this moment.
         """
-        return Share(self, is_known)
+        return RateShare(self, is_known)
 
-    def weight_of(self, share: Share) -> float:
+    def weight_of(self, share: RateShare) -> float:
         """How much a share counts among those in debt; 1 unless there are more strangers than others."""
         if share.is_known():
             return 1.0
@@ -71,7 +71,7 @@ class FairRate:
         return self._paid
 
 
-class Share(Throttle):
+class RateShare(Throttle):
     """What one of those who share a rate has taken."""
 
     def __init__(self, whole: FairRate, is_known: Callable[[], bool]) -> None:

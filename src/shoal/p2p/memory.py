@@ -17,8 +17,8 @@ from shoal.p2p.membership import judge_listener
 from shoal.p2p.memory_sessions import (
     Expectations,
     MemorySession,
+    MemorySplice,
     PunchPort,
-    Splice,
     meet_dialler,
     prove_on_pipe,
 )
@@ -224,7 +224,7 @@ class MemoryTransport(Transport):
         return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
 
     async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
-        await Splice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
+        await MemorySplice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
 
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
         end = _end_of(session)

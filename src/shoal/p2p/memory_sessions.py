@@ -168,7 +168,7 @@ async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership 
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
-class Splice:
+class MemorySplice:
     """Copies bytes between two pipes, both ways."""
 
     def __init__(self, first: PipeEnd, second: PipeEnd, throttle: Throttle, idle_seconds: float) -> None:

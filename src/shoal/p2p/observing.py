@@ -18,7 +18,7 @@ from shoal.p2p.frames import receive_frame
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.reachability import is_global, is_ipv6
-from shoal.p2p.relay_messages import Observe, Observed, Observer
+from shoal.p2p.relay_messages import Observe, Observed, OpenObservation
 from shoal.p2p.transport import MAY_CONNECT, Session
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr
 async def _be_observed(p2p: P2P, observer: PeerID, sessions: list[Session]) -> Multiaddr:
     relay = p2p.relay
     handle = relay.handle_name("rpc_observe", None)
-    given = await p2p.call(observer, handle, Observe(), Observer, OBSERVE_SECONDS, roles=relay.roles)
+    given = await p2p.call(observer, handle, Observe(), OpenObservation, OBSERVE_SECONDS, roles=relay.roles)
     places = places_of(p2p, observer)
     if not places:
         raise ProtocolError(f"peer {observer} has no address at which it could observe")

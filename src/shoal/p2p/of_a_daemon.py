@@ -30,7 +30,7 @@ _REACHABILITIES = (None, "public", "private")
 
 
 @dataclass(frozen=True)
-class NatOptions:
+class Libp2pOptions:
     """How a peer makes sure that others can call it."""
 
     auto_nat: bool = True
@@ -59,7 +59,7 @@ class NatOptions:
         return {field.name for field in fields(cls)} | _WITHOUT_EFFECT.keys()
 
     @classmethod
-    def chosen(cls, arguments: Mapping[str, Any]) -> NatOptions:
+    def chosen(cls, arguments: Mapping[str, Any]) -> Libp2pOptions:
         """Take what has an effect, and warn of parameters that ask for something that will not happen.
 
         Raises:

@@ -25,10 +25,10 @@ from shoal.p2p.addresses import (
     ip_text_of,
     may_be_dialled_for,
 )
-from shoal.p2p.answering import Answering
-from shoal.p2p.behaviour import Behaviour
+from shoal.p2p.answering import IncomingCircuits
+from shoal.p2p.behaviour import PeerScores
 from shoal.p2p.calling import Caller
-from shoal.p2p.circuits import Circuits
+from shoal.p2p.circuits import OutgoingCircuits
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool
 from shoal.p2p.dialler import Dialler
@@ -39,21 +39,21 @@ from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory,
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.names import checked_name
-from shoal.p2p.of_a_daemon import NatOptions
+from shoal.p2p.of_a_daemon import Libp2pOptions
 from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.pasted import Target, read_addresses, short_form, wants_local
 from shoal.p2p.presence import Presence, check_identity_is_free, compare_clocks
 from shoal.p2p.punching import Puncher
-from shoal.p2p.reach import Outlook
+from shoal.p2p.reach import ReachabilityManager
 from shoal.p2p.reachability import Reachability
-from shoal.p2p.relaying import Relay
-from shoal.p2p.reservations import Reservations
-from shoal.p2p.revocation import Members
+from shoal.p2p.relaying import RelayServer
+from shoal.p2p.reservations import RelayClient
+from shoal.p2p.revocation import RevocationExchange
 from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
-from shoal.p2p.upgrading import Upgrades
+from shoal.p2p.upgrading import ConnectionUpgrades
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class P2P(Caller):
         limits: Limits,
         relay: bool | None,
         relay_limits: RelayLimits,
-        options: NatOptions,
+        options: Libp2pOptions,
         name: str = "",
     ) -> None:
         self.name = name
@@ -104,14 +104,14 @@ class P2P(Caller):
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
         self.pool.on_broken = self.dialler.note_broken
-        self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
+        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
         self.membership = None
-        self.members: Members | None = None
+        self.members: RevocationExchange | None = None
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
         """Answers on connections that others have opened."""
-        self.outlook = Outlook(self, options)
+        self.outlook = ReachabilityManager(self, options)
         """Finds out whether others can call this peer."""
         self.departed: Notes[float] = Notes()
         """When peers have said goodbye, in DHT time; ``-inf`` if they have come back since."""
@@ -119,19 +119,19 @@ class P2P(Caller):
         """Which peer has answered at an address that says nothing of its peer, by the address."""
         self.reaches: Notes[int] = Notes()
         """How others are called, as they say: see :class:`~.reachability.Reach`."""
-        self.relay = Relay(self, relay, relay_limits)
+        self.relay = RelayServer(self, relay, relay_limits)
         """Joins connections of others, if this peer is a relay."""
-        self.circuits = Circuits(self)
+        self.circuits = OutgoingCircuits(self)
         """Dials through relays."""
         self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
         self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
         """Finds direct ways where others lead through relays."""
         self.circuits.punching = self.punching
         self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
-        self.upgrades = Upgrades(self)
-        self.answering = Answering(self, limits.answered)
+        self.upgrades = ConnectionUpgrades(self)
+        self.answering = IncomingCircuits(self, limits.answered)
         """Answers those who dial this peer through relays."""
-        self.reservations = Reservations(self, self.answering.answer)
+        self.reservations = RelayClient(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
         self.reservations.trusted = [*options.trusted_relays]
         self._round_trips: Notes[float] = Notes()
@@ -192,8 +192,8 @@ class P2P(Caller):
                 a token, or with an empty one, the run is open to all.
             name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
                 run only if they are members.
-            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
-                of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
+            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.Libp2pOptions`.
+                Parameters of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -201,7 +201,7 @@ class P2P(Caller):
             P2PDaemonError: cannot listen, or the identity file or the token is unusable.
             ValueError, TypeError: an address is malformed, or there is no such parameter.
         """
-        options, name = NatOptions.chosen(of_a_daemon), checked_name(name)
+        options, name = Libp2pOptions.chosen(of_a_daemon), checked_name(name)
         assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
         given = () if initial_peers is None else initial_peers
         targets = parse_peer_addresses(given)
@@ -222,7 +222,7 @@ class P2P(Caller):
         p2p.client_mode = client_mode
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
-            p2p.members = await Members.of(p2p)
+            p2p.members = await RevocationExchange.of(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
             await p2p.relay.add_p2p_handlers(p2p)

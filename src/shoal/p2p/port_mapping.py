@@ -34,7 +34,7 @@ _LONGEST_PAUSE = 86_400.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class MappingPolicy:
     """How often routers are asked, in seconds."""
 
     lease: int = 3600
@@ -51,7 +51,7 @@ class Pace:
     """Seconds to wait for the answer to each copy of a datagram."""
 
 
-PACE = Pace()
+PACE = MappingPolicy()
 MakeMappers = Callable[[Gateway, int], Sequence[Mapper]]
 
 
@@ -79,7 +79,7 @@ class PortMapping:
         *,
         listens_at: Callable[[str], bool] = lambda ip: True,
         secret: bytes | None = None,
-        pace: Pace = PACE,
+        pace: MappingPolicy = PACE,
         find: Callable[[], Sequence[Gateway]] = find_gateways,
         make_mappers: MakeMappers | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class PortMapping:
         return await run_in_worker(self._make_mappers, gateway, self._port)
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> MappingPolicy:
         return self._pace
 
     def _usual_mappers(self, gateway: Gateway, port: int) -> Sequence[Mapper]:

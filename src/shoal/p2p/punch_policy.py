@@ -20,7 +20,7 @@ Hosts = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _PunchOutcome:
     hosts: Hosts
     pause: float = 0.0
     not_before: float = 0.0
@@ -38,7 +38,7 @@ class PunchPolicy:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._outcomes: OrderedDict[PeerID, _Outcome] = OrderedDict()
+        self._outcomes: OrderedDict[PeerID, _PunchOutcome] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -61,19 +61,19 @@ class PunchPolicy:
 
     def note_success(self, peer: PeerID, hosts: Hosts) -> None:
         """A punch has made a connection."""
-        self._note(peer, _Outcome(hosts))
+        self._note(peer, _PunchOutcome(hosts))
 
     def note_failure(self, peer: PeerID, hosts: Hosts) -> None:
         """A punch has made none."""
         last = self._outcomes.get(peer)
         pause = FIRST_PAUSE if last is None or not last.pause else min(2 * last.pause, LONGEST_PAUSE)
-        self._note(peer, _Outcome(hosts, pause, self._now() + pause))
+        self._note(peer, _PunchOutcome(hosts, pause, self._now() + pause))
 
     def note_hopeless(self, peer: PeerID, hosts: Hosts) -> None:
         """The routers of both sides give each connection another port, so nobody can guess any."""
-        self._note(peer, _Outcome(hosts, FIRST_PAUSE, math.inf))
+        self._note(peer, _PunchOutcome(hosts, FIRST_PAUSE, math.inf))
 
-    def _note(self, peer: PeerID, outcome: _Outcome) -> None:
+    def _note(self, peer: PeerID, outcome: _PunchOutcome) -> None:
         self._outcomes[peer] = outcome
         self._outcomes.move_to_end(peer)
         while len(self._outcomes) > MAX_PEERS:

@@ -30,11 +30,11 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard, places_of
-from shoal.p2p.of_a_daemon import NatOptions
+from shoal.p2p.of_a_daemon import Libp2pOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.port_mapping import PortMapping, forward_port
 from shoal.p2p.presence import greet_anew
-from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
+from shoal.p2p.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait, wait_at_most
 
@@ -68,7 +68,7 @@ SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
 
 
-class Outlook:
+class ReachabilityManager:
     """What a peer knows of how others reach it.
 
     Args:
@@ -76,7 +76,7 @@ class Outlook:
         options: what the user wants.
     """
 
-    def __init__(self, p2p: P2P, options: NatOptions) -> None:
+    def __init__(self, p2p: P2P, options: Libp2pOptions) -> None:
         self._p2p, self.options = p2p, options
         self.evidence = Evidence(options.forced)
         self.on_change: dict[Callable[[], object], None] = {}
@@ -261,7 +261,7 @@ class Outlook:
         if port is not None:
             source, address = f"{SEEN} {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
             present = self.evidence.offers.get(source)
-            if present in (None, address) or self.evidence.standing(self.now(), present) is not Standing.CONFIRMED:
+            if present in (None, address) or self.evidence.standing(self.now(), present) is not AddressStatus.CONFIRMED:
                 self.offer(source, address)
             else:  # one liar must not talk this peer out of an address that works
                 self.offer(f"{source} lately", address)
@@ -398,7 +398,7 @@ class Outlook:
 
     def _warn_of_announcement(self) -> None:
         for address in self.evidence.announcement:
-            if self.evidence.standing(self.now(), address) is Standing.REFUTED:
+            if self.evidence.standing(self.now(), address) is AddressStatus.REFUTED:
                 self._warn_seldom(
                     "others cannot dial this peer at %s, which it announces (announce_maddrs): open or forward the "
                     "port, or announce another address",

@@ -70,7 +70,7 @@ class Reach(IntEnum):
     CLIENT = 3
 
 
-class Standing(Enum):
+class AddressStatus(Enum):
     """What is known of one address of this peer."""
 
     UNKNOWN = "unknown"
@@ -112,16 +112,16 @@ class _Record:
     verdicts: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """By witness: when, and whether it reached this peer."""
 
-    def standing(self, now: float, needed: int) -> Standing:
+    def standing(self, now: float, needed: int) -> AddressStatus:
         if now - self.accepted_at <= ACCEPTED_SECONDS:
-            return Standing.CONFIRMED
+            return AddressStatus.CONFIRMED
         fresh = [verdict for verdict in self.verdicts.values() if now - verdict[0] <= VERDICT_SECONDS]
         success = max((at for at, reached in fresh if reached), default=-math.inf)
         if now - success <= SUCCESS_SECONDS:
-            return Standing.CONFIRMED
+            return AddressStatus.CONFIRMED
         if sum(at >= success for at, reached in fresh if not reached) >= needed:
-            return Standing.REFUTED
-        return Standing.CONFIRMED if success > -math.inf else Standing.UNKNOWN
+            return AddressStatus.REFUTED
+        return AddressStatus.CONFIRMED if success > -math.inf else AddressStatus.UNKNOWN
 
 
 class Evidence:
@@ -170,7 +170,7 @@ class Evidence:
             self._open_inside_at = now
             return True
         offers = [offer for offer in dict.fromkeys(self._offers()) if is_ipv6(offer) == is_ipv6(at)]
-        candidates = [offer for offer in offers if self.standing(now, offer) is not Standing.REFUTED]
+        candidates = [offer for offer in offers if self.standing(now, offer) is not AddressStatus.REFUTED]
         if is_global(at) or not candidates:
             candidates = [at]
         if len(candidates) == 1:
@@ -212,13 +212,13 @@ class Evidence:
 
     # --- conclusions --------------------------------------------------------------------------------------------------
 
-    def standing(self, now: float, address: Multiaddr) -> Standing:
+    def standing(self, now: float, address: Multiaddr) -> AddressStatus:
         """What is known of one address."""
         record = self._records.get(address)
         needed = max(1, min(WITNESSES_TO_REFUTE, self.witnesses))
-        found = Standing.UNKNOWN if record is None else record.standing(now, needed)
-        if address in self.announcement and found is Standing.UNKNOWN:
-            return Standing.REFUTED if self.is_shut(now) and not is_global(address) else Standing.CONFIRMED
+        found = AddressStatus.UNKNOWN if record is None else record.standing(now, needed)
+        if address in self.announcement and found is AddressStatus.UNKNOWN:
+            return AddressStatus.REFUTED if self.is_shut(now) and not is_global(address) else AddressStatus.CONFIRMED
         return found
 
     def to_check(self) -> list[Multiaddr]:
@@ -234,7 +234,7 @@ class Evidence:
     def confirmed(self, now: float) -> list[Multiaddr]:
         """The addresses of this peer that work from outside."""
         every = dict.fromkeys([*self.announcement, *self.own, *self._offers()])
-        return [address for address in every if self.standing(now, address) is Standing.CONFIRMED]
+        return [address for address in every if self.standing(now, address) is AddressStatus.CONFIRMED]
 
     def conclude(self, now: float, *, is_reserved: bool) -> Reachability:
         """What this peer is now.

@@ -18,7 +18,7 @@ MAX_PLACES = 4
 """Addresses at which somebody asks to be called in reverse."""
 
 
-class Code(IntEnum):
+class RelayCode(IntEnum):
     """How a relay answers."""
 
     OK = 0
@@ -116,7 +116,7 @@ class Observe(Header):
     """At which address am I seen?"""
 
 
-class Observer(Header):
+class OpenObservation(Header):
     """Open a session with this cookie: it begins with :class:`Observed`, and ends."""
 
     cookie: Cookie

@@ -24,7 +24,7 @@ from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.p2p.badges import ANY_ROLE, Badge, Roles
 from shoal.p2p.circuit import MEETING_SECONDS
 from shoal.p2p.connection import Call
-from shoal.p2p.fair_rate import FairRate, Share
+from shoal.p2p.fair_rate import FairRate, RateShare
 from shoal.p2p.frames import send_frame
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limits import RelayLimits
@@ -32,15 +32,15 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import (
     MAX_TEXT,
-    Code,
     Connect,
     Connected,
     Incoming,
     Notice,
     Observe,
     Observed,
-    Observer,
+    OpenObservation,
     Ready,
+    RelayCode,
     Reserve,
     Reserved,
 )
@@ -77,10 +77,10 @@ OBSERVATION_BURST = 20
 
 
 _REASONS = {
-    Code.NO_RESERVATION: "no reservation",
-    Code.BUSY: "no room",
-    Code.REFUSED: "wrong role",
-    Code.NOT_A_RELAY: "not a relay",
+    RelayCode.NO_RESERVATION: "no reservation",
+    RelayCode.BUSY: "no room",
+    RelayCode.REFUSED: "wrong role",
+    RelayCode.NOT_A_RELAY: "not a relay",
 }
 
 
@@ -116,14 +116,14 @@ class _Circuit:
     guest: _Guest
     badge: Badge | None
     sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
-    share: Share
+    share: RateShare
 
     @property
     def ends(self) -> tuple[PeerID, PeerID]:
         return self.dialler, self.guest.peer
 
 
-class Relay(ServicerBase):
+class RelayServer(ServicerBase):
     """Takes reservations, makes circuits, and tells others at which address they are seen.
 
     Args:
@@ -181,7 +181,7 @@ class Relay(ServicerBase):
     def _count_bytes(self, nbytes: int) -> None:
         self._p2p.metrics.bytes_carried += nbytes
 
-    def _refuse(self, code: Code, text: str = "") -> tuple[Code, str]:
+    def _refuse(self, code: RelayCode, text: str = "") -> tuple[RelayCode, str]:
         self._p2p.metrics.circuits_refused[_REASONS[code]] += 1
         return code, text
 
@@ -198,7 +198,7 @@ class Relay(ServicerBase):
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
         host = host_charged(seen_at, context.remote_id)
         code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
-        if code is not Code.OK:
+        if code is not RelayCode.OK:
             await call.send(Reserved(code=code, text=text))
             return
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
@@ -210,7 +210,9 @@ class Relay(ServicerBase):
         try:
             limits = self._limits
             rate = limits.rate or 0.0
-            await call.send(Reserved(code=Code.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
+            await call.send(
+                Reserved(code=RelayCode.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits)
+            )
             while True:
                 notice = await _next_notice(guest)
                 if not (self.serves or notice.ends):  # whoever wants to reach the guest is told so, too
@@ -226,32 +228,32 @@ class Relay(ServicerBase):
 
     def _reason_to_refuse(
         self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
-    ) -> tuple[Code, str]:
+    ) -> tuple[RelayCode, str]:
         """Whether somebody may have a reservation; makes room if need be."""
         if not self.serves:
-            return self._refuse(Code.NOT_A_RELAY)
+            return self._refuse(RelayCode.NOT_A_RELAY)
         if not context.roles & (Roles.TRAIN | Roles.RELAY):
-            return self._refuse(Code.REFUSED, "a peer that nobody has to call needs no reservation")
+            return self._refuse(RelayCode.REFUSED, "a peer that nobody has to call needs no reservation")
         if is_relayed:
-            return self._refuse(Code.REFUSED, "a reservation needs a direct connection")
+            return self._refuse(RelayCode.REFUSED, "a reservation needs a direct connection")
         limits = self._limits
         former = self._guests.get(context.remote_id)
         if request.may_go_elsewhere and self._is_crowded_for(former):
             if former is not None:
                 former.is_leaving = True
-            return self._refuse(Code.BUSY, "others may need the place: ask elsewhere first")
+            return self._refuse(RelayCode.BUSY, "others may need the place: ask elsewhere first")
         if former is not None:
             del self._guests[former.peer]
             former.end("there is a newer one of the same peer")
         if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
-            return self._refuse(Code.BUSY, f"{limits.reservations_per_host} reservations of one host")
+            return self._refuse(RelayCode.BUSY, f"{limits.reservations_per_host} reservations of one host")
         if len(self._guests) >= limits.reservations:
             guest = None if request.others else self._most_dispensable(self._knows(context.remote_id))
             if guest is None:
-                return self._refuse(Code.BUSY, f"{limits.reservations} reservations")
+                return self._refuse(RelayCode.BUSY, f"{limits.reservations} reservations")
             del self._guests[guest.peer]
             guest.end("others need the place")
-        return Code.OK, ""
+        return RelayCode.OK, ""
 
     def _is_crowded_for(self, former: _Guest | None) -> bool:
         """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
@@ -310,7 +312,7 @@ class Relay(ServicerBase):
                 told.cookies.append(other)
         guest.notices.put_nowait(Notice(incoming=told))
         rate = self._limits.rate or 0.0
-        return Connected(code=Code.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+        return Connected(code=RelayCode.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
 
     async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
         """End circuits between two peers on which nothing moves, if there is no room for others.
@@ -336,19 +338,19 @@ class Relay(ServicerBase):
         """How a peer says now that it is called; what it told when it reserved may be over."""
         return max(Reach.PUBLIC, min(self._p2p.reaches.get(peer, Reach.EASY), Reach.CLIENT))
 
-    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[Code, str, _Guest | None, int]:
+    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[RelayCode, str, _Guest | None, int]:
         """The guest, and how many circuits there may be to it; or why there may be none."""
         if not self.serves:
-            return *self._refuse(Code.NOT_A_RELAY), None, 0
+            return *self._refuse(RelayCode.NOT_A_RELAY), None, 0
         guest = self._guests.get(PeerID(request.target))
         if guest is None:
-            return *self._refuse(Code.NO_RESERVATION), None, 0
+            return *self._refuse(RelayCode.NO_RESERVATION), None, 0
         host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
         if self._connects.is_exhausted(host, now):
-            return *self._refuse(Code.BUSY, "too many calls from one host"), None, 0
+            return *self._refuse(RelayCode.BUSY, "too many calls from one host"), None, 0
         self._connects.spend(host, now)
         if guest.notices.full():
-            return *self._refuse(Code.BUSY, "the peer does not listen to this relay"), None, 0
+            return *self._refuse(RelayCode.BUSY, "the peer does not listen to this relay"), None, 0
         rooms = {
             limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
             limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
@@ -362,8 +364,8 @@ class Relay(ServicerBase):
             rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
         if room <= 0 and not request.reverse_cookies:
-            return *self._refuse(Code.BUSY, rooms[room]), None, 0
-        return Code.OK, "", guest, min(room, request.count)
+            return *self._refuse(RelayCode.BUSY, rooms[room]), None, 0
+        return RelayCode.OK, "", guest, min(room, request.count)
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
         """The cookies of a new circuit, for each side."""
@@ -435,7 +437,7 @@ class Relay(ServicerBase):
 
     # --- observing ----------------------------------------------------------------------------------------------------
 
-    async def rpc_observe(self, request: Observe, context: P2PContext) -> Observer:
+    async def rpc_observe(self, request: Observe, context: P2PContext) -> OpenObservation:
         """Give a cookie for a session that tells at which address its other end is seen."""
         host, now = host_charged(self._seen(context.remote_id), context.remote_id), self._now()
         if self._observations.is_exhausted(host, now):
@@ -445,7 +447,7 @@ class Relay(ServicerBase):
         task = asyncio.get_running_loop().create_task(self._observe(self._p2p.transport.expect_session(cookie)))
         self._observing[task] = None
         task.add_done_callback(self._observing.pop)
-        return Observer(cookie=cookie)
+        return OpenObservation(cookie=cookie)
 
     async def _observe(self, expected: asyncio.Future[Session]) -> None:
         try:

@@ -29,8 +29,8 @@ from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID, circuit_address, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pasted import Target
-from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
-from shoal.p2p.relaying import RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
+from shoal.p2p.relay_messages import Incoming, Notice, Reach, RelayCode, Reserve, Reserved
+from shoal.p2p.relaying import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Asked:
     """It has given nothing when it was asked last."""
 
 
-class Reservations:
+class RelayClient:
     """Keeps this peer reachable through relays, while that is wanted.
 
     Args:
@@ -285,13 +285,15 @@ class Reservations:
         why, held = "the relay has ended the call", None
         try:
             async with asyncio.timeout(ASK_SECONDS) as limit:
-                async with self._p2p.open_call(relay, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call:
+                async with self._p2p.open_call(
+                    relay, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE
+                ) as call:
                     # What others begin because of this reservation, such as greetings, has this task's context.
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
                     answer = await call.receive(Reserved)
                     _check_has_no_payload(relay, call)
-                    if answer is None or answer.code != Code.OK:
+                    if answer is None or answer.code != RelayCode.OK:
                         why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
                         return
                     limit.reschedule(None)

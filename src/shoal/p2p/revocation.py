@@ -44,7 +44,7 @@ class Revocations(Header):
     """The list itself, or empty."""
 
 
-class Members(ServicerBase):
+class RevocationExchange(ServicerBase):
     """Exchanges lists of revocations with other members.
 
     Args:
@@ -67,7 +67,7 @@ class Members(ServicerBase):
         return bool(self._tasks)
 
     @classmethod
-    async def of(cls, p2p: P2P) -> Members | None:
+    async def of(cls, p2p: P2P) -> RevocationExchange | None:
         """Put a peer's membership, if it has one, in charge of its connections; returns what keeps the list."""
         if p2p.membership is None:
             return None

@@ -19,7 +19,7 @@ from shoal.logs import Seldom, quoted
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import host_of
 from shoal.p2p.badges import ANY_ROLE
-from shoal.p2p.behaviour import Behaviour
+from shoal.p2p.behaviour import PeerScores
 from shoal.p2p.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, Connection, Failure
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limits import Limits, more_files
@@ -74,7 +74,7 @@ class Server:
         limits: Limits,
         connect: Callable[[Stream], Connection],
         knows: Callable[[PeerID], bool],
-        behaviour: Behaviour,
+        behaviour: PeerScores,
     ) -> None:
         self._peer_id = peer_id
         self._metrics = metrics

@@ -72,7 +72,7 @@ class Arrival:
             self.socket.close()
 
 
-class Strangers:
+class UnauthenticatedLimits:
     """All connections to one peer that have not proven who they are.
 
     Args:

@@ -32,7 +32,7 @@ from shoal.p2p.own_addresses import (
 from shoal.p2p.port_holder import port_in_use
 from shoal.p2p.proxies import Proxies, connect_through
 from shoal.p2p.sessions import SESSION_BYTE, Splice, TcpSession
-from shoal.p2p.strangers import BACKSTOP_SECONDS, Strangers
+from shoal.p2p.strangers import BACKSTOP_SECONDS, UnauthenticatedLimits
 from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
 from shoal.p2p.tcp_listener import Listener, bind, host_of
 from shoal.p2p.tcp_punch import punched
@@ -77,7 +77,7 @@ class TcpTransport(Transport):
         """Where this peer listens."""
         # The addresses of the listeners, and what they were derived from: each greeting tells them.
         self._reachable: tuple[tuple[int, int], list[Multiaddr]] | None = None
-        self.strangers = Strangers(self, self.metrics, limits, self._note_stream)
+        self.strangers = UnauthenticatedLimits(self, self.metrics, limits, self._note_stream)
         """Who has connected, and not proven who it is."""
 
     def supports(self, address: Multiaddr) -> bool:

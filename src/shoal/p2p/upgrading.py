@@ -36,7 +36,7 @@ ROOM_FOR_SPARES = MAX_IDLE // 2
 """With more idle connections than this no spare ones are made, for then each takes the place of another peer's."""
 
 
-class Upgrades:
+class ConnectionUpgrades:
     """Attempts at direct connections, as long as there are only relayed ones, and spare ones as soon as there are any.
 
     Args:

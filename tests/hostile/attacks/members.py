@@ -15,7 +15,7 @@ import torch
 
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Search
+from shoal.averaging.groups.candidates import GroupSearch
 from shoal.averaging.groups.leading import describe_group, read_group
 from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
@@ -161,7 +161,7 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
             await node.session(group, lane, weight).all_reduce([each.clone() for each in lane.tensors], lane.infos)
         node.rounds.leave_group(group.group_id)
 
-    def start_groups(search: Search) -> None:
+    def start_groups(search: GroupSearch) -> None:
         followers, own = search.followers, None
         for peer, follower in list(followers.items()):
             search.followers = {peer: follower}

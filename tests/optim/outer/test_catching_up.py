@@ -15,13 +15,13 @@ import torch
 from shoal.averaging.state.download import GivenState, State
 from shoal.compression import Blockwise4BitQuantization, NoCompression
 from shoal.optim.outer.catching_up import CatchingUp, Giving
-from shoal.optim.outer.chain import HASH_BYTES, Link
+from shoal.optim.outer.chain import HASH_BYTES, OuterVersion
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import Standing
+from shoal.optim.outer.flight import VersionRelation
 from shoal.optim.outer.kept import (
-    Kept,
     KeptResults,
+    LoggedUpdate,
     Wanted,
     answer,
     packed,
@@ -117,28 +117,34 @@ def test_the_latest_results_are_kept_and_more_of_them_for_newcomers():
     results = KeptResults(100)
     means = [torch.randn(100) for _ in range(9)]
     for version, mean in enumerate(means, 1):
-        results.add(Kept(version, LINK, b"round", 5, packed(mean)))
+        results.add(LoggedUpdate(version, LINK, b"round", 5, packed(mean)))
     assert [each.version for each in results.since(7)] == [8, 9]  # as many bytes as the outer parameters and momentum
     assert results.since(6) == []  # the first one is not known any more
     assert results.since(9) == []
     results.serves_newcomers = lambda: True
     for version in range(10, 16):
-        results.add(Kept(version, LINK, b"round", 5, packed(means[0])))
+        results.add(LoggedUpdate(version, LINK, b"round", 5, packed(means[0])))
     assert len(results.since(7)) == 8
-    results.add(Kept(20, LINK, b"round", 5, packed(means[0])))
+    results.add(LoggedUpdate(20, LINK, b"round", 5, packed(means[0])))
     assert [each.version for each in results.since(19)] == [20]
     assert results.since(14) == []
 
 
 def test_updates_travel_as_plain_values():
-    kept = {0: [Kept(3, LINK, b"a", 1, packed(MEANS["sparse"])), Kept(4, LINK, b"b", 2, packed(MEANS["half"]))], 2: []}
+    kept = {
+        0: [
+            LoggedUpdate(3, LINK, b"a", 1, packed(MEANS["sparse"])),
+            LoggedUpdate(4, LINK, b"b", 2, packed(MEANS["half"])),
+        ],
+        2: [],
+    }
     state = answer(kept)
     metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
     found, whole = parse_answer(metadata, state.tensors, 3)
     assert (list(found), whole) == ([0], {})
     assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
-    wanted = {1: Wanted(7), 0: Wanted(2, Link(4, LINK, 9))}
+    wanted = {1: Wanted(7), 0: Wanted(2, OuterVersion(4, LINK, 9))}
     assert parse_request(request_for(wanted), 2) == wanted
 
 
@@ -315,7 +321,7 @@ def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own
     loser.updates.begin(2, loser.vector, 0, "batch")
     assert loser.updates.judge([of_loser, of_winner], 0, b"first") == (False, 1.0)
     assert list(land([loser], [0.0], loser.vector)) == [None]
-    assert loser.updates.standing is Standing.LOST
+    assert loser.updates.standing is VersionRelation.LOST
     assert loser.updates.heard_of == winner.updates.chain.newest
     loser.updates.begin(3, loser.vector, 0, "batch")
     assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") == (False, 1.0), "it knows of a newer one"
@@ -330,7 +336,7 @@ def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own
 def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
     peer = Peer(A)
     link = peer.updates.chain.newest.hash
-    kept = Kept(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
+    kept = LoggedUpdate(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
     fetching = concurrent.futures.Future()
     fetching.set_result(State(*answer({0: [kept]})[:2]))
     catching_up = CatchingUp(rounds_of(peer, lambda part, timeout: fetching), 1.0, False, ExtraTensors(()))
@@ -370,11 +376,11 @@ def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
     assert weights[1] == 0
     told = list(land([a, b, c], weights, mean))
     assert told[1] is None
-    assert b.updates.standing is Standing.BEHIND
+    assert b.updates.standing is VersionRelation.BEHIND
     assert b.updates.lacks_updates
     # Others may be asked before they have made the update of this round.
     assert b.updates.make_up(a.updates.kept.since(0)[:1]) == 2
-    assert b.updates.standing is Standing.GOOD
+    assert b.updates.standing is VersionRelation.GOOD
     assert torch.equal(a.outer, b.outer)
     assert a.updates.chain.newest == b.updates.chain.newest
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.optim.outer.chain import Chain, Statement, has_other_bits, parse_links, settle, steps_between
+from shoal.optim.outer.chain import OuterStatement, VersionHistory, has_other_bits, parse_links, settle, steps_between
 
 
-def chain(*rounds: bytes, start: float = 0.0, samples: int = 10, length: int = 5) -> Chain:
-    made = Chain.begin(torch.full((3,), start), length)
+def chain(*rounds: bytes, start: float = 0.0, samples: int = 10, length: int = 5) -> VersionHistory:
+    made = VersionHistory.begin(torch.full((3,), start), length)
     for each in rounds:
         made.extend(each, samples)
     return made
 
 
-def verdict(*chains: Chain):
-    return settle([Statement(each.links) for each in chains])
+def verdict(*chains: VersionHistory):
+    return settle([OuterStatement(each.links) for each in chains])
 
 
 def test_each_update_adds_a_link():
@@ -57,7 +57,7 @@ def test_a_fifth_of_the_members_leads_nobody_to_a_version_that_only_they_have():
 def test_who_has_heard_of_a_version_speaks_for_it_as_who_has_it():
     """It was in that round, or lacked something in it."""
     ahead, others = chain(b"a", b"b", b"c"), chain(b"a")
-    statements = [Statement(each.links) for each in (ahead, *[others] * 4)]
+    statements = [OuterStatement(each.links) for each in (ahead, *[others] * 4)]
     statements[3] = replace(statements[3], known=ahead.newest)
     assert settle(statements).base == ahead.newest
     statements[3] = replace(statements[3], known=chain(b"a", b"x", b"y").newest)
@@ -67,7 +67,7 @@ def test_who_has_heard_of_a_version_speaks_for_it_as_who_has_it():
 def test_there_is_no_second_update_of_what_some_have_heard_to_be_updated():
     """They were in the round that has updated it, without what it updated, and none of those who had it is here."""
     ahead, others, behind = chain(b"a", b"b", b"c"), chain(b"a", b"b"), chain(b"a")
-    statements = [Statement(each.links) for each in (others, others, behind, behind)]
+    statements = [OuterStatement(each.links) for each in (others, others, behind, behind)]
     assert settle(statements).behind == {0: 0, 1: 0, 2: 1, 3: 1}
     statements[2] = replace(statements[2], known=ahead.newest)
     assert settle(statements).base == others.newest, "it is only one, and may lie"
@@ -75,7 +75,7 @@ def test_there_is_no_second_update_of_what_some_have_heard_to_be_updated():
     assert settle(statements).base == ahead.newest
     assert settle(statements).behind == {0: 1, 1: 1, 2: 2, 3: 2}, "all get it first"
     assert settle(statements[:3]).base == ahead.newest, "of three, one is enough"
-    statements[0] = Statement(ahead.links)
+    statements[0] = OuterStatement(ahead.links)
     assert settle(statements).behind == {0: 0, 1: 1, 2: 2, 3: 2}
 
 
@@ -105,8 +105,8 @@ def test_members_that_join_two_others_make_them_one_lineage():
 
 
 def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
-    said = Statement(chain(b"a").links, 5, 40, 3, bytes(16), known=chain(b"a", b"b").newest)
-    assert Statement.parse(said.dump()) == said
+    said = OuterStatement(chain(b"a").links, 5, 40, 3, bytes(16), known=chain(b"a", b"b").newest)
+    assert OuterStatement.parse(said.dump()) == said
     good = said.dump()
     bad = [
         None,
@@ -124,7 +124,7 @@ def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
         {**good, "known": [1, b"short", 0]},
         {**good, "known": 1},
     ]
-    assert all(Statement.parse(each) is None for each in bad)
+    assert all(OuterStatement.parse(each) is None for each in bad)
     assert settle([None, replace(said, known=None)]).behind == {1: 0}
     assert settle([None, None]).base is None
     with pytest.raises(ValueError, match="1 to 64 links"):
@@ -133,7 +133,7 @@ def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
 
 def test_links_survive_a_checkpoint():
     made = chain(b"a", b"b")
-    again = Chain(parse_links(made.dump()), 5)
+    again = VersionHistory(parse_links(made.dump()), 5)
     assert again.links == made.links
 
 
@@ -142,7 +142,7 @@ def test_the_bits_of_most_members_of_the_same_version_are_right():
     one, other = bytes(16), b"\xff" * 16
 
     def told(*digests):
-        return [None if digest is None else Statement(here, digest=digest) for digest in digests]
+        return [None if digest is None else OuterStatement(here, digest=digest) for digest in digests]
 
     def judged(statements):
         return [has_other_bits(statements, own) for own in range(len(statements))]
@@ -150,22 +150,22 @@ def test_the_bits_of_most_members_of_the_same_version_are_right():
     assert judged(told(one, other, other)) == [True, False, False]
     assert judged(told(one, other)) == [False, True]
     assert judged(told(one, b"", None, one)) == [False] * 4
-    assert judged([*told(other), Statement(ahead, digest=one), Statement(ahead, digest=one)]) == [False] * 3
+    assert judged([*told(other), OuterStatement(ahead, digest=one), OuterStatement(ahead, digest=one)]) == [False] * 3
 
 
 def test_what_only_clients_have_does_not_go_on():
     """Nobody could download it from them, and those that lack it would wait for ever."""
     here, there = chain(b"a").links, chain(b"b").links
-    statements = [Statement(here), Statement(there), Statement(there)]
+    statements = [OuterStatement(here), OuterStatement(there), OuterStatement(there)]
     assert settle(statements).behind == {1: 0, 2: 0}
     assert settle(statements, clients=(1, 2)).behind == {0: 0}
     assert settle(statements, clients=(1,)).behind == {1: 0, 2: 0}
     assert settle(statements, clients=(0, 1, 2)).behind == {1: 0, 2: 0}
     ahead = chain(b"a", b"x").links
-    statements = [Statement(here), Statement(ahead), Statement(ahead)]
+    statements = [OuterStatement(here), OuterStatement(ahead), OuterStatement(ahead)]
     assert settle(statements).behind == {0: 1, 1: 0, 2: 0}
     assert settle(statements, clients=(1, 2)).behind == {0: 0}
     assert settle(statements, clients=(1,)).behind == {0: 1, 1: 0, 2: 0}
-    digests = [Statement(here, digest=digest) for digest in (b"\xff" * 16, bytes(16), bytes(16))]
+    digests = [OuterStatement(here, digest=digest) for digest in (b"\xff" * 16, bytes(16), bytes(16))]
     assert [has_other_bits(digests, own, clients=(1, 2)) for own in range(3)] == [False, True, True]
     assert [has_other_bits(digests, own, clients=(1,)) for own in range(3)] == [True, False, False]

@@ -24,7 +24,7 @@ from shoal.compression import (
     TopKCompression,
     Uniform8BitQuantization,
 )
-from shoal.optim.outer.compressor import Compressor, Outgoing, default_feedback
+from shoal.optim.outer.compressor import Compressor, Contribution, default_feedback
 from shoal.optim.outer.outer_state import OuterState
 from tests.code_paths import check_same_on_both
 from tests.compression.codecs import name_of
@@ -50,7 +50,7 @@ def difference(seed: int, length: int = LENGTH) -> torch.Tensor:
     return torch.randn(length, generator=generator, dtype=torch.float64).float() * 1e-2
 
 
-def sent_by(compressor: Compressor, outgoing: Outgoing) -> torch.Tensor:
+def sent_by(compressor: Compressor, outgoing: Contribution) -> torch.Tensor:
     return compressor.codec.extract(outgoing.message).clone()
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.averaging import RoundResult
-from shoal.optim.evidence import Evidence
-from shoal.optim.outer.deeds import Deeds
-from shoal.optim.outer.flight import Expectation
+from shoal.optim.evidence import OpenGuard
+from shoal.optim.outer.deeds import OuterContributions
+from shoal.optim.outer.flight import ExpectedMembers
 from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p.identity import Identity
@@ -28,7 +28,7 @@ STEPS = 10
 
 def make_board(now):
     board = SlotBoard(
-        ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now, make_guard=Evidence
+        ME.to_bytes(), False, STEPS, RefreshPolicy(), PerformanceEMA(paused=True), now, make_guard=OpenGuard
     )
     board.patience = 5.0
     board.report(0, 1, now)
@@ -43,7 +43,7 @@ def flight_of(weights, done, own_weight=8.0):
 
 
 def make_deeds(now, target_group_size=None):
-    deeds, trust = Deeds(make_board(now)), SimpleNamespace()
+    deeds, trust = OuterContributions(make_board(now)), SimpleNamespace()
     deeds.advise(SimpleNamespace(config=SimpleNamespace(target_group_size=target_group_size), trust=trust))
     assert trust.largest_weight(A) == MOST, "before the first round nobody knows anything"
     assert trust.least_limit(A, B) == 0
@@ -52,18 +52,18 @@ def make_deeds(now, target_group_size=None):
 
 def test_nobody_weighs_much_more_than_before():
     deeds, trust = make_deeds(0.0)
-    deeds.note(flight_of({ME: 8.0, A: 16.0, B: 0.0}, (STEPS, STEPS, STEPS)), Expectation(0, (A, B), 0.0, 5.0))
+    deeds.note(flight_of({ME: 8.0, A: 16.0, B: 0.0}, (STEPS, STEPS, STEPS)), ExpectedMembers(0, (A, B), 0.0, 5.0))
     assert trust.largest_weight(A) == 2 * 16 + 8
     assert trust.largest_weight(B) == trust.largest_weight(C) == 8, "no more than the leader's message"
     assert trust.least_limit(A, B) == 0
     assert trust.least_limit(B, A) == 16
-    deeds.note(flight_of({ME: 8.0, A: 4.0}, (STEPS, STEPS)), Expectation(1, (A,), 0.0, 5.0))
+    deeds.note(flight_of({ME: 8.0, A: 4.0}, (STEPS, STEPS)), ExpectedMembers(1, (A,), 0.0, 5.0))
     assert trust.largest_weight(A) == 2 * 8 + 8, "it may bring more again"
 
 
 def test_in_groups_a_stranger_may_weigh_as_much_as_others():
     deeds, trust = make_deeds(0.0, target_group_size=2)
-    deeds.note(flight_of({ME: 8.0, A: 16.0}, (STEPS, STEPS)), Expectation(0, (A,), 0.0, 5.0))
+    deeds.note(flight_of({ME: 8.0, A: 16.0}, (STEPS, STEPS)), ExpectedMembers(0, (A,), 0.0, 5.0))
     assert trust.largest_weight(C) == 32
 
 
@@ -80,13 +80,13 @@ def board(monkeypatch):
 
 
 def after_rounds(board, monkeypatch, patience):
-    deeds = Deeds(board)
+    deeds = OuterContributions(board)
     for slot, expected in enumerate([(A,), (A, B)]):
         now = 10.0 * (slot + 1)
         monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda now=now: now)
         for peer in expected:
             board.hear(record(peer, slot, STEPS, 1.0, now - 3), 60.0, now - 3)
-        deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(slot, expected, now - 2, patience))
+        deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), ExpectedMembers(slot, expected, now - 2, patience))
         board.finish_update(slot + 1, [A.to_bytes()], now)
 
 
@@ -120,7 +120,7 @@ def test_rounds_that_overlap_hold_nobody_up(monkeypatch):
 def test_a_round_that_fails_is_held_against_nobody(monkeypatch, caplog):
     made = make_board(0.0)
     monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda: 10.0)
-    Deeds(made).note(SimpleNamespace(result=None, weight=8.0, slot=0), None)
+    OuterContributions(made).note(SimpleNamespace(result=None, weight=8.0, slot=0), None)
     assert not caplog.records
     assert not made.guard.knows_rounds
 
@@ -128,8 +128,8 @@ def test_a_round_that_fails_is_held_against_nobody(monkeypatch, caplog):
 def test_if_a_round_fails_here_because_most_had_it_without_this_peer_they_are_the_run():
     """Else it would neither wait for them nor let them lead, for fear of strangers."""
     board = make_board(0.0)
-    deeds = Deeds(board)
-    deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(0, (A,), 0.0, 5.0))
+    deeds = OuterContributions(board)
+    deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), ExpectedMembers(0, (A,), 0.0, 5.0))
     for peer in (B, C):
         board.hear(record(peer, 2, 3, 1.0, 20.0), 60.0, 20.0)
     assert not board.guard.is_proven(B.to_bytes())

@@ -15,11 +15,11 @@ from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
 from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.compressor import Compressor
-from shoal.optim.outer.flight import Standing
+from shoal.optim.outer.flight import VersionRelation
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.kept import answer, parse_answer
-from shoal.optim.outer.mixing import Mixing
+from shoal.optim.outer.mixing import MergePolicy
 from shoal.optim.outer.outer_optimizer import default_outer_optimizer
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, usual_staleness
@@ -45,7 +45,7 @@ class Peer:
             0,
             fragment,
             state,
-            Mixing(mixing),
+            MergePolicy(mixing),
             average,
             usual_staleness,
             4,
@@ -274,13 +274,13 @@ def test_members_that_all_lack_updates_do_not_make_others():
     make_round(0, a, d)
     begun = begin(1, (a, b, c, d))
     list(land((a, b, c, d), *begun))
-    assert b.updates.standing is c.updates.standing is Standing.BEHIND
+    assert b.updates.standing is c.updates.standing is VersionRelation.BEHIND
     assert begin(2, (b, c))[0] == [0.0, 0.0], "a has the update that they would make anew"
     for peer in (b, c):
         peer.updates.give_up()
-        assert peer.updates.standing is Standing.BEHIND
+        assert peer.updates.standing is VersionRelation.BEHIND
         peer.updates.make_up(a.updates.kept.since(0))
-        assert peer.updates.standing is Standing.GOOD
+        assert peer.updates.standing is VersionRelation.GOOD
         assert torch.equal(peer.outer, a.outer)
 
 
@@ -443,11 +443,11 @@ def test_who_lacks_updates_does_not_count_and_knows_it():
     assert weights == [1.0, 1.0, 0.0]
     landed = [*land((a, b, c), weights, mean)]
     assert landed[2] is None
-    assert c.updates.standing is Standing.BEHIND
+    assert c.updates.standing is VersionRelation.BEHIND
     assert torch.equal(c.outer, torch.zeros(2))
     assert c.updates.effort == Effort(4, 4)
     c.updates.take_over(*a.updates.dump(), is_new=False)
-    assert c.updates.standing is Standing.GOOD
+    assert c.updates.standing is VersionRelation.GOOD
     assert c.updates.age == 2
     assert torch.equal(c.outer, a.outer)
 
@@ -457,7 +457,7 @@ def test_who_trains_another_model_adopts_that_of_most():
     alone(0, c)
     weights, mean = begin(0, (a, b, c))
     assert [*land((a, b, c), weights, mean)][2] is None
-    assert c.updates.standing is Standing.LOST
+    assert c.updates.standing is VersionRelation.LOST
     c.train()
     assert c.updates.take_over(*a.updates.dump(), is_new=False) == 1
     assert torch.equal(c.model, a.outer)
@@ -644,7 +644,7 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
         weights, mean = begin(slot, (a, b, c))
         list(land((a, b, c), weights, mean))
     assert weights == [1.0, 1.0, 0.0]
-    assert c.updates.standing is Standing.LOST
+    assert c.updates.standing is VersionRelation.LOST
     assert "is not that of most others" in caplog.text
     assert c.updates.state.version == 2
     assert c.updates.effort == Effort(2, 2)
@@ -654,7 +654,7 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
     assert torch.equal(c.outer, a.outer)
     torch.testing.assert_close(c.model - c.outer, moved)
     assert c.updates.effort == Effort(4, 4)
-    assert c.updates.standing is Standing.GOOD
+    assert c.updates.standing is VersionRelation.GOOD
 
 
 def test_bits_are_compared_every_so_many_updates():

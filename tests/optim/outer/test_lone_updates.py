@@ -15,7 +15,7 @@ from shoal.errors import AllreduceException
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import ANY_SLOT
-from shoal.optim.outer.rounds import Rounds
+from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
 from shoal.p2p import PeerID
@@ -89,7 +89,7 @@ def rounds_with(slots, own, dead=(), client_mode=False, **options):
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     lock = threading.RLock()
     rest = inner, tracker, averager, ExtraTensors(()), lock, 1.0, logging.DEBUG
-    rounds = Rounds(dht, settings, counter, [peer.updates], *rest)
+    rounds = OuterRounds(dht, settings, counter, [peer.updates], *rest)
     peer.train()
     return rounds, peer
 

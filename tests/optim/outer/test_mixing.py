@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.optim.outer.fragments import Fragment, Fragments
-from shoal.optim.outer.mixing import Mixing, shift
+from shoal.optim.outer.mixing import MergePolicy, shift
 from shoal.optim.outer.outer_optimizer import default_outer_optimizer
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.schedule import Schedule
@@ -38,7 +38,7 @@ def test_fragments_that_are_applied_a_step_after_they_were_sent(alpha, expected)
     models = [[torch.nn.Parameter(torch.zeros(1)) for _ in range(2)] for _ in range(2)]
     fragments = [Fragments(model, [[each] for each in model]) for model in models]
     states = [OuterState(torch.zeros(1), default_outer_optimizer("pseudo_gradients")) for _ in range(2)]
-    schedule, mixing, slot = Schedule(2, sync_every=4), Mixing(alpha), 0
+    schedule, mixing, slot = Schedule(2, sync_every=4), MergePolicy(alpha), 0
     under_way: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}
     seen = []
     for step in range(1, 14):
@@ -71,7 +71,7 @@ def fragment(*values: float, dtype: torch.dtype = torch.float32) -> Fragment:
 
 def test_rules_that_replace_the_model():
     outer = torch.tensor([0.1, 0.2])
-    for mixing in (Mixing(0.0), Mixing("rebase")):
+    for mixing in (MergePolicy(0.0), MergePolicy("rebase")):
         own = fragment(5.0, 6.0)
         mixing.apply(own, outer, None)
         assert torch.equal(own.read(), outer)
@@ -79,16 +79,16 @@ def test_rules_that_replace_the_model():
 
 def test_alpha_1_leaves_the_model_alone():
     own = fragment(5.0, 6.0)
-    Mixing(1.0).apply(own, torch.ones(2), torch.zeros(2))
+    MergePolicy(1.0).apply(own, torch.ones(2), torch.zeros(2))
     assert own.read().tolist() == [5.0, 6.0]
 
 
 def test_the_rounding_of_the_model_is_no_progress():
     """What bfloat16 cannot hold of the outer parameters is not part of what the exchange has changed."""
     own = fragment(1.0, 2.0, dtype=torch.bfloat16)
-    Mixing("rebase").apply(own, torch.tensor([1.001, 2.001]), own.read())
+    MergePolicy("rebase").apply(own, torch.tensor([1.001, 2.001]), own.read())
     assert own.read().tolist() == [1.0, 2.0]
-    Mixing(0.5).apply(own, torch.tensor([1.001, 4.0]), None)
+    MergePolicy(0.5).apply(own, torch.tensor([1.001, 4.0]), None)
     assert own.read().tolist() == [1.0, 3.0]
 
 
@@ -99,12 +99,12 @@ def test_a_shift_keeps_the_progress():
 
 
 def test_the_default_rule():
-    assert Mixing.choose(None, 0) == Mixing(0.0)
-    assert Mixing.choose(None, 3) == Mixing.choose(None, None) == Mixing("rebase")
-    assert Mixing.choose(0.25, 3) == Mixing(0.25)
+    assert MergePolicy.choose(None, 0) == MergePolicy(0.0)
+    assert MergePolicy.choose(None, 3) == MergePolicy.choose(None, None) == MergePolicy("rebase")
+    assert MergePolicy.choose(0.25, 3) == MergePolicy(0.25)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), "mean", True])
 def test_rules_that_are_none(alpha):
     with pytest.raises(ValueError, match="fragment_update_alpha"):
-        Mixing(alpha)
+        MergePolicy(alpha)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim.evidence import SHARE_WASTED, Evidence
+from shoal.optim.evidence import SHARE_WASTED, OpenGuard
 from shoal.optim.outer.catching_up import CatchingUp
-from shoal.optim.outer.flight import Expectation, Standing
+from shoal.optim.outer.flight import ExpectedMembers, VersionRelation
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_tracker import ProgressTracker
@@ -88,7 +88,7 @@ def test_who_was_late_ends_its_slot_with_the_others(board):
     assert board.end_of_epoch(NOW) == math.inf
     board.note_failed_round(-1, NOW)
     assert board.end_of_epoch(NOW) == NOW + 2
-    board.note_outer_round({b"me": 1.0, b"a": 1.0}, NOW, Expectation(0, (), NOW, 0.0))
+    board.note_outer_round({b"me": 1.0, b"a": 1.0}, NOW, ExpectedMembers(0, (), NOW, 0.0))
     board.finish_update(1, [b"a"], NOW)
     board.hear(record("a", 1, 6, speed=2.0), NOW + 60, NOW)
     assert board.end_of_epoch(NOW) == math.inf
@@ -101,7 +101,7 @@ def test_who_was_late_ends_its_slot_with_the_others(board):
 )
 def test_who_reaches_nobody_any_more_may_be_cut_off(board, silent, refused, is_cut_off):
     met = {name.encode(): 1.0 for name in ["me", *silent, *refused]}
-    board.note_outer_round(met, NOW, Expectation(0, (), NOW, 0.0))
+    board.note_outer_round(met, NOW, ExpectedMembers(0, (), NOW, 0.0))
     for peer in silent + refused:
         board.hear(record(peer, 0, 3), NOW + 60, NOW)
         board.mark_unreachable(peer.encode(), NOW + 1, is_refused=peer in refused)
@@ -133,7 +133,7 @@ def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
     for peer, slot in {"behind": 3, "here": 5, "ahead": 9, "far behind": 1, "newcomer": 3, "absent": 5}.items():
         board.hear(record(peer, slot, 3), NOW + 60, NOW)
     met = dict.fromkeys([b"me", b"behind", b"here", b"ahead", b"far behind"], 1.0)
-    board.note_outer_round(met, NOW, Expectation(4, {PeerID(b"absent")}, NOW, 0.0))
+    board.note_outer_round(met, NOW, ExpectedMembers(4, {PeerID(b"absent")}, NOW, 0.0))
     assert board.electorate(NOW, 2) == {b"behind", b"here", b"ahead"}
     board.mark_unreachable(b"behind", NOW + 1, is_refused=True)
     assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}
@@ -144,15 +144,15 @@ def test_who_did_not_come_and_went_on_counts(board):
     board.report(5, 10, NOW)
     for peer in ("here", "met", "stranger"):
         board.hear(record(peer, 4, 3), NOW + 60, NOW)
-    board.note_outer_round(dict.fromkeys([b"me", b"here", b"met"], 1.0), NOW, Expectation(3, (), NOW, 0.0))
+    board.note_outer_round(dict.fromkeys([b"me", b"here", b"met"], 1.0), NOW, ExpectedMembers(3, (), NOW, 0.0))
     absent = {PeerID(b"met"), PeerID(b"stranger")}
-    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, Expectation(4, absent, NOW, 0.0))
+    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, ExpectedMembers(4, absent, NOW, 0.0))
     assert board.electorate(NOW, 2) == {b"here"}
     for peer in ("met", "stranger"):
         board.hear(record(peer, 5, 3, time=NOW + 1), NOW + 60, NOW + 1)
     assert board.electorate(NOW + 1, 2) == {b"here", b"met"}, "a stranger can say what it likes"
     for slot in (4, 5):
-        board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW + 1, Expectation(slot, absent, NOW, 0.0))
+        board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW + 1, ExpectedMembers(slot, absent, NOW, 0.0))
     assert board.electorate(NOW + 1, 2) == {b"here"}, "it never comes"
 
 
@@ -160,18 +160,18 @@ def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board)
     board.report(9, 10, NOW)
     for peer, slot in {"met": 3, "silent": 4, "newcomer": 0}.items():
         board.hear(record(peer, slot, 3), NOW + 60, NOW)
-    board.note_outer_round(dict.fromkeys([b"me", b"met", b"silent"], 1.0), NOW, Expectation(8, (), NOW, 0.0))
+    board.note_outer_round(dict.fromkeys([b"me", b"met", b"silent"], 1.0), NOW, ExpectedMembers(8, (), NOW, 0.0))
     board.mark_unreachable(b"silent", NOW + 1, is_refused=False)
     assert board.slots_of_companions(NOW + 1) == {b"met": 3}
 
 
 def test_newcomers_who_may_not_join_do_not_count(board):
     """Else the others could have no round without them, nor with them."""
-    board.guard = Evidence(b"me", bytes, NOW)
+    board.guard = OpenGuard(b"me", bytes, NOW)
     board.report(5, 10, NOW)
     for peer in ("here", "newcomer"):
         board.hear(record(peer, 5, 3), NOW + 300, NOW)
-    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, Expectation(4, (), NOW, 0.0))
+    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, ExpectedMembers(4, (), NOW, 0.0))
     assert board.electorate(NOW, 5) == {b"here", b"newcomer"}
     board.guard.note_waste([b"another one"], 8.0, NOW)
     assert board.electorate(NOW, 5) == {b"here"}
@@ -180,16 +180,16 @@ def test_newcomers_who_may_not_join_do_not_count(board):
 
 def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_does(board, monkeypatch):
     """Else it would take the state of a peer of its own lineage, and two halves of a run would stay apart."""
-    board.guard = Evidence(b"me", bytes, NOW)
+    board.guard = OpenGuard(b"me", bytes, NOW)
     board.report(46, 10, NOW)
-    board.note_outer_round(dict.fromkeys([b"me", b"d", b"e"], 1.0), NOW, Expectation(46, (), NOW, 0.0))
+    board.note_outer_round(dict.fromkeys([b"me", b"d", b"e"], 1.0), NOW, ExpectedMembers(46, (), NOW, 0.0))
     board.finish_update(47, [b"d", b"e"], NOW)
     for peer, slot in {"d": 46, "e": 47, "a": 62, "b": 62, "c": 62}.items():
         board.hear(record(peer, slot, 3), NOW + 60, NOW)
     assert max(board.believed_epochs(NOW).values()) == 47
     believed, nothing, peer = [], Future(), Peer(A)
     nothing.set_result(None)
-    peer.updates.standing = Standing.LOST
+    peer.updates.standing = VersionRelation.LOST
     monkeypatch.setattr(CatchingUp, "download", lambda self: believed.append(board.believed_epochs(NOW)) or True)
     tracker = SimpleNamespace(board=board, pause_updates=nullcontext)
     tracker.believe_as_a_newcomer = partial(ProgressTracker.believe_as_a_newcomer, tracker)

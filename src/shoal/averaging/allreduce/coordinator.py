@@ -13,8 +13,8 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shoal.averaging.allreduce.latecomers import Latecomers, Resigned
-from shoal.averaging.allreduce.members import Link, Member, Standing
+from shoal.averaging.allreduce.latecomers import Resigned, Stragglers
+from shoal.averaging.allreduce.members import FollowerCall, MemberStatus, RoundMember
 from shoal.averaging.allreduce.questions import wait_for_return
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
@@ -83,7 +83,7 @@ class Coordination:
         # Each waits for a member whose link broke.
         self._waiting: dict[asyncio.Task[None], None] = {}
         has_averages, is_verified = self.roster.is_sender, self._verification is not None
-        self.latecomers = Latecomers(self.vector, has_averages=has_averages, is_verified=is_verified)
+        self.latecomers = Stragglers(self.vector, has_averages=has_averages, is_verified=is_verified)
         # Members that have left on purpose. They will not come back for the result.
         self._left: set[int] = set()
         # Parts were averaged again without failed members, or another coordinator may have done that. A failed member
@@ -100,7 +100,7 @@ class Coordination:
         for waiting in self._waiting:
             waiting.cancel()
 
-    async def serve(self, call: Call, hello: RoundMessage, member: Member) -> None:
+    async def serve(self, call: Call, hello: RoundMessage, member: RoundMember) -> None:
         """Hold a member's call until the round is over. Runs in the handler of that call."""
         handler = asyncio.current_task()
         assert handler is not None
@@ -115,7 +115,7 @@ class Coordination:
         self.allreduce.pairs[member.index].note_life(comes_anew=member.link is not None)
         self.roster.missed = self.roster.missed or hello.missed
         self.allreduce.book.take_claim(member.index, hello.norms, b"".join(hello.statements))
-        link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
+        link = FollowerCall(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
         await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
         if member.link is not None:
             member.link.replaced.set()
@@ -123,7 +123,7 @@ class Coordination:
         self._changed.set()
         if too_late or hello.late:
             self.roster.closed_early = True
-            self.roster.fail(member.index, "late", Standing.LATE)
+            self.roster.fail(member.index, "late", MemberStatus.LATE)
             await link.shared.send(RoundMessage(kind=RoundKind.LATE))
         alive = asyncio.ensure_future(show_life(link.shared, self._silence))
         try:
@@ -137,7 +137,7 @@ class Coordination:
         finally:
             await cancel_and_wait(alive)
 
-    async def _serve_message(self, link: Link, member: Member) -> bool:
+    async def _serve_message(self, link: FollowerCall, member: RoundMember) -> bool:
         async with asyncio.timeout(self._silence):
             message = await link.shared.call.receive(RoundMessage)
             self.allreduce.heard_of(member.index)
@@ -165,7 +165,7 @@ class Coordination:
             self._quorum_changed.set()
         return True
 
-    def _note_broken(self, member: Member, link: Link, error: BaseException) -> None:
+    def _note_broken(self, member: RoundMember, link: FollowerCall, error: BaseException) -> None:
         """Give a member some time to call again, because a connection may break without a death."""
         # The end of a connection cancels its handler.
         is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and link.shared.call.connection.closed
@@ -181,7 +181,7 @@ class Coordination:
         self._waiting[waiting] = None
         waiting.add_done_callback(self._waiting.pop)
 
-    async def _wait_for_return(self, member: Member, link: Link) -> None:
+    async def _wait_for_return(self, member: RoundMember, link: FollowerCall) -> None:
         is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
         reason = await wait_for_return(
             None if is_client else self.allreduce.get_stub(member.peer_id),
@@ -193,7 +193,7 @@ class Coordination:
         if reason is not None:
             self._lost(member, link, reason)
 
-    async def _commit_again(self, call: Call, member: Member, commit: RoundMessage) -> None:
+    async def _commit_again(self, call: Call, member: RoundMember, commit: RoundMessage) -> None:
         """Tell a member the result that was under way when its connection broke."""
         await call.send(RoundMessage(kind=RoundKind.ALIVE))
         await call.send(commit, end=True)
@@ -202,7 +202,7 @@ class Coordination:
                 pass
         self._note_confirmed(member)
 
-    def _note_confirmed(self, member: Member) -> None:
+    def _note_confirmed(self, member: RoundMember) -> None:
         self._unconfirmed.discard(member.index)
         if not self._unconfirmed:
             self._confirmed.set()
@@ -212,13 +212,13 @@ class Coordination:
         if self._unconfirmed:
             await first_completed(self._confirmed.wait(), timeout=RETURN_SECONDS)
 
-    def _lost(self, member: Member, link: Link, reason: str) -> None:
+    def _lost(self, member: RoundMember, link: FollowerCall, reason: str) -> None:
         """Give a member up, unless it has come back with another link."""
         if member.link is link and not self._committed:
             member.link = None
             self.roster.fail(member.index, reason)
 
-    def _note_failure(self, member: Member) -> None:
+    def _note_failure(self, member: RoundMember) -> None:
         if self._execution is not None and member.index in self.roster.dead:
             self._execution.member_failed(member.index)
         self._changed.set()
@@ -281,7 +281,7 @@ class Coordination:
 
     async def _go_on_without(self, late: Collection[int]) -> None:
         for index in sorted(late):
-            self.roster.fail(index, "late", Standing.LATE)
+            self.roster.fail(index, "late", MemberStatus.LATE)
             if (link := self.roster.members[index].link) is not None:
                 link.obsolete = True
                 await self._tell(link, RoundMessage(kind=RoundKind.LATE))
@@ -307,7 +307,7 @@ class Coordination:
                 for index in busy:
                     self._drop(self.roster.members[index], "did not report in time")
 
-    def _drop(self, member: Member, reason: str) -> None:
+    def _drop(self, member: RoundMember, reason: str) -> None:
         if member.link is not None:
             member.link.handler.cancel()
         member.link = None
@@ -340,7 +340,7 @@ class Coordination:
                 late.add(RoundStatus.RUNNING)
             await asyncio.gather(*[self._ask_status(self.roster.members[index], late) for index in absent])
 
-    async def _ask_status(self, member: Member, late: set[RoundStatus]) -> None:
+    async def _ask_status(self, member: RoundMember, late: set[RoundStatus]) -> None:
         # A client cannot be called. So its status stays unknown, and it counts as late after one time limit.
         status = RoundStatus.UNKNOWN
         if member.mode is not AveragingMode.CLIENT:
@@ -365,8 +365,8 @@ class Coordination:
             self._left.add(member.index)
             self.roster.fail(member.index, "has left the round")
         elif is_over:
-            if member.standing is Standing.ACTIVE:
-                member.standing = Standing.GONE
+            if member.standing is MemberStatus.ACTIVE:
+                member.standing = MemberStatus.GONE
             self._changed.set()
         elif status in late:
             # It may be running the round, but it has not found its way to this coordinator.
@@ -375,7 +375,7 @@ class Coordination:
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
         await asyncio.gather(*[self._tell(link, message, end) for link in self.roster.punctual.values()])
 
-    async def _tell(self, link: Link, message: RoundMessage, end: bool = False) -> None:
+    async def _tell(self, link: FollowerCall, message: RoundMessage, end: bool = False) -> None:
         try:
             async with asyncio.timeout(self._silence):
                 await link.shared.send(message, end=end)
@@ -417,7 +417,7 @@ class Coordination:
         missing = self.roster.dead & self.roster.seen_failing - self._left
         return any(self._may_lack_averages(self.roster.members[i]) for i in missing) and self.latecomers.can_get_result
 
-    def _may_lack_averages(self, member: Member) -> bool:
+    def _may_lack_averages(self, member: RoundMember) -> bool:
         """Whether a member that failed may hold fewer averages than the others, or other ones."""
         return member.failed and not self.roster.all_complete.is_set()
 
@@ -428,7 +428,7 @@ class Coordination:
             member = self.roster.members[index]
             if index in punctual:
                 weights[index] = punctual[index].weight
-            elif member is self.roster.own or member.standing is Standing.GONE:
+            elif member is self.roster.own or member.standing is MemberStatus.GONE:
                 weights[index] = self.allreduce.weight_of(member)
         return weights
 
@@ -492,7 +492,7 @@ class Coordination:
                 link.held, link.obsolete = None, True
             await self._broadcast(RoundMessage(kind=RoundKind.RESTART))
 
-    async def _receive_for_plan(self, link: Link, member: Member, message: RoundMessage) -> None:
+    async def _receive_for_plan(self, link: FollowerCall, member: RoundMember, message: RoundMessage) -> None:
         reducer, index, header = message.reducer, message.index, message.part
         exists = 0 <= reducer < self.group.group_size and 0 <= index < len(self.vector.parts[reducer])
         if header is None or not exists:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.allreduce.combining import NormClaim
-from shoal.averaging.allreduce.silence import Lines
+from shoal.averaging.allreduce.silence import MemberCalls
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume
 from shoal.averaging.redialling import Life, open_again, open_patiently
@@ -59,7 +59,7 @@ class Delivery:
         self,
         traffic: Traffic,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
-        lines: Lines,
+        lines: MemberCalls,
         life: Life,
         *,
         may_end: asyncio.Event,

@@ -27,14 +27,14 @@ import torch
 
 from shoal.averaging.allreduce.combining import NormBook
 from shoal.averaging.allreduce.delivery import Delivery, Intake, check_beginning, stripes_for
-from shoal.averaging.allreduce.members import Member, Roster, Standing
-from shoal.averaging.allreduce.pace import Pace
+from shoal.averaging.allreduce.members import MemberStatus, Roster, RoundMember
+from shoal.averaging.allreduce.pace import FlowControl
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.questions import wait_for_return, wait_until_silent
 from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.silence import Watch
+from shoal.averaging.allreduce.silence import Watchdog
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
@@ -104,13 +104,13 @@ class AllReduce:
         """Makes the receipt of this round; ``None``: the round has no receipt."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
-        self._pace = Pace() if settings.quorum is None else None
+        self._pace = FlowControl() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
         is_awaited = self.reducer.waiting_for.__contains__
         self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
         """By member: the calls between the two."""
-        self.watch = Watch(self)  # looks after the calls
+        self.watch = Watchdog(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
@@ -233,7 +233,7 @@ class AllReduce:
 
     async def abandon(self) -> None:
         """Stop the exchange and forget its averages, because the others have gone on without this member."""
-        self.roster.own.standing = Standing.LATE
+        self.roster.own.standing = MemberStatus.LATE
         # The handlers end first: no other member may get an average that is not part of the round's result.
         await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
@@ -243,7 +243,7 @@ class AllReduce:
         self.roster.forgive()
         self.vector.restart()
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: RoundMember) -> None:
         """Stop all exchange with a member that has failed."""
         self.reducer.ban(member.index, member.reason)
         exchange = self._exchanges.get(member.index)
@@ -285,7 +285,7 @@ class AllReduce:
             seen_failing=tuple(each.peer_id for each in roster.failed if each.index in roster.seen_failing),
         )
 
-    def weight_of(self, member: Member) -> float:
+    def weight_of(self, member: RoundMember) -> float:
         """A member's weight as far as this one knows it: members announce their weights to their reducers only."""
         if member is self.roster.own:
             return self.weight if self.roster.is_sender else 0.0
@@ -294,7 +294,7 @@ class AllReduce:
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
-    async def _exchange_with(self, member: Member) -> None:
+    async def _exchange_with(self, member: RoundMember) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
         stub, traffic, pair = self.get_stub(member.peer_id), self._traffic[member.index], self.pairs[member.index]
         delivery = Delivery(
@@ -333,7 +333,7 @@ class AllReduce:
         """Note that a member has shown that it lives."""
         self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: RoundMember) -> None:
         """Give a member up when it has sent nothing for a while and does not answer whether it lives.
 
         If it answers that it has given this member up, perhaps because this one came late, it is not to blame.
@@ -408,7 +408,7 @@ class AllReduce:
         if has_ended:
             self.roster.note_complete(index)
 
-    def _note_failure(self, member: Member, generation: int, call: Call, error: BaseException) -> None:
+    def _note_failure(self, member: RoundMember, generation: int, call: Call, error: BaseException) -> None:
         """A sender's call has failed before everything was exchanged."""
         # The end of a connection cancels its handler.
         is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and call.connection.closed
@@ -417,7 +417,7 @@ class AllReduce:
         if not (is_broken and (self.ended.is_set() or self._resumes(member, generation))):
             self.roster.fail(member.index, reason_of(error))
 
-    def _resumes(self, member: Member, generation: int) -> bool:
+    def _resumes(self, member: RoundMember, generation: int) -> bool:
         """A call of this generation has broken before its time; returns whether the exchange begins anew."""
         pair = self.pairs[member.index]
         if member.failed or generation >= MAX_RESUMES or self.ended.is_set():
@@ -436,11 +436,11 @@ class AllReduce:
             pair.advance(generation + 1)
         return True
 
-    def _stripes_to(self, member: Member) -> int:
+    def _stripes_to(self, member: RoundMember) -> int:
         missing = self._traffic[member.index].averages_in.missing
         return stripes_for(self.get_stub(member.peer_id).round_trip, len(missing))
 
-    async def _wait_for_return(self, member: Member, generation: int) -> None:
+    async def _wait_for_return(self, member: RoundMember, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
         pair = self.pairs[member.index]
         is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
@@ -464,7 +464,7 @@ class AllReduce:
             else:
                 self.roster.fail(member.index, reason)
 
-    def has_given_up(self, member: Member) -> bool:
+    def has_given_up(self, member: RoundMember) -> bool:
         """Whether nothing more will be exchanged with a member."""
         return member.failed or self.roster.own.late
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.latecomers import Missed, Resigned
-from shoal.averaging.allreduce.members import Member
+from shoal.averaging.allreduce.members import RoundMember
 from shoal.averaging.allreduce.pair import MAX_RESUMES
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
@@ -358,11 +358,11 @@ class Completion:
             await self.allreduce.abandon()
         return not is_late
 
-    def _is_worth_following(self, candidate: Member) -> bool:
+    def _is_worth_following(self, candidate: RoundMember) -> bool:
         """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
         return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
 
-    async def _follow_unless_silent(self, coordinator: Member) -> bool:
+    async def _follow_unless_silent(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator, but stop as soon as the watch finds it silent.
 
         Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
@@ -382,13 +382,13 @@ class Completion:
         has_given_all = all(pair.traffic.averages_out.is_taken for pair in pairs)
         return has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
 
-    async def _wait_until_stuck(self, coordinator: Member) -> None:
+    async def _wait_until_stuck(self, coordinator: RoundMember) -> None:
         """Give a coordinator up that does not end the round, although all others only wait for that."""
         limit, roster = self.allreduce.settings.reducer_timeout, self.roster
         # Clients cannot be asked. One member that does not wait is enough, and is asked first the next time.
         others = [roster.members[index] for index in roster.coordinators]
         others = [member for member in others if member not in (roster.own, coordinator)]
-        busy: Member | None = coordinator
+        busy: RoundMember | None = coordinator
         while busy is not None and not self._is_overdue:
             await asyncio.sleep(limit / ALIVE_PER_TIMEOUT)
             if self.is_waiting and self._participation.has_waited(limit):
@@ -406,13 +406,13 @@ class Completion:
         now = asyncio.get_running_loop().time()
         return now - reported_at > (1 + len(self.roster.failed)) * seconds
 
-    async def _first_busy(self, members: list[Member]) -> Member | None:
+    async def _first_busy(self, members: list[RoundMember]) -> RoundMember | None:
         for member in members:
             if await self._is_busy(member):
                 return member
         return None
 
-    async def _is_busy(self, member: Member) -> bool:
+    async def _is_busy(self, member: RoundMember) -> bool:
         """Whether the coordinator may be waiting for another member, which perhaps has failed only here."""
         question, stub = StatusRequest(round_id=self.allreduce.round_id), self.allreduce.get_stub(member.peer_id)
         try:
@@ -422,7 +422,7 @@ class Completion:
             return not member.failed
         return not reply.is_waiting and reply.status in (RoundStatus.RUNNING, RoundStatus.UNKNOWN)
 
-    async def _follow(self, coordinator: Member) -> bool:
+    async def _follow(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator; returns whether the round was committed."""
         reason, loop = "", asyncio.get_running_loop()
         deadline = loop.time() + self.allreduce.settings.sender_timeout

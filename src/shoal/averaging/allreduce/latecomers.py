@@ -10,7 +10,7 @@ import asyncio
 
 import torch
 
-from shoal.averaging.allreduce.members import Link
+from shoal.averaging.allreduce.members import FollowerCall
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.messages import RoundKind, RoundMessage
 from shoal.errors import ProtocolError
@@ -24,7 +24,7 @@ class Missed(ProtocolError):
     """The round was committed without this member."""
 
 
-class Latecomers:
+class Stragglers:
     """What a coordinator does for late members.
 
     Args:
@@ -57,7 +57,7 @@ class Latecomers:
         if not self._weights.done():
             self._weights.cancel()
 
-    async def send_result(self, link: Link, timeout: float) -> None:
+    async def send_result(self, link: FollowerCall, timeout: float) -> None:
         """Give a late member all averages as soon as the round is over.
 
         Args:

@@ -30,7 +30,7 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 
 
-class Standing(enum.Enum):
+class MemberStatus(enum.Enum):
     """How a member stands in a round."""
 
     ACTIVE = enum.auto()
@@ -40,7 +40,7 @@ class Standing(enum.Enum):
 
 
 @dataclass(eq=False)
-class Link:
+class FollowerCall:
     """The call of a member that follows this one as its coordinator."""
 
     shared: SharedCall
@@ -57,29 +57,29 @@ class Link:
 
 
 @dataclass(eq=False)
-class Member:
+class RoundMember:
     """One member of a round."""
 
     index: int
     peer_id: PeerID
     mode: AveragingMode
-    standing: Standing = Standing.ACTIVE
+    standing: MemberStatus = MemberStatus.ACTIVE
     # Why it failed.
     reason: str = ""
     # Set when the member did not answer the question whether it lives.
     silent: asyncio.Event = field(default_factory=asyncio.Event)
     # Its call to this member; only a coordinator has these.
-    link: Link | None = None
+    link: FollowerCall | None = None
 
     @property
     def failed(self) -> bool:
         """Whether no member waits for its parts any more."""
-        return self.standing in (Standing.FAILED, Standing.LATE)
+        return self.standing in (MemberStatus.FAILED, MemberStatus.LATE)
 
     @property
     def late(self) -> bool:
         """Whether the round has gone on without it."""
-        return self.standing is Standing.LATE
+        return self.standing is MemberStatus.LATE
 
 
 class Roster:
@@ -94,11 +94,11 @@ class Roster:
 
     def __init__(self, group: GroupInfo, own_index: int, reducers: Collection[int], quorum: int | None) -> None:
         self.members = [
-            Member(index, peer_id, AveragingMode(mode))
+            RoundMember(index, peer_id, AveragingMode(mode))
             for index, (peer_id, mode) in enumerate(zip(group.peer_ids, group.modes, strict=True))
         ]
         self.own, self.quorum = self.members[own_index], quorum
-        self.on_failure: list[Callable[[Member], object]] = []
+        self.on_failure: list[Callable[[RoundMember], object]] = []
         """Called with each member that failed, and again each time its failure is reported again."""
         self.on_untrue: list[Callable[[int, str], object]] = []
         """Called with the position of a member that has lied, and what it has lied about."""
@@ -210,7 +210,7 @@ class Roster:
     # --- failure and lateness -----------------------------------------------------------------------------------------
 
     @property
-    def failed(self) -> list[Member]:
+    def failed(self) -> list[RoundMember]:
         """Other members for whose parts nobody waits."""
         return [member for member in self.members if member.failed and member is not self.own]
 
@@ -219,7 +219,9 @@ class Roster:
         """Positions of failed members without a link to this coordinator, and of all late ones."""
         return {member.index for member in self.failed if member.link is None or member.late}
 
-    def fail(self, index: int, reason: str, standing: Standing = Standing.FAILED, *, is_hearsay: bool = False) -> None:
+    def fail(
+        self, index: int, reason: str, standing: MemberStatus = MemberStatus.FAILED, *, is_hearsay: bool = False
+    ) -> None:
         """Stop waiting for a member.
 
         Args:
@@ -250,7 +252,7 @@ class Roster:
         To a late member the others look failed, although they have only gone on.
         """
         for member in self.failed:
-            member.standing = Standing.ACTIVE
+            member.standing = MemberStatus.ACTIVE
         self.seen_failing.clear()
         self.seen_withholding.clear()
         self.cut_off.clear()
@@ -258,12 +260,12 @@ class Roster:
     # --- at the coordinator -------------------------------------------------------------------------------------------
 
     @property
-    def links(self) -> dict[int, Link]:
+    def links(self) -> dict[int, FollowerCall]:
         """Connected members."""
         return {member.index: member.link for member in self.members if member.link is not None}
 
     @property
-    def punctual(self) -> dict[int, Link]:
+    def punctual(self) -> dict[int, FollowerCall]:
         """Connected members for which the round waits."""
         return {index: link for index, link in self.links.items() if not self.members[index].late}
 
@@ -273,7 +275,7 @@ class Roster:
         return {
             member.index
             for member in self.members
-            if member is not self.own and member.link is None and member.standing is Standing.ACTIVE
+            if member is not self.own and member.link is None and member.standing is MemberStatus.ACTIVE
         }
 
     @property

@@ -22,7 +22,7 @@ STALLED_SECONDS = 0.5
 MAX_WAIT_SECONDS = 1.0
 
 
-class Pace:
+class FlowControl:
     """Keeps the receivers of one member in step. Lives for one round."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Pace:
 class Runner:
     """One receiver in a pace: what is sent to it, over any number of connections."""
 
-    def __init__(self, pace: Pace, share_left: Callable[[], float]) -> None:
+    def __init__(self, pace: FlowControl, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
         self.moved_at = asyncio.get_running_loop().time()
         self.is_waited_for = True

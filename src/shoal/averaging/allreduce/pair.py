@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from shoal.averaging.allreduce.silence import Lines
+from shoal.averaging.allreduce.silence import MemberCalls
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.redialling import REDIAL_PAUSE, RESUME_SECONDS
 from shoal.errors import ShoalError, StreamClosedError
@@ -56,9 +56,9 @@ class Pair:
         self.is_calling = False
         """This member makes calls to the other one, and makes them again if they break."""
         self._came_at = -math.inf
-        self.lines = Lines()
+        self.lines = MemberCalls()
         """The calls of both."""
-        self.link = Lines()
+        self.link = MemberCalls()
         """The call with which one of both follows the other one as its coordinator."""
         # What is done on the calls of the present generation.
         self._work: dict[asyncio.Future[None], None] = {}

@@ -23,7 +23,7 @@ import torch
 
 from shoal.averaging.aggregation import weighted_mean
 from shoal.averaging.finite import all_finite, without_overflow
-from shoal.averaging.message_means import Messages, as_bytes
+from shoal.averaging.message_means import PartMessages, as_bytes
 from shoal.averaging.messages import PartStatus
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.compression.one_result import Relayed
@@ -92,7 +92,7 @@ class _PartState:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
-    messages: Messages | None = None
+    messages: PartMessages | None = None
     """What the average is made of, if that is sent instead."""
     is_shared: bool = True
     """Another member has contributed, or none was expected to."""
@@ -374,7 +374,7 @@ class PartReducer:
         """Average what the members have sent, and decide whether others are sent that or its mean."""
         part = self._parts[index]
         order, received = self._counting(state, part)
-        messages = Messages.of(codec, part.info, order, [self.weights[member] for member in order], received)
+        messages = PartMessages.of(codec, part.info, order, [self.weights[member] for member in order], received)
         state.average = messages.mean()
         if messages.pay(part.info):
             state.messages = messages

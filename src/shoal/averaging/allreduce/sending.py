@@ -30,7 +30,7 @@ BUNDLE_PARTS = 256
 Piece = tuple[PartMessage, "tuple[Buffer, ...]"]
 
 
-class Outgoing:
+class OutgoingParts:
     """Parts for one receiver, in order. Any number of connections take them piece by piece.
 
     Args:
@@ -176,7 +176,7 @@ class Outgoing:
             yield PartMessage(first, headers, self._is_average, offset), (whole[offset : offset + SLICE_BYTES],)
 
 
-async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
+async def send_all(call: Call, *sources: OutgoingParts, before: Callable[[], Awaitable[object]] | None = None) -> None:
     """Send pieces on one connection until the connections have taken them all.
 
     A ready piece of the first source goes first, unless another source has an urgent one.

@@ -1,8 +1,8 @@
 """Rounds of a group, one after another; and all rounds of an averager, by id.
 
 A step runs one or more phases in the group that was found for it (:class:`GroupSession`). Each phase is a
-:class:`Round`: an exchange of parts, then its completion. In :class:`Rounds` the calls of other members find their
-round, even if they come before it begins here or after it has its result.
+:class:`Round`: an exchange of parts, then its completion. In :class:`ActiveRounds` the calls of other members find
+their round, even if they come before it begins here or after it has its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, Round
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
-from shoal.p2p.behaviour import Behaviour
+from shoal.p2p.behaviour import PeerScores
 from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Round:
         await self.completion.serve(call, hello, peers.index(member))
 
 
-class Rounds:
+class ActiveRounds:
     """The rounds in which this averager takes part, by id. Calls of other members may come before the round begins.
 
     The id of a round is the id of its group followed by the number of its phase.
@@ -309,7 +309,7 @@ class GroupSession:
         own: PeerID,
         weight: float,
         settings: AllReduceSettings,
-        rounds: Rounds,
+        rounds: ActiveRounds,
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
         accuse: Callable[[PeerID, str], None],
@@ -474,7 +474,7 @@ class GroupSession:
         self._seen_failing |= self._cut_off
         self._seen_withholding |= dict.fromkeys(self._cut_off, asyncio.get_running_loop().time())
 
-    def tell(self, behaviour: Behaviour) -> None:
+    def tell(self, behaviour: PeerScores) -> None:
         """Report to ``behaviour`` how each of the other members has done."""
         if self._vectors:
             others = [peer for index, peer in enumerate(self.group.peer_ids) if index != self.own_index]

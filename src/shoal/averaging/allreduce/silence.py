@@ -23,7 +23,7 @@ from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
-    from shoal.averaging.allreduce.members import Member
+    from shoal.averaging.allreduce.members import RoundMember
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Ear:
     heard_at: float = -math.inf
 
 
-class Lines:
+class MemberCalls:
     """Calls between this member and another one."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def cut(calls: list[Call]) -> None:
         call.connection.stream.abort()
 
 
-class Watch:
+class Watchdog:
     """Looks after all calls of a round.
 
     Args:
@@ -144,7 +144,7 @@ class Watch:
             pair.link.cut(older_than=NEW_CALL_SECONDS)
         return self.allreduce.has_given_up(self.allreduce.roster.members[index])
 
-    def _look(self, member: Member) -> None:
+    def _look(self, member: RoundMember) -> None:
         pair = self.allreduce.pairs[member.index]
         for lines in (pair.lines, pair.link):
             lines.look()
@@ -155,7 +155,7 @@ class Watch:
         self._asking[member.index] = asking
         asking.add_done_callback(lambda _: self._asking.pop(member.index))
 
-    async def _ask(self, member: Member) -> None:
+    async def _ask(self, member: RoundMember) -> None:
         """Cut what is silent if the member answers over a new connection."""
         pair, stub = self.allreduce.pairs[member.index], self.allreduce.get_stub(member.peer_id)
         if self.allreduce.ended.is_set():  # nobody needs these calls any more

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.averaging.allreduce.pace import Pace, Runner
+from shoal.averaging.allreduce.pace import FlowControl, Runner
 from shoal.averaging.allreduce.parts import Averages, Part, RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, Outgoing, send_all
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, OutgoingParts, send_all
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
 from shoal.compression.base import SerializedTensor, bytes_of
@@ -54,7 +54,7 @@ class _Slices:
         return bits.to_bytes(-(-self.count // 8), "little")
 
 
-class Incoming:
+class IncomingParts:
     """The parts or averages of one member as they arrive."""
 
     def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
@@ -140,7 +140,7 @@ class Incoming:
 KEPT_BYTES = 2**26
 
 
-class Kept:
+class SentAverages:
     """Averages that one receiver has been sent, as they were sent, until it says that it holds them.
 
     Those of exact codecs are not among them if the vector of this member holds them, too.
@@ -204,7 +204,7 @@ class Traffic:
         *,
         gives: bool,
         takes: bool,
-        pace: Pace | None,
+        pace: FlowControl | None,
         on_not_finite: Callable[[], None],
         on_delivered: Callable[[], None],
         on_received: Callable[[], None],
@@ -213,7 +213,7 @@ class Traffic:
         self._pace, self._on_received, self._on_not_finite = pace, on_received, on_not_finite
         self._runner: Runner | None = None
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
-        self.parts_out = Outgoing(
+        self.parts_out = OutgoingParts(
             [part.nbytes for part in theirs],
             self._encode_part,
             lambda index: True,
@@ -222,12 +222,12 @@ class Traffic:
             is_average=False,
             held=lambda: vector.held[other],
         )
-        self._kept = Kept()
+        self._kept = SentAverages()
         # Averages of exact codecs need not be kept: this member's own vector holds the same.
         self._own, self._holds_averages = own, gives and vector.alpha == 1
         self._given = 0
         self._is_agreed = False
-        self.averages_out = Outgoing(
+        self.averages_out = OutgoingParts(
             [part.returned.nbytes for part in ours],
             self._encode_average,
             reducer.is_averaged,
@@ -238,7 +238,10 @@ class Traffic:
             left_out=lambda: reducer.left_out,
         )
         self._count = max(1, len(theirs) + len(ours))
-        self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, [each.returned for each in theirs])
+        self.parts_in, self.averages_in = (
+            IncomingParts(vector, ours),
+            IncomingParts(vector, [each.returned for each in theirs]),
+        )
         # The number of calls on which something may still come: the calls of this member (True) and of the other one.
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
         # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
@@ -339,7 +342,7 @@ class Traffic:
         self._is_over = True
         self._note_progress()
 
-    async def send(self, call: Call, usual: Outgoing, calls: int) -> None:
+    async def send(self, call: Call, usual: OutgoingParts, calls: int) -> None:
         """Send on one of several calls until nothing is left.
 
         Args:
@@ -396,7 +399,7 @@ class Traffic:
             self.bytes_received += nbytes
             self._take(message, complete)
 
-    def _expect(self, message: PartMessage) -> Incoming:
+    def _expect(self, message: PartMessage) -> IncomingParts:
         incoming = self.averages_in if message.is_average else self.parts_in
         statuses = {header.status for header in message.parts}
         is_due = message.is_average or statuses <= {PartStatus.VALUES, PartStatus.UNCHANGED}

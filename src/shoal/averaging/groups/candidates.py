@@ -83,7 +83,7 @@ class Offer:
 
 
 @dataclass
-class Search:
+class GroupSearch:
     """The state of one search for a group."""
 
     own: PeerID

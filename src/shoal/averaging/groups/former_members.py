@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shoal.averaging.control import AveragingMode, GroupInfo
-from shoal.averaging.groups.candidates import Search
+from shoal.averaging.groups.candidates import GroupSearch
 from shoal.averaging.groups.leading import Invitations
 from shoal.averaging.messages import Invitation
 from shoal.clock import get_dht_time
@@ -67,7 +67,7 @@ class FormerMembers:
         if peer in self.met:
             self._invitations[peer] = invitation
 
-    def tell_invitations(self, search: Search) -> None:
+    def tell_invitations(self, search: GroupSearch) -> None:
         """Tell a new search of the peers whose early invitations still hold. Before that, judge the last leader."""
         led, self._led, is_led_astray = self._led, None, search.trust.is_led_astray
         if led is not None and is_led_astray is not None and is_led_astray(led[0], led[1]):
@@ -77,7 +77,7 @@ class FormerMembers:
                 search.note_candidate(peer, invitation.expiration)
         self._invitations.clear()
 
-    def ask(self, search: Search, invitations: Invitations) -> None:
+    def ask(self, search: GroupSearch, invitations: Invitations) -> None:
         """Call some acquaintances that this search has not seen, if the search still misses members."""
         now = get_dht_time()
         # A table that shows some peers is more likely to be sound, so it gets more time.

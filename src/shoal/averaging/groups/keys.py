@@ -48,7 +48,7 @@ def is_valid_group(key: str) -> bool:
     return GROUP_PATTERN.match(key) is not None
 
 
-class _Table(Protocol):
+class _KeyTable(Protocol):
     """The methods of a :class:`~shoal.dht.DHTNode` that are used here."""
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> Any: ...
@@ -69,7 +69,7 @@ class GroupKeyManager:
 
     def __init__(
         self,
-        dht: DHT | DHTNode | _Table,
+        dht: DHT | DHTNode | _KeyTable,
         prefix: str,
         initial_group_bits: str,
         target_group_size: int | None,
@@ -80,7 +80,7 @@ class GroupKeyManager:
             assert isinstance(dht, (DHT, DHTNode)), "with another kind of table it must be said which peer this is"
             p2p = dht.p2p
         self._p2p = p2p
-        self._node: _Table = dht.node if isinstance(dht, DHT) else dht
+        self._node: _KeyTable = dht.node if isinstance(dht, DHT) else dht
         self._portal = dht.portal if isinstance(dht, DHT) else None
         self._warn_seldom = Seldom(logger.warning)
         self.prefix = prefix

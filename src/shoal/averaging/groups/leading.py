@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from shoal.averaging.allreduce.parts import load_balance_peers, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
-from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, Offer, Search, Trust
+from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, GroupSearch, Offer, Trust
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
@@ -111,7 +111,7 @@ def _bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
     return _MEMBER_BYTES + len(request.gathered) + sum(len(str(address)) for address in p2p.get_addresses(peer))
 
 
-def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> bool:
+def is_full(search: GroupSearch, p2p: P2P, peer: PeerID, request: JoinRequest) -> bool:
     """Whether the group has no room for this peer, by its number of members or by the size of its description."""
     if not search.has_time_for(peer):
         return True
@@ -120,7 +120,7 @@ def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> boo
     return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
 
 
-def take_back_lost(search: Search, p2p: P2P) -> None:
+def take_back_lost(search: GroupSearch, p2p: P2P) -> None:
     """Make followers whose connections have just broken members, as far as there is still room: they may return."""
     for peer, (lost_at, follower) in search.lost.items():
         may_return = lost_at + search.return_seconds > get_dht_time()
@@ -128,7 +128,7 @@ def take_back_lost(search: Search, p2p: P2P) -> None:
             search.followers[peer] = follower
 
 
-def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
+def describe_group(p2p: P2P, search: GroupSearch, trust: Trust) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings
     links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
@@ -155,7 +155,7 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
 
 
-def _limit_of(peer: PeerID, p2p: P2P, search: Search, trust: Trust) -> float | None:
+def _limit_of(peer: PeerID, p2p: P2P, search: GroupSearch, trust: Trust) -> float | None:
     """The most that a member may weigh; ``None``: as much as it likes."""
     if trust.largest_weight is None:
         return None
@@ -214,7 +214,9 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
     return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
 
 
-def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promised: float, accepted_at: float) -> None:
+def note_lead(
+    p2p: P2P, search: GroupSearch, leader: PeerID, reply: JoinReply, promised: float, accepted_at: float
+) -> None:
     """Remember whether a leader has started the group as promised, and lets everybody weigh what it knows.
 
     Args:
@@ -322,12 +324,12 @@ class Invitations:
         """Calls of invitations that are not over, including those on which followers have joined."""
         return list(self._tasks)
 
-    def invite_followers(self, search: Search) -> None:
+    def invite_followers(self, search: GroupSearch) -> None:
         """Invite all peers that should follow this one and have not joined, as far as there is room."""
         for peer in search.whom_to_invite():
             self.invite(search, peer)
 
-    def invite(self, search: Search, peer: PeerID, *, is_seen: bool = True) -> None:
+    def invite(self, search: GroupSearch, peer: PeerID, *, is_seen: bool = True) -> None:
         """Invite a peer.
 
         Args:
@@ -340,7 +342,7 @@ class Invitations:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
 
-    async def _invite(self, search: Search, peer: PeerID) -> None:
+    async def _invite(self, search: GroupSearch, peer: PeerID) -> None:
         try:
             async with self._get_stub(peer).rpc_invite() as call:
                 await call.send(Invitation(group_key=search.key, expiration=search.expiration), end=False)
@@ -373,13 +375,13 @@ class Invitations:
         finally:
             call.connection.stream.on_closed(None)
 
-    def _take_refusal(self, search: Search, reply: InvitationReply | None) -> None:
+    def _take_refusal(self, search: GroupSearch, reply: InvitationReply | None) -> None:
         if reply is not None and reply.better_leader is not None:
             leader = learn(self._p2p, reply.better_leader)
             if leader != self._p2p.peer_id:
                 search.note_candidate(leader, reply.expiration)
 
-    async def hold(self, search: Search, call: Call, invitation: Invitation) -> None:
+    async def hold(self, search: GroupSearch, call: Call, invitation: Invitation) -> None:
         """Hold the call of a peer that offers to lead, until this peer joins on it or follows another leader."""
         offer = Offer(call, asyncio.get_running_loop().create_future())
         search.add_offer(call.remote, offer, invitation.expiration)
@@ -394,7 +396,7 @@ class Invitations:
                 del search.offers[call.remote]
 
     @staticmethod
-    def end(search: Search) -> None:
+    def end(search: GroupSearch) -> None:
         """End all invitations, because the search is over.
 
         Members of the group have ended their searches, too, and end these calls themselves. They get a moment for that:

@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, Trust
+from shoal.averaging.groups.candidates import Follower, GroupSearch, MatchmakingSettings, Trust
 from shoal.averaging.groups.former_members import FormerMembers
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
@@ -90,7 +90,7 @@ class Matchmaking:
         self.refusals, self.former_members = Refusals(), FormerMembers(p2p)
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
         self._one_at_a_time = asyncio.Lock()
-        self.search: Search | None = None
+        self.search: GroupSearch | None = None
         """The search in progress."""
         self._started: StartedGroup | None = None
         self._numbers = itertools.count(1)
@@ -117,7 +117,7 @@ class Matchmaking:
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
-        search = Search(
+        search = GroupSearch(
             *(self.p2p.peer_id, self.settings.at_this_step(self.p2p), control, self.keys.draw_key(self._trust.depth())),
             self._promised_time(control),
             asyncio.get_running_loop().create_future(),
@@ -142,7 +142,7 @@ class Matchmaking:
                 self._withdrawn_until = math.nextafter(search.declared_until, math.inf)
                 self._in_background(self._withdraw(search))
 
-    async def _work_on(self, search: Search) -> GroupInfo:
+    async def _work_on(self, search: GroupSearch) -> GroupInfo:
         tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
         if search.settings.leads:
             tasks.append(asyncio.ensure_future(self._declare(search)))
@@ -171,7 +171,7 @@ class Matchmaking:
         # The table keeps the record with the latest expiration, so this one must outlive the last withdrawal.
         return max(promised, math.nextafter(self._withdrawn_until, math.inf))
 
-    async def _declare(self, search: Search) -> None:
+    async def _declare(self, search: GroupSearch) -> None:
         while True:
             search.declared_until = max(search.declared_until, search.expiration)
             await self.keys.declare_averager(search.key, self.p2p.peer_id, search.declared_until)
@@ -179,7 +179,7 @@ class Matchmaking:
             await search.redeclare.wait()
             search.redeclare.clear()
 
-    async def _withdraw(self, search: Search) -> None:
+    async def _withdraw(self, search: GroupSearch) -> None:
         try:
             record = search.key, self.p2p.peer_id, search.declared_until
             await self.keys.declare_averager(*record, looking_for_group=False)
@@ -187,7 +187,7 @@ class Matchmaking:
             # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 
-    async def _discover(self, search: Search) -> None:
+    async def _discover(self, search: GroupSearch) -> None:
         """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
         lookups: dict[asyncio.Task[None], None] = {}
         has_declared, pause = not search.settings.leads, 0.0
@@ -212,14 +212,14 @@ class Matchmaking:
         finally:
             await cancel_and_wait(*lookups)
 
-    async def _look(self, search: Search, quickly: bool) -> None:
+    async def _look(self, search: GroupSearch, quickly: bool) -> None:
         gone: list[tuple[PeerID, float]] = []
         found = await self.keys.get_averagers(search.key, True, quickly or search.sees_group(), gone)
         search.note_candidates(found, gone)
         self._invitations.invite_followers(search)
         search.move_to(search.key if quickly else await self.keys.find_more(search.key, len(found)))
 
-    async def _lead_or_follow(self, search: Search) -> None:
+    async def _lead_or_follow(self, search: GroupSearch) -> None:
         while not search.group.done():
             search.control.changed.clear()
             candidate = search.best_candidate()
@@ -235,7 +235,7 @@ class Matchmaking:
             else:
                 await self._wait_for_news(search, now)
 
-    def may_start(self, search: Search, now: float) -> bool:
+    def may_start(self, search: GroupSearch, now: float) -> bool:
         """Whether this peer may start its group now, as the leader."""
         size = 1 + len(search.followers)
         if not search.settings.leads or size < self.settings.min_group_size:
@@ -244,7 +244,7 @@ class Matchmaking:
         is_time = not search.control.keep_open and now >= search.start_time()
         return full or search.is_complete() or is_time
 
-    async def _wait_for_news(self, search: Search, now: float) -> None:
+    async def _wait_for_news(self, search: GroupSearch, now: float) -> None:
         # Too few peers came by the promised time, so this peer makes a new promise.
         if search.settings.leads and now >= search.start_time():
             self.send_followers_away(search, None)
@@ -257,7 +257,7 @@ class Matchmaking:
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    async def _ask_until_start(self, search: Search, leader: PeerID) -> None:
+    async def _ask_until_start(self, search: GroupSearch, leader: PeerID) -> None:
         """Ask a leader; but as long as it has not accepted, stop when this peer may start a group itself."""
         ask = asyncio.ensure_future(self._ask(search, leader))
         try:
@@ -275,7 +275,7 @@ class Matchmaking:
         finally:
             await cancel_and_wait(ask)
 
-    async def _ask(self, search: Search, leader: PeerID) -> None:
+    async def _ask(self, search: GroupSearch, leader: PeerID) -> None:
         """Ask a peer to lead this one. Returns when there is a group, or when that peer will not lead this one now."""
         promised, is_known = search.candidates.get(leader, -math.inf), leader not in search.supposed
         search.asked = None
@@ -346,7 +346,7 @@ class Matchmaking:
             if not last_word.done():
                 await cancel_and_wait(last_word)
 
-    async def _tell_expectation(self, search: Search) -> None:
+    async def _tell_expectation(self, search: GroupSearch) -> None:
         """Tell the leader how many members this peer expects, whenever that has changed."""
         expected = search.control.expected_group_size
         if search.leader is not None and search.asked is not None and expected != search.told_expectation:
@@ -355,7 +355,7 @@ class Matchmaking:
             with suppress(StreamClosedError):
                 await search.asked.send(Expectation(expected_group_size=expected))
 
-    def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
+    def _take_answer(self, search: GroupSearch, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.note_answer(leader, promised, reply.code)
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
             if (reason := injustice_of(leader, reply.group, self._trust)) is not None:
@@ -409,7 +409,7 @@ class Matchmaking:
                 search.note_loss(remote, follower)
                 search.control.changed.set()
 
-    async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
+    async def _hear(self, search: GroupSearch, call: Call, follower: Follower) -> None:
         """Note the messages of a follower about its expectations, until it ends its side of the call."""
         try:
             while (news := await call.receive(Expectation)) is not None:
@@ -421,7 +421,7 @@ class Matchmaking:
             if not follower.outcome.done():
                 follower.outcome.set_exception(e)
 
-    def _reason_to_refuse(self, search: Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
+    def _reason_to_refuse(self, search: GroupSearch | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
         if not (self.settings if search is None else search.settings).leads:
             return JoinReply(code=Code.PROTOCOL_VIOLATION)
         if search is None or search.group.done() or request.group_key != search.key:
@@ -455,7 +455,7 @@ class Matchmaking:
         else:
             await self._invitations.hold(search, call, invitation)
 
-    def send_followers_away(self, search: Search, leader: PeerID | None) -> None:
+    def send_followers_away(self, search: GroupSearch, leader: PeerID | None) -> None:
         """Release all followers, and name another leader to them if one is given."""
         reply = JoinReply(code=Code.GROUP_DISBANDED)
         if leader is not None and search.leader is not None:
@@ -465,7 +465,7 @@ class Matchmaking:
                 follower.outcome.set_result(reply)
         search.followers.clear()
 
-    def start_group(self, search: Search) -> None:
+    def start_group(self, search: GroupSearch) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
         take_back_lost(search, self.p2p)
         start = describe_group(self.p2p, search, self._trust)

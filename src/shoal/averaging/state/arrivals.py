@@ -13,7 +13,7 @@ _SHARE_OF_LIMIT = 0.7
 _BURST_SECONDS = 1.0
 
 
-class Arrivals:
+class RateMeter:
     """Measures how fast bytes arrive, and limits it.
 
     Args:
@@ -28,9 +28,9 @@ class Arrivals:
         # Marks of the latest seconds: a time, and how many bytes had arrived before it.
         self._marks: deque[tuple[float, int]] = deque([(now, 0)])
 
-    def anew(self, now: float) -> Arrivals:
+    def anew(self, now: float) -> RateMeter:
         """Begin to measure again, with the same limit."""
-        return Arrivals(now, self._rate)
+        return RateMeter(now, self._rate)
 
     def add(self, nbytes: int, now: float) -> None:
         """Note that so many bytes have just arrived."""

@@ -24,8 +24,8 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.gathering import MAX_VOTERS, Gathering
-from shoal.averaging.state.places import Place, Places
+from shoal.averaging.state.gathering import MAX_VOTERS, MultiSourceDownload
+from shoal.averaging.state.places import UploadSlot, UploadSlots
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, NoCompression
 from shoal.compression.base import TensorMetadata
@@ -112,7 +112,7 @@ class StateSharing:
         for some dozens of donors."""
         self._changed = asyncio.Event()
         self._is_declared = False
-        self.places = Places(
+        self.places = UploadSlots(
             lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)), self._host_of_newcomer
         )
         """The newcomers that download from this peer."""
@@ -123,7 +123,7 @@ class StateSharing:
         """Returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread. ``None``: there
         are no parts."""
         # By name of a part that is being downloaded: who does so.
-        self._places_of_parts: dict[bytes, Places] = {}
+        self._places_of_parts: dict[bytes, UploadSlots] = {}
         self._memory = DonorMemory()
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
@@ -202,7 +202,7 @@ class StateSharing:
             if part and not places.sharings:
                 self._places_of_parts.pop(part, None)
 
-    def _places_of(self, part: bytes) -> Places | None:
+    def _places_of(self, part: bytes) -> UploadSlots | None:
         """The places of those that download the same part; ``None``: nobody else can be served."""
         if not part:
             return self.places
@@ -212,7 +212,7 @@ class StateSharing:
         get_part = functools.partial(self.get_part, part)
         # Parts are what this peer has got from others: to lose anything of them would make peers differ.
         take = functools.partial(Snapshot.take, get_part, NoCompression())
-        places = Places(lambda: asyncio.ensure_future(take()), self._host_of_newcomer)
+        places = UploadSlots(lambda: asyncio.ensure_future(take()), self._host_of_newcomer)
         return self._places_of_parts.setdefault(part, places)
 
     def _host_of_newcomer(self, peer: PeerID) -> Hashable:
@@ -224,7 +224,7 @@ class StateSharing:
         """Whether anybody is downloading the state in order to train."""
         return any(place.trains for place in self.places)
 
-    def _note_dropped(self, place: Place) -> None:
+    def _note_dropped(self, place: UploadSlot) -> None:
         self._p2p.metrics.newcomers_dropped += 1
         self._warn_seldom(
             "the place of newcomer %s was given to another one: %s, and it has not got half of it",
@@ -247,7 +247,7 @@ class StateSharing:
     def _addresses_of(self, peer: PeerID) -> list[str]:
         return [str(address) for address in self._p2p.get_addresses(peer)][:MAX_ADDRESSES_PER_PEER]
 
-    async def _send_to(self, call: Call, place: Place) -> None:
+    async def _send_to(self, call: Call, place: UploadSlot) -> None:
         snapshot = await asyncio.shield(place.sharing.snapshot)
         if snapshot is None:
             await call.send(StateHeader(allowed=False), end=True)
@@ -258,7 +258,7 @@ class StateSharing:
         finally:
             call.connection.stream.limit_backlog(None)
 
-    async def send_chunks(self, call: Call, snapshot: Snapshot, place: Place) -> None:
+    async def send_chunks(self, call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
         """Describe a state to a newcomer, then send each chunk that it asks for."""
         header = StateHeader(
             allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
@@ -307,7 +307,7 @@ class StateSharing:
         loop = asyncio.get_running_loop()
         patience_ends = loop.time() + BUSY_PATIENCE
         while True:
-            gathering = Gathering(
+            gathering = MultiSourceDownload(
                 self._p2p,
                 self._get_stub,
                 self._memory,

@@ -26,7 +26,7 @@ import torch
 from blake3 import blake3
 
 from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.state.arrivals import SPEED_SECONDS, Arrivals
+from shoal.averaging.state.arrivals import SPEED_SECONDS, RateMeter
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import DTYPES, Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
 from shoal.compression.serialization import check_nbytes, is_sparse
@@ -223,7 +223,7 @@ class _Queue:
         return ((chunk, position / max(self._rate, 1e-9)) for position, chunk in enumerate(self.chunks, 1))
 
 
-class _Place(NamedTuple):
+class _ChunkMemory(NamedTuple):
     """The memory into which a chunk is received."""
 
     chunk: int
@@ -260,7 +260,7 @@ class Download:
         self._missing = self._chunks.count
         # Chunks that came while another donor, slower or stuck, was still writing them into the state's own memory.
         self._copies: dict[int, memoryview] = {}
-        self._arrivals = Arrivals(asyncio.get_running_loop().time(), rate)
+        self._arrivals = RateMeter(asyncio.get_running_loop().time(), rate)
         self.finished = asyncio.Event()
         self._check_finished()
 
@@ -300,7 +300,7 @@ class Download:
         ]
         return State(read_metadata(self._header.metadata), tensors)
 
-    async def fetch_from(self, call: Call, arrivals: Arrivals) -> None:
+    async def fetch_from(self, call: Call, arrivals: RateMeter) -> None:
         """Take chunks from one donor until all are here.
 
         Args:
@@ -380,7 +380,7 @@ class Download:
             del self._asked[index]
             heapq.heappush(self._todo, index)
 
-    async def _receive(self, call: Call, index: int, piece_bytes: int, arrivals: Arrivals) -> _Place:
+    async def _receive(self, call: Call, index: int, piece_bytes: int, arrivals: RateMeter) -> _ChunkMemory:
         """Receive the next chunk. However slow the donor is, it is not given up while bytes arrive."""
         async with asyncio.timeout(self._chunk_timeout):
             chunk = await call.receive(StateChunk)
@@ -403,14 +403,14 @@ class Download:
             raise
         return place
 
-    def _place_for(self, index: int) -> _Place:
+    def _place_for(self, index: int) -> _ChunkMemory:
         pieces = self._chunks.pieces(index)
         if index in self._asked and index not in self._writing:
             self._writing.add(index)
-            return _Place(index, pieces, is_final=True)
-        return _Place(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
+            return _ChunkMemory(index, pieces, is_final=True)
+        return _ChunkMemory(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
 
-    def _check(self, place: _Place) -> None:
+    def _check(self, place: _ChunkMemory) -> None:
         """Count a chunk that has arrived if its hash is right. It is checked at once, while it is in the cache.
 
         Raises:
@@ -430,7 +430,7 @@ class Download:
             self._release(place)
             self._answered(index)
 
-    def _release(self, place: _Place) -> None:
+    def _release(self, place: _ChunkMemory) -> None:
         if place.is_final:
             self._writing.discard(place.chunk)
 

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
-from shoal.averaging.state.arrivals import Arrivals
+from shoal.averaging.state.arrivals import RateMeter
 from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import Download, GivenState, UnusableStateError, open_state, version_of
 from shoal.compression.base import TensorMetadata
@@ -69,7 +69,7 @@ class _Offer:
             self.decision.set_result(download)
 
 
-class Gathering:
+class MultiSourceDownload:
     """One attempt to get a state from some donors.
 
     Args:
@@ -207,7 +207,7 @@ class Gathering:
 class _Attempt:
     """One vote, and the download of the version that it chose."""
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, gathering: MultiSourceDownload) -> None:
         self._gathering, self._waiting = gathering, gathering.waiting
         self._rank = self._waiting[0][0]
         self._offers: list[_Offer] = []
@@ -334,7 +334,7 @@ class _Attempt:
     async def _fetch(self, download: Download, call: Call, peer: PeerID) -> None:
         """Fetch from a donor until it fails or all chunks are here, even if this donor still owes some of them."""
         loop = asyncio.get_running_loop()
-        arrivals = Arrivals(loop.time())
+        arrivals = RateMeter(loop.time())
         fetching = asyncio.ensure_future(download.fetch_from(call, arrivals))
         try:
             await first_completed(asyncio.shield(fetching), download.finished.wait())

@@ -43,10 +43,10 @@ class Sharing:
 
     def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot | None]) -> None:
         self.taken_at, self.snapshot = taken_at, snapshot
-        self.places: list[Place] = []
+        self.places: list[UploadSlot] = []
 
 
-class Place:
+class UploadSlot:
     """One newcomer's download.
 
     Args:
@@ -135,7 +135,7 @@ class Place:
         return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or _LATEST)
 
 
-class Places:
+class UploadSlots:
     """The places of all newcomers at a donor.
 
     Args:
@@ -151,10 +151,10 @@ class Places:
         # Newcomers that have got a whole snapshot, and when.
         self._holders: deque[tuple[PeerID, float]] = deque(maxlen=_MAX_HOLDERS)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[UploadSlot]:
         return (place for sharing in self.sharings for place in sharing.places)
 
-    def find(self, peer: PeerID, now: float, *, trains: bool = True) -> Place | None:
+    def find(self, peer: PeerID, now: float, *, trains: bool = True) -> UploadSlot | None:
         """A place for one more newcomer; ``None`` if there are too many already."""
         for place in [place for place in self if place.peer == peer and not place.has_all]:
             self._take_away(place, now)
@@ -168,7 +168,7 @@ class Places:
                 return None
             chosen = min(places, key=lambda place: (not place.is_idle(now), place.rate(now)))
             self._take_away(chosen, now, reasons[chosen])
-        place = Place(peer, self._sharing(now), trains=trains)
+        place = UploadSlot(peer, self._sharing(now), trains=trains)
         place.sharing.places.append(place)
         return place
 
@@ -187,7 +187,7 @@ class Places:
                 return True
         return False
 
-    def _reason_to_give_way(self, place: Place, peer: PeerID, now: float, places: list[Place]) -> str:
+    def _reason_to_give_way(self, place: UploadSlot, peer: PeerID, now: float, places: list[UploadSlot]) -> str:
         """Why a newcomer may get one of these places; empty: it may not."""
         if place.is_idle(now):
             return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
@@ -203,12 +203,12 @@ class Places:
             self.sharings.append(Sharing(now, self._take()))
         return self.sharings[-1]
 
-    def _take_away(self, place: Place, now: float, reason: str = "") -> None:
+    def _take_away(self, place: UploadSlot, now: float, reason: str = "") -> None:
         place.reason = reason
         place.lost.set()
         self.leave(place, now)
 
-    def leave(self, place: Place, now: float) -> None:
+    def leave(self, place: UploadSlot, now: float) -> None:
         """Free the place of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
         if place.has_all and place.trains:  # an archive gives the state to nobody while the run lives
             self._holders.append((place.peer, now))

@@ -21,20 +21,20 @@ from shoal.cli.demo.messages import (
     SYNCHRONOUS,
     AnyEvent,
     CaughtUp,
-    Connect,
-    Connected,
     EpochDone,
     Finished,
     Heard,
+    JoinSwarm,
     Leave,
     Measured,
+    PeerActivity,
     PeerProcess,
-    PeerState,
     PeerStory,
     Progress,
-    Ready,
     StopAfter,
     Story,
+    SwarmJoined,
+    TextReady,
     Train,
     Write,
     Wrote,
@@ -129,16 +129,16 @@ class Demo:
         self._viewer.say(f"Starting {self.config.peers} peers, each a process of its own ...")
         for number in range(1, self.config.peers + 1):
             self._start_peer(number)
-        self._wait(lambda: self._all_are(PeerState.READY), START_TIMEOUT, "load torch and read the text")
+        self._wait(lambda: self._all_are(PeerActivity.READY), START_TIMEOUT, "load torch and read the text")
         self._viewer.say("Peer 1 starts the swarm; the others are given its address and nothing else.")
-        self._processes[1].tell(Connect([]))
+        self._processes[1].tell(JoinSwarm([]))
         self._wait(lambda: bool(self._addresses), CONNECT_TIMEOUT, "start the swarm")
         if self.config.web is not None:
             url = show_page(self._addresses, self.config.web, self._watching)
             self._viewer.say(f"An observer, for whom nobody waits, shows the run at {url}")
         for number in range(2, self.config.peers + 1):
-            self._processes[number].tell(Connect(self._addresses))
-        self._wait(lambda: self._all_are(PeerState.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
+            self._processes[number].tell(JoinSwarm(self._addresses))
+        self._wait(lambda: self._all_are(PeerActivity.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
         shift = time.monotonic() - self._zero
         self._zero += shift
         for peer in self.story.peers.values():
@@ -156,7 +156,7 @@ class Demo:
 
     def _kill_one(self) -> None:
         victim = self.config.peers
-        self.story.peers[victim].state = PeerState.KILLED
+        self.story.peers[victim].state = PeerActivity.KILLED
         self._processes[victim].kill()
         self.story.killed = (self._now(), victim)
         self._viewer.say(
@@ -167,7 +167,7 @@ class Demo:
         number = self.config.peers + 1
         self.story.joined = (self._now(), number)
         self._start_peer(number)
-        self._processes[number].tell(Connect(self._addresses))
+        self._processes[number].tell(JoinSwarm(self._addresses))
         self._processes[number].tell(Train())
         self._viewer.say(f"{self._clock()} Peer {number} starts from nothing: new process, new identity, one address.")
 
@@ -201,7 +201,7 @@ class Demo:
     def _living(self) -> list[PeerProcess]:
         return [self._processes[peer.number] for peer in self.story.living]
 
-    def _all_are(self, state: PeerState) -> bool:
+    def _all_are(self, state: PeerActivity) -> bool:
         return all(peer.state is state for peer in self.story.peers.values())
 
     def _now(self) -> float:
@@ -240,12 +240,12 @@ class Demo:
         peer, now = self.story.peers[number], self._now()
         if event is None:
             self._note_silence(peer)
-        elif isinstance(event, Ready):
-            peer.state = PeerState.READY
+        elif isinstance(event, TextReady):
+            peer.state = PeerActivity.READY
             self.story.files = event.files
             self.story.unigram_entropy, self.story.bigram_entropy = event.unigram_entropy, event.bigram_entropy
-        elif isinstance(event, Connected):
-            peer.state, peer.peer_id = PeerState.DOWNLOADING, event.peer_id
+        elif isinstance(event, SwarmJoined):
+            peer.state, peer.peer_id = PeerActivity.DOWNLOADING, event.peer_id
             if number == 1:
                 self._addresses = event.addresses
         elif isinstance(event, CaughtUp):
@@ -257,13 +257,13 @@ class Demo:
         elif isinstance(event, Measured):
             peer.curve.append((now, event.epoch, event.loss))
         elif isinstance(event, Finished):
-            peer.state, peer.finished = PeerState.FINISHED, event
+            peer.state, peer.finished = PeerActivity.FINISHED, event
             peer.curve.append((now, event.epoch, event.loss))
         elif isinstance(event, Wrote):
             self.story.text = event.text
 
     def _note_catching_up(self, peer: PeerStory, event: CaughtUp, now: float) -> None:
-        peer.state, peer.caught_up = PeerState.TRAINING, now
+        peer.state, peer.caught_up = PeerActivity.TRAINING, now
         if self.story.joined is not None and peer.number == self.story.joined[1]:
             took = now - peer.started
             self._viewer.say(
@@ -272,9 +272,9 @@ class Demo:
             )
 
     def _note_silence(self, peer: PeerStory) -> None:
-        if peer.state is PeerState.KILLED or self.story.text:
+        if peer.state is PeerActivity.KILLED or self.story.text:
             return
-        peer.state = PeerState.FAILED
+        peer.state = PeerActivity.FAILED
         words = self._processes[peer.number].last_words()
         raise DemoError(f"{peer.name} ended by itself; {self._processes[peer.number].log} ends with:\n{words}")
 

@@ -28,63 +28,63 @@ METHODS = (SYNCHRONOUS, "diloco", "sparse")
 progress in 4 bits per value, or only the largest values of it."""
 
 
-class Command(msgspec.Struct, tag_field="command", tag=str.lower):
+class RunnerCommand(msgspec.Struct, tag_field="command", tag=str.lower):
     """Base class of what the runner sends."""
 
 
-class Connect(Command):
+class JoinSwarm(RunnerCommand):
     """Join the swarm; an empty list starts a new one."""
 
     initial_peers: list[str]
 
 
-class Train(Command):
+class Train(RunnerCommand):
     """Start training."""
 
 
-class StopAfter(Command):
+class StopAfter(RunnerCommand):
     """Train until this epoch is complete, then measure and report."""
 
     epoch: int
 
 
-class Write(Command):
+class Write(RunnerCommand):
     """Show a piece of text written by the model."""
 
     prompt: str
     length: int
 
 
-class Leave(Command):
+class Leave(RunnerCommand):
     """Say goodbye and exit."""
 
 
-class Event(msgspec.Struct, tag_field="event", tag=str.lower):
+class PeerEvent(msgspec.Struct, tag_field="event", tag=str.lower):
     """Base class of what a peer sends."""
 
 
-class Ready(Event):
-    """The peer has loaded and cut the text, and waits for :class:`Connect`."""
+class TextReady(PeerEvent):
+    """The peer has loaded and cut the text, and waits for :class:`JoinSwarm`."""
 
     files: int
     unigram_entropy: float
     bigram_entropy: float
 
 
-class Connected(Event):
+class SwarmJoined(PeerEvent):
     """The peer is in the swarm, under these addresses."""
 
     peer_id: str
     addresses: list[str]
 
 
-class CaughtUp(Event):
+class CaughtUp(PeerEvent):
     """The peer has the swarm's epoch and state."""
 
     epoch: int
 
 
-class Progress(Event):
+class Progress(PeerEvent):
     """The peer's progress; sent several times per second."""
 
     epoch: int
@@ -99,7 +99,7 @@ class Progress(Event):
     """Number of peers that this one knows to be training, including itself."""
 
 
-class EpochDone(Event):
+class EpochDone(PeerEvent):
     """One step of the whole swarm."""
 
     epoch: int
@@ -109,14 +109,14 @@ class EpochDone(Event):
     """Number of peers that averaged together; 1 if this peer went on alone."""
 
 
-class Measured(Event):
+class Measured(PeerEvent):
     """Loss on the held-out text, nats per byte."""
 
     epoch: int
     loss: float
 
 
-class Finished(Event):
+class Finished(PeerEvent):
     """The last epoch is complete."""
 
     epoch: int
@@ -129,19 +129,19 @@ class Finished(Event):
     """What this peer would have sent for the same samples if gradients were averaged; 0: they were."""
 
 
-class Wrote(Event):
+class Wrote(PeerEvent):
     text: str
 
 
-AnyCommand = Connect | Train | StopAfter | Write | Leave
-AnyEvent = Ready | Connected | CaughtUp | Progress | EpochDone | Measured | Finished | Wrote
+AnyCommand = JoinSwarm | Train | StopAfter | Write | Leave
+AnyEvent = TextReady | SwarmJoined | CaughtUp | Progress | EpochDone | Measured | Finished | Wrote
 
 _encoder = msgspec.json.Encoder()
 _commands = msgspec.json.Decoder(AnyCommand)
 _events = msgspec.json.Decoder(AnyEvent)
 
 
-def to_line(message: Command | Event) -> bytes:
+def to_line(message: RunnerCommand | PeerEvent) -> bytes:
     """One message as a line of JSON."""
     return _encoder.encode(message) + b"\n"
 
@@ -202,7 +202,7 @@ class PeerProcess:
                 heard.put((self.number, event_from(line)))
         heard.put((self.number, None))
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: RunnerCommand) -> None:
         """Send a command. A peer that has ended misses it; the runner learns of the end through ``heard``."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # BrokenPipeError, or EINVAL on Windows
@@ -252,7 +252,7 @@ def end_all(processes: Iterable[PeerProcess], grace: float) -> None:
         process.release()
 
 
-class PeerState(str, Enum):
+class PeerActivity(str, Enum):
     """What a peer is doing."""
 
     STARTING = "starting"
@@ -269,7 +269,7 @@ class PeerStory:
     """One peer as the runner saw it. Times are seconds since training began."""
 
     number: int
-    state: PeerState = PeerState.STARTING
+    state: PeerActivity = PeerActivity.STARTING
     started: float = 0.0
     peer_id: str = ""
     caught_up: float | None = None
@@ -286,7 +286,7 @@ class PeerStory:
 
     @property
     def alive(self) -> bool:
-        return self.state not in (PeerState.KILLED, PeerState.FAILED)
+        return self.state not in (PeerActivity.KILLED, PeerActivity.FAILED)
 
     @property
     def held_out_loss(self) -> float | None:

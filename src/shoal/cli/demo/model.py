@@ -47,7 +47,7 @@ class ModelSize:
     layers: int = 2
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention, then a two-layer network; each adds its output to its input."""
 
     def __init__(self, size: ModelSize) -> None:
@@ -80,7 +80,7 @@ class ByteTransformer(nn.Module):
         self.size = size
         self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, size.width) for _ in range(size.nearest))
         self.positions = nn.Embedding(size.context, size.width)
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(size) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
         self.out = nn.Linear(size.width, VOCABULARY)
         self.apply(_initialize)

@@ -29,16 +29,16 @@ from shoal.cli.demo.messages import (
     SYNCHRONOUS,
     AnyCommand,
     CaughtUp,
-    Connect,
-    Connected,
     EpochDone,
-    Event,
     Finished,
+    JoinSwarm,
     Leave,
     Measured,
+    PeerEvent,
     Progress,
-    Ready,
     StopAfter,
+    SwarmJoined,
+    TextReady,
     Train,
     Write,
     Wrote,
@@ -85,7 +85,9 @@ class Trainer:
         method: how peers train together.
     """
 
-    def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None], method: str = SYNCHRONOUS) -> None:
+    def __init__(
+        self, number: int, corpus: Corpus, tell: Callable[[PeerEvent], None], method: str = SYNCHRONOUS
+    ) -> None:
         self._tell, self._method = tell, method
         self._name = f"peer {number}"
         self._text = corpus.shards[(number - 1) % len(corpus.shards)]
@@ -137,7 +139,7 @@ class Trainer:
             self._optimizer = DiLoCo(
                 target_batch_size=SLOT_BATCH_SIZE, compression=codec, outer_optimizer=outer, **common
             )
-        self._tell(Connected(str(self._dht.peer_id), [str(address) for address in self._dht.get_visible_maddrs()]))
+        self._tell(SwarmJoined(str(self._dht.peer_id), [str(address) for address in self._dht.get_visible_maddrs()]))
         if initial_peers:
             self._optimizer.load_state_from_peers()
 
@@ -281,7 +283,7 @@ class Pipes:
         timer.daemon = True
         timer.start()
 
-    def send(self, event: Event) -> None:
+    def send(self, event: PeerEvent) -> None:
         self._events.write(to_line(event))
         self._events.flush()
 
@@ -301,7 +303,7 @@ def follow(pipes: Pipes, trainer: Trainer) -> None:
     """Follow the runner's commands until it says to leave."""
     command: AnyCommand | None = pipes.receive()
     while not isinstance(command, Leave):
-        if isinstance(command, Connect):
+        if isinstance(command, JoinSwarm):
             trainer.connect(command.initial_peers)
         elif isinstance(command, (Train, StopAfter)):
             command = train(pipes, trainer, command)
@@ -355,7 +357,7 @@ def main() -> None:
     pipes = Pipes(_take_standard_input(), events)
     corpus = load_corpus(arguments.shards)
     trainer = Trainer(arguments.number, corpus, pipes.send, arguments.method)
-    pipes.send(Ready(corpus.files, corpus.unigram_entropy, corpus.bigram_entropy))
+    pipes.send(TextReady(corpus.files, corpus.unigram_entropy, corpus.bigram_entropy))
     try:
         follow(pipes, trainer)
     finally:

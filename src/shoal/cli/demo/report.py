@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from shoal.cli.demo.messages import PeerState, PeerStory, Story
+from shoal.cli.demo.messages import PeerActivity, PeerStory, Story
 from shoal.logs import counted
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ GREY, LIGHT = "#555555", "#dddddd"
 
 COLUMNS = ("peer", "state", "epoch", "samples", "samples/s", "loss", "held-out", "sent", "received")
 STATE_COLOURS = {
-    PeerState.TRAINING: "green",
-    PeerState.FINISHED: "bold green",
-    PeerState.DOWNLOADING: "cyan",
-    PeerState.KILLED: "red",
-    PeerState.FAILED: "bold red",
+    PeerActivity.TRAINING: "green",
+    PeerActivity.FINISHED: "bold green",
+    PeerActivity.DOWNLOADING: "cyan",
+    PeerActivity.KILLED: "red",
+    PeerActivity.FAILED: "bold red",
 }
 
 
@@ -69,7 +69,7 @@ def row(peer: PeerStory) -> tuple[str, ...]:
     progress, loss = peer.progress, peer.held_out_loss
     if progress is None:
         return (peer.name, peer.state.value, *("-" for _ in COLUMNS[2:]))
-    rate = progress.samples_per_second if peer.state is PeerState.TRAINING else 0.0
+    rate = progress.samples_per_second if peer.state is PeerActivity.TRAINING else 0.0
     return (
         peer.name,
         peer.state.value,
@@ -423,5 +423,5 @@ def succeeded(story: Story) -> bool:
         and found.final_loss is not None
         and found.final_loss < story.bigram_entropy
         and found.joiner_samples > 0
-        and all(peer.state is PeerState.FINISHED for peer in story.living)
+        and all(peer.state is PeerActivity.FINISHED for peer in story.living)
     )

@@ -16,7 +16,7 @@ from shoal.cli.doctor.findings import (
     IDENTITY_FILE,
     PROXY,
     Finding,
-    Verdict,
+    Severity,
     describe_listening,
     fail,
     look_at_machine,
@@ -92,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     identity_path = arguments.identity_path
     for finding in look_at_machine(identity_path):
         report(THIS_MACHINE, finding)
-        if finding.check == IDENTITY_FILE and finding.verdict is Verdict.FAIL:
+        if finding.check == IDENTITY_FILE and finding.verdict is Severity.FAIL:
             identity_path = None  # do the other checks with a temporary identity
-    if not any(finding.check == PROXY and finding.verdict is Verdict.FAIL for _, finding in findings):
+    if not any(finding.check == PROXY and finding.verdict is Severity.FAIL for _, finding in findings):
         portal = Portal("doctor")  # no peer starts without knowing the proxy
         try:
             portal.call(_examine(arguments, targets, identity_path, report))
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if look_at_device is not None:
         for finding in look_at_device():
             report(f"device {arguments.device}", finding)
-    has_failed = any(finding.verdict is Verdict.FAIL for _, finding in findings)
+    has_failed = any(finding.verdict is Severity.FAIL for _, finding in findings)
     if arguments.json:
         listed = [{"about": about, **finding.as_dict()} for about, finding in findings]
         print(json.dumps({"ok": not has_failed, "findings": listed}, indent=2))
@@ -163,9 +163,9 @@ async def _examine(
                 about = f"the peer at {about}"
             async for finding in look_at_peer(p2p, address, expected_peer, keeps_identity=identity_path is not None):
                 peer = expected_peer or p2p.met.get(address)
-                is_refuted = finding.check == "dial back" and finding.verdict is Verdict.FAIL
+                is_refuted = finding.check == "dial back" and finding.verdict is Severity.FAIL
                 if is_refuted and peer is not None and await is_relay(p2p, peer):
-                    finding = replace(finding, verdict=Verdict.WARN)  # others can call this machine through that peer
+                    finding = replace(finding, verdict=Severity.WARN)  # others can call this machine through that peer
                 report(about, finding)
                 round_trip = finding.values.get("best_seconds", round_trip)
             if round_trip is not None and peer is not None:

@@ -35,7 +35,7 @@ PROXY = "proxy"
 ENOUGH_OPEN_FILES = 1024
 
 
-class Verdict(str, Enum):
+class Severity(str, Enum):
     """Severity of a finding."""
 
     OK = "ok"
@@ -50,7 +50,7 @@ class Finding:
     """The outcome of one check."""
 
     check: str
-    verdict: Verdict
+    verdict: Severity
     text: str
     fix: str = ""
     """What to do if something is wrong."""
@@ -70,22 +70,22 @@ class Finding:
 
 def ok(check: str, text: str, **values: Any) -> Finding:
     """All is well."""
-    return Finding(check, Verdict.OK, text, values=values)
+    return Finding(check, Severity.OK, text, values=values)
 
 
 def unknown(check: str, text: str, **values: Any) -> Finding:
     """It could not be found out; the text says what would help."""
-    return Finding(check, Verdict.UNKNOWN, text, values=values)
+    return Finding(check, Severity.UNKNOWN, text, values=values)
 
 
 def warn(check: str, text: str, fix: str, **values: Any) -> Finding:
     """It works, but not as it should."""
-    return Finding(check, Verdict.WARN, text, fix, values)
+    return Finding(check, Severity.WARN, text, fix, values)
 
 
 def fail(check: str, text: str, fix: str, **values: Any) -> Finding:
     """It does not work."""
-    return Finding(check, Verdict.FAIL, text, fix, values)
+    return Finding(check, Severity.FAIL, text, fix, values)
 
 
 def _wrap(text: str, hanging: str = "") -> list[str]:
@@ -102,10 +102,10 @@ def _wrap(text: str, hanging: str = "") -> list[str]:
 
 def summary(findings: list[Finding]) -> str:
     """The overall result in one line."""
-    failures = sum(finding.verdict is Verdict.FAIL for finding in findings)
-    warnings = sum(finding.verdict is Verdict.WARN for finding in findings)
+    failures = sum(finding.verdict is Severity.FAIL for finding in findings)
+    warnings = sum(finding.verdict is Severity.WARN for finding in findings)
     if not failures and not warnings:
-        open_questions = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
+        open_questions = sum(finding.verdict is Severity.UNKNOWN for finding in findings)
         return f"All is well, as far as is known: {open_questions} unknown." if open_questions else "All is well."
     parts = [counted(failures, "problem")] * bool(failures) + [counted(warnings, "warning")] * bool(warnings)
     return f"{', '.join(parts)}: see the lines with an arrow."

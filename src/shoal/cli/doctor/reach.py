@@ -14,7 +14,7 @@ from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.p2p.observing import observe, places_of
 from shoal.p2p.pasted import Target
 from shoal.p2p.port_mapping import has_upnp
-from shoal.p2p.reachability import Reachability, Standing, is_global, is_ipv6
+from shoal.p2p.reachability import AddressStatus, Reachability, is_global, is_ipv6
 from shoal.tasks import run_in_worker
 
 NOT_KNOWN = "not known: give the ADDRESS of a peer outside of this network"
@@ -113,9 +113,9 @@ def _ipv6(p2p: P2P) -> Finding:
         return ok("IPv6", f"no global address{alone}", global_addresses=[])
     standings = {address: p2p.outlook.evidence.standing(now, address) for address in own}
     values = {"global_addresses": [str(address) for address in own]}
-    if Standing.CONFIRMED in standings.values():
+    if AddressStatus.CONFIRMED in standings.values():
         return ok("IPv6", "global, and reachable from outside", **values)
-    if Standing.REFUTED in standings.values():
+    if AddressStatus.REFUTED in standings.values():
         return ok("IPv6", "global, behind a firewall: peers get through it together", **values)
     return unknown("IPv6", f"global; whether others can call it is {NOT_KNOWN}", **values)
 
@@ -136,7 +136,7 @@ async def _port_mapping(p2p: P2P) -> Finding:
         return warn("port mapping", f"{told}, which is behind another router", fix, **values)
     if mapping.addresses:
         standings = [p2p.outlook.evidence.standing(now, address) for address in mapping.addresses]
-        if Standing.REFUTED in standings:
+        if AddressStatus.REFUTED in standings:
             fix = "look for another firewall, in the router or at the provider, or open the port there by hand"
             return warn("port mapping", f"{told}, but others do not reach this machine there", fix, **values)
         return unknown("port mapping", f"{told}; nobody outside has tried it yet", **values)

@@ -13,8 +13,8 @@ from shoal.logs import one_line
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.identity import circuit_address
-from shoal.p2p.relay_messages import Code, Reserve, Reserved
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relay_messages import RelayCode, Reserve, Reserved
+from shoal.p2p.relaying import RelayServer
 
 RESERVE_SECONDS = 10.0
 RUN_ONE = "run 'shoal dht' on a machine that others can call"
@@ -28,7 +28,7 @@ async def ask_for_reservation(p2p: P2P, peer: PeerID) -> Reserved | None:
     """
     async with (
         asyncio.timeout(ANSWER_SECONDS),
-        p2p.open_call(peer, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call,
+        p2p.open_call(peer, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call,
     ):
         await call.send(Reserve(), end=True)
         return await call.receive(Reserved)
@@ -40,7 +40,7 @@ async def is_relay(p2p: P2P, peer: PeerID) -> bool:
         answer = await ask_for_reservation(p2p, peer)
     except NO_ANSWER:
         return False
-    return answer is not None and answer.code == Code.OK
+    return answer is not None and answer.code == RelayCode.OK
 
 
 async def look_at_relay(
@@ -64,7 +64,7 @@ async def look_at_relay(
         return
     finding = _judged(answer, round_trip)
     yield finding
-    if answer is not None and answer.code == Code.OK:
+    if answer is not None and answer.code == RelayCode.OK:
         yield await _through(address, peer, token)
 
 
@@ -72,14 +72,14 @@ def _judged(answer: Reserved | None, round_trip: float) -> Finding:
     if answer is None:
         return warn("relay", "it ends the call without an answer", "look at that peer's own log")
     values = {"code": answer.code, "rate": answer.rate, "circuits": answer.circuits, "seen_at": answer.seen_at}
-    if answer.code == Code.OK:
+    if answer.code == RelayCode.OK:
         rate = f"{answer.rate * 8e-6:.0f} Mbit/s for all together" if answer.rate else "no limit to their rate"
         text = f"it takes reservations, up to {answer.circuits} circuits, {rate}, {milliseconds(round_trip)} away"
         return ok("relay", text, **values)
-    if answer.code == Code.NOT_A_RELAY:
+    if answer.code == RelayCode.NOT_A_RELAY:
         text = "it is none: others cannot call it, or it does not want to be one"
         return ok("relay", text, **values)
-    if answer.code == Code.BUSY:
+    if answer.code == RelayCode.BUSY:
         return warn("relay", f"it is full: {one_line(answer.text)}", f"use another one, or {RUN_ONE}", **values)
     return warn("relay", f"it refuses: {one_line(answer.text)}", "use a token whose role may train", **values)
 

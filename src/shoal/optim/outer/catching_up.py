@@ -27,13 +27,13 @@ from shoal.optim.epochs import usual_lag
 from shoal.optim.optimizer_state import statistics_of
 from shoal.optim.outer.chain import MOST
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import PARAMETERS, Standing
+from shoal.optim.outer.flight import PARAMETERS, VersionRelation
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import (
     SHARE_FOR_NEWCOMERS,
-    Kept,
+    LoggedUpdate,
     OuterParameters,
     Wanted,
     answer,
@@ -46,7 +46,7 @@ from shoal.optim.state_holder import first_accepted, refusing_nonsense
 from shoal.optim.training_state import OlderStateError
 
 if TYPE_CHECKING:
-    from shoal.optim.outer.rounds import Rounds
+    from shoal.optim.outer.rounds import OuterRounds
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Giving:
                 return OwnedState(described, copies, infos)
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole, is_far_behind = dict[int, list[Kept]](), dict[int, OuterParameters](), False
+        found, whole, is_far_behind = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters](), False
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             for number, (version, known) in wanted.items():
@@ -154,7 +154,7 @@ class Giving:
 class CatchingUp:
     """Gets what this peer lacks. Used only by the training thread."""
 
-    rounds: Rounds
+    rounds: OuterRounds
     load_state_timeout: float
     shares_inner_state: bool
     """Whether newcomers also take over the statistics of the inner optimizers."""
@@ -166,7 +166,9 @@ class CatchingUp:
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in self.rounds.fragments):
+        if self._in_vain >= MOST_IN_VAIN or any(
+            each.standing is VersionRelation.LOST for each in self.rounds.fragments
+        ):
             return True
         return self.rounds.counter.slot < self._least_slot
 
@@ -195,13 +197,13 @@ class CatchingUp:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
-        lost = [each for each in rounds.fragments if each.standing is Standing.LOST]
+        lost = [each for each in rounds.fragments if each.standing is VersionRelation.LOST]
         if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
             rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
-            behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
+            behind = {each.number for each in rounds.fragments if each.standing is VersionRelation.BEHIND}
             missed = self._missed()
             if missed is None or not (lost or behind or missed):
                 return self.download()
@@ -219,7 +221,7 @@ class CatchingUp:
         versions = max(each.state.version for each in lost)
         with self.rounds.tracker.pause_updates():
             self._make(self._begin_to_fetch([each.number for each in lost]))
-        if any(each.standing is Standing.LOST for each in lost):
+        if any(each.standing is VersionRelation.LOST for each in lost):
             return False
         self._tell_what_is_lost(versions)
         return True
@@ -255,7 +257,7 @@ class CatchingUp:
         for each in fragments:
             each.may_lack_updates = False
         # Who has lost does not continue what it has: no updates would do.
-        versions = [MOST if each.standing is Standing.LOST else each.state.version for each in fragments]
+        versions = [MOST if each.standing is VersionRelation.LOST else each.state.version for each in fragments]
         pairs = zip(fragments, versions, strict=True)
         part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
@@ -263,7 +265,7 @@ class CatchingUp:
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
         """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
         fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
-        updates, whole = dict[int, list[Kept]](), dict[int, OuterParameters]()
+        updates, whole = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters]()
         try:
             if found is not None:
                 with refusing_nonsense():
@@ -323,7 +325,7 @@ class CatchingUp:
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
                 for each in rounds.fragments:  # nobody is left who has more
-                    each.standing = Standing.GOOD
+                    each.standing = VersionRelation.GOOD
             return False
 
     def _take_over_statistics(self) -> None:

@@ -28,7 +28,7 @@ MOST = 2**62
 """No version and no number of samples is larger, whatever members claim."""
 
 
-class Link(NamedTuple):
+class OuterVersion(NamedTuple):
     """One version of outer parameters."""
 
     version: int
@@ -45,12 +45,12 @@ def hash_of(*data: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def next_link(last: Link, round_id: bytes, samples: int) -> Link:
-    """The link that continues another one, see :meth:`Chain.extend`."""
-    return Link(last.version + 1, hash_of(last.hash, round_id), min(MOST, last.samples + samples))
+def next_link(last: OuterVersion, round_id: bytes, samples: int) -> OuterVersion:
+    """The link that continues another one, see :meth:`VersionHistory.extend`."""
+    return OuterVersion(last.version + 1, hash_of(last.hash, round_id), min(MOST, last.samples + samples))
 
 
-class Chain:
+class VersionHistory:
     """The latest links of one fragment's outer parameters.
 
     Args:
@@ -58,20 +58,20 @@ class Chain:
         length: how many are kept.
     """
 
-    def __init__(self, links: Iterable[Link], length: int) -> None:
+    def __init__(self, links: Iterable[OuterVersion], length: int) -> None:
         self._links = deque(links, maxlen=min(length, MOST_LINKS))
 
     @classmethod
-    def begin(cls, values: torch.Tensor, length: int) -> Chain:
+    def begin(cls, values: torch.Tensor, length: int) -> VersionHistory:
         """The chain of parameters that have not been updated."""
-        return cls([Link(0, hash_of(bytes_of(values)), 0)], length)
+        return cls([OuterVersion(0, hash_of(bytes_of(values)), 0)], length)
 
     @property
-    def newest(self) -> Link:
+    def newest(self) -> OuterVersion:
         return self._links[-1]
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[OuterVersion, ...]:
         """The latest links, in order."""
         return tuple(self._links)
 
@@ -90,7 +90,7 @@ class Chain:
         return [list(link) for link in self._links]
 
 
-def parse_links(value: object) -> tuple[Link, ...]:
+def parse_links(value: object) -> tuple[OuterVersion, ...]:
     """Check links that another peer has told.
 
     Raises:
@@ -102,7 +102,7 @@ def parse_links(value: object) -> tuple[Link, ...]:
     for each in value:
         match each:
             case [int(version), bytes(digest), int(samples)] if len(digest) == HASH_BYTES:
-                links.append(Link(version, digest, samples))
+                links.append(OuterVersion(version, digest, samples))
             case _:
                 raise ValueError(f"no link: {quoted(each)}")
     versions = [link.version for link in links]
@@ -113,16 +113,16 @@ def parse_links(value: object) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def steps_between(older: Sequence[Link], newer: Sequence[Link]) -> int | None:
+def steps_between(older: Sequence[OuterVersion], newer: Sequence[OuterVersion]) -> int | None:
     """How many updates lead from the newest link of one chain to that of another; ``None``: none do."""
     return newer[-1].version - older[-1].version if older[-1] in newer else None
 
 
 @dataclass(frozen=True)
-class Statement:
+class OuterStatement:
     """What a member of a round says about its outer parameters."""
 
-    links: tuple[Link, ...]
+    links: tuple[OuterVersion, ...]
     steps: int = 0
     """Inner steps behind its contribution, and their samples."""
     samples: int = 0
@@ -132,7 +132,7 @@ class Statement:
     """A hash of the bits of its outer parameters at its newest link; empty: it tells none this time."""
     done: int = 0
     """What it has done in the slot: inner steps, or samples if slots are counted in these."""
-    known: Link | None = None
+    known: OuterVersion | None = None
     """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
 
     def dump(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Statement:
         }
 
     @classmethod
-    def parse(cls, value: object) -> Statement | None:
+    def parse(cls, value: object) -> OuterStatement | None:
         """Read what a member has said; ``None`` if it makes no sense."""
         if not isinstance(value, Mapping):
             return None
@@ -168,16 +168,16 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VersionChoice:
     """What the members of a round derive from what all have said; the same at all of them."""
 
-    base: Link | None
+    base: OuterVersion | None
     """What this round updates; ``None``: nobody has said what it has."""
     behind: Mapping[int, int]
     """How many updates members lack of it, by their positions. Those that are not here have lost, and begin anew."""
 
 
-def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()) -> Verdict:
+def settle(statements: Sequence[OuterStatement | None], clients: Collection[int] = ()) -> VersionChoice:
     """Decide which lineage goes on.
 
     It is the one with most members; of several, the one that is made of most samples; then the one with the smaller
@@ -200,7 +200,7 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
         kin = [each for each in lineages if any(_are_related(links, told[other]) for other in each)]
         lineages = [each for each in lineages if each not in kin] + [{member}.union(*kin)]
     if not lineages:
-        return Verdict(None, {})
+        return VersionChoice(None, {})
 
     def rank(lineage: set[int]) -> tuple[bool, int, int, bytes]:
         newest = max((told[member][-1] for member in lineage), key=lambda link: (link.version, link.hash))
@@ -211,7 +211,7 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     winners = max(lineages, key=rank)
     holders = {link: member for member in winners for link in told[member]}
 
-    def heard_of(member: int) -> set[Link]:
+    def heard_of(member: int) -> set[OuterVersion]:
         known, links = said[member].known, told[member]
         if known not in holders:
             return {*links}
@@ -225,12 +225,12 @@ def settle(statements: Sequence[Statement | None], clients: Collection[int] = ()
     liars = max(len(winners) // PEERS_PER_LIAR, 1 if len(winners) > MOST_WHO_TRUST_ONE else 0)
     ahead = max((link for link, count in heard.items() if count > liars), default=base)
     if ahead.version > base.version:  # nobody here has it
-        return Verdict(ahead, {n: max(1, ahead.version - told[n][-1].version) for n in sorted(winners)})
+        return VersionChoice(ahead, {n: max(1, ahead.version - told[n][-1].version) for n in sorted(winners)})
     known = {link for member in winners if base in told[member] for link in told[member] if link <= base}
-    return Verdict(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
+    return VersionChoice(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
 
 
-def has_other_bits(statements: Sequence[Statement | None], own: int, clients: Collection[int] = ()) -> bool:
+def has_other_bits(statements: Sequence[OuterStatement | None], own: int, clients: Collection[int] = ()) -> bool:
     """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
 
     As many members with either: those with the smaller digest are right. Bits that only clients have are never right.
@@ -249,5 +249,5 @@ def has_other_bits(statements: Sequence[Statement | None], own: int, clients: Co
     return mine.digest != min(counts, key=lambda digest: (digest not in to_be_had, -counts[digest], digest))
 
 
-def _are_related(one: Sequence[Link], other: Sequence[Link]) -> bool:
+def _are_related(one: Sequence[OuterVersion], other: Sequence[OuterVersion]) -> bool:
     return one[-1] in other or other[-1] in one

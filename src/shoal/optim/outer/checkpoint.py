@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import RoundResult
-from shoal.optim.outer.compressor import Outgoing
-from shoal.optim.outer.flight import Flight, Standing
+from shoal.optim.outer.compressor import Contribution
+from shoal.optim.outer.flight import Flight, VersionRelation
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID
@@ -155,7 +155,7 @@ def _layout_of(each: FragmentUpdates) -> list[Any]:
 
 def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] | None:
     flight = each.flight
-    if flight is None or not flight.has_arrived or flight.standing is not Standing.GOOD:
+    if flight is None or not flight.has_arrived or flight.standing is not VersionRelation.GOOD:
         return None
     result = flight.result
     if result is not None and not flight.has_most(result.weights):
@@ -208,7 +208,7 @@ def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Fligh
         state["left"],
         state["is_finite"],
         state["weight"],
-        Outgoing(vector, None, left_out),
+        Contribution(vector, None, left_out),
         steps_since=state["steps_since"],
         samples=state["samples"],
         saved_result=None if state["round"] is None else _parse_result(state["round"]),

@@ -30,7 +30,7 @@ def default_feedback(codec: CompressionBase) -> float:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class Contribution:
     """What a peer contributes to one round."""
 
     wanted: torch.Tensor
@@ -71,7 +71,7 @@ class Compressor:
         return self._error
 
     @torch.no_grad()
-    def prepare(self, difference: torch.Tensor) -> Outgoing:
+    def prepare(self, difference: torch.Tensor) -> Contribution:
         """What to send of a difference. Nothing changes until :meth:`counted` or :meth:`alone` is called.
 
         Args:
@@ -84,12 +84,12 @@ class Compressor:
             difference.add_(torch.mul(self._error, self.feedback, out=rest))
         info = CompressionInfo.from_tensor(difference, role=TensorRole.GRADIENT)
         if rest is None:
-            return Outgoing(difference, self.codec.compress(difference, info), None)
+            return Contribution(difference, self.codec.compress(difference, info), None)
         message, sent = self.codec.compress_and_decode(difference, info)
-        return Outgoing(difference, message, torch.sub(difference, sent, out=rest))
+        return Contribution(difference, message, torch.sub(difference, sent, out=rest))
 
     @torch.no_grad()
-    def reduced(self, outgoing: Outgoing, factor: float) -> Outgoing:
+    def reduced(self, outgoing: Contribution, factor: float) -> Contribution:
         """What is sent instead if the message counts only in part, because it is old. The vector is made smaller.
 
         The codec encodes smaller values, and rounds them otherwise. What the others decode of them counts as ``factor``
@@ -105,10 +105,10 @@ class Compressor:
         smaller = outgoing.wanted.mul_(factor)
         info = CompressionInfo.from_tensor(smaller, role=TensorRole.GRADIENT)
         message, sent = self.codec.compress_and_decode(smaller, info)
-        return Outgoing(smaller, message, left.sub_(sent.div(factor)))
+        return Contribution(smaller, message, left.sub_(sent.div(factor)))
 
     @torch.no_grad()
-    def counted(self, outgoing: Outgoing, parts: Iterable[tuple[int, int]] | None = None) -> None:
+    def counted(self, outgoing: Contribution, parts: Iterable[tuple[int, int]] | None = None) -> None:
         """Note that a message has counted in the result of its round.
 
         Args:
@@ -135,7 +135,7 @@ class Compressor:
         for begin, end in spans:
             self._error[begin:end] = outgoing.left[begin:end]
 
-    def alone(self, outgoing: Outgoing) -> torch.Tensor:
+    def alone(self, outgoing: Contribution) -> torch.Tensor:
         """The result of a round without others: all that the peer wanted to send, so that no error is left."""
         self.forget()
         return outgoing.wanted

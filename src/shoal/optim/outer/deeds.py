@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.clock import get_dht_time
-from shoal.optim.outer.flight import Expectation, Flight
+from shoal.optim.outer.flight import ExpectedMembers, Flight
 from shoal.optim.sides import weights_of
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
@@ -26,7 +26,7 @@ _GENEROSITY = 2.0
 _MAX_REMEMBERED = 4096
 
 
-class Deeds:
+class OuterContributions:
     """Remembers what has come of rounds, and tells it the evidence of this peer. Its limits are asked for in the loop.
 
     Args:
@@ -67,7 +67,7 @@ class Deeds:
             return MOST
         return _GENEROSITY * max(self.largest_weight(leader), _GENEROSITY * max(self._weights.values()))
 
-    def note(self, flight: Flight, expected: Expectation | None) -> None:
+    def note(self, flight: Flight, expected: ExpectedMembers | None) -> None:
         """A round has ended.
 
         Args:

@@ -22,7 +22,7 @@ from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.outer.catching_up import CatchingUp, Giving
-from shoal.optim.outer.chain import Link, hash_of
+from shoal.optim.outer.chain import OuterVersion, hash_of
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import OuterRound
 from shoal.optim.outer.fragment_updates import FragmentUpdates
@@ -31,7 +31,7 @@ from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
 from shoal.optim.outer.outer_state import OuterState
-from shoal.optim.outer.rounds import Rounds
+from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
 from shoal.optim.outer.slot_tracker import make_tracker
@@ -249,7 +249,7 @@ class DiLoCo(JointOptimizer):
             auxiliary=auxiliary,
             **(averager_opts or {}),
         )
-        self._rounds = Rounds(
+        self._rounds = OuterRounds(
             dht,
             settings,
             self._counter,
@@ -491,7 +491,7 @@ class DiLoCo(JointOptimizer):
             each.fragment.write(values)
         self._set_aside = None
 
-    def outer_versions(self) -> list[tuple[Link, bytes]]:
+    def outer_versions(self) -> list[tuple[OuterVersion, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
         tell the same hash."""
         return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.averaging import RoundResult, StepControl
-from shoal.optim.outer.chain import MOST, Link, Statement
-from shoal.optim.outer.compressor import Outgoing
+from shoal.optim.outer.chain import MOST, OuterStatement, OuterVersion
+from shoal.optim.outer.compressor import Contribution
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID
 
@@ -23,7 +23,7 @@ AVERAGES = ("pseudo_gradients", PARAMETERS)
 ANY_SLOT = 2**62
 
 
-class Standing(enum.Enum):
+class VersionRelation(enum.Enum):
     """How a member's outer parameters compare with those of its group."""
 
     GOOD = "good"
@@ -47,19 +47,19 @@ class Flight:
     is_finite: bool
     """Whether the message is."""
     weight: float
-    outgoing: Outgoing | None = None
+    outgoing: Contribution | None = None
     """The message with what it leaves out; ``None``: nothing of that is kept."""
     control: StepControl | None = None
     """``None``: nobody else is there."""
     steps_since: int = 0
     """Inner steps since the message was made."""
-    standing: Standing = Standing.GOOD
+    standing: VersionRelation = VersionRelation.GOOD
     samples: int = 0
     """Of all members."""
     done: tuple[int, ...] = ()
     """What each member has done in the slot, as it says."""
     began_at: float = field(default_factory=time.monotonic)
-    base: Link | None = None
+    base: OuterVersion | None = None
     """The outer parameters that the round updates."""
     counting: tuple[int, ...] = ()
     """The positions of the members whose messages can count, as they say; the same at all members."""
@@ -67,19 +67,19 @@ class Flight:
     """By which the message was made smaller; ``None``: it is not decided yet."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
-    known: Link | None = None
+    known: OuterVersion | None = None
     """The newest version that members of its groups had and this peer lacked; ``None``: it lacked none."""
     saved_result: RoundResult | None = None
     """The result, from a checkpoint."""
     own: PeerID | None = None
     """With a result from a checkpoint: this peer's id in the round, for it may have another one by now."""
 
-    def hear(self, statements: Sequence[Statement | None]) -> None:
+    def hear(self, statements: Sequence[OuterStatement | None]) -> None:
         """Note what the members of its group have done, as they say."""
         self.samples = min(MOST, sum(each.samples for each in statements if each is not None))
         self.done = tuple(0 if each is None else each.done for each in statements)
 
-    def begin_from(self, base: Link, statements: Sequence[Statement | None]) -> None:
+    def begin_from(self, base: OuterVersion, statements: Sequence[OuterStatement | None]) -> None:
         """Note what the round updates, and which messages can count."""
         self.base = base
         can_count = [each is not None and each.samples > 0 and each.links[-1] == base for each in statements]
@@ -106,7 +106,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Expectation:
+class ExpectedMembers:
     """Whom a peer expects in the round at the end of a slot."""
 
     slot: int

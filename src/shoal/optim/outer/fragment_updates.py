@@ -17,9 +17,9 @@ from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
 from shoal.logs import Seldom
 from shoal.optim.outer.chain import (
-    Chain,
-    Link,
-    Statement,
+    OuterStatement,
+    OuterVersion,
+    VersionHistory,
     has_other_bits,
     hash_of,
     next_link,
@@ -28,10 +28,10 @@ from shoal.optim.outer.chain import (
     steps_between,
 )
 from shoal.optim.outer.compressor import Compressor
-from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, Standing
+from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, VersionRelation
 from shoal.optim.outer.fragments import Fragment
-from shoal.optim.outer.kept import Kept, KeptResults, OuterParameters, packed, unpacked, who_counted
-from shoal.optim.outer.mixing import Mixing, shift
+from shoal.optim.outer.kept import KeptResults, LoggedUpdate, OuterParameters, packed, unpacked, who_counted
+from shoal.optim.outer.mixing import MergePolicy, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
 from shoal.optim.state_holder import refusing_nonsense
@@ -64,7 +64,7 @@ class FragmentUpdates:
         number: int,
         fragment: Fragment,
         state: OuterState,
-        mixing: Mixing,
+        mixing: MergePolicy,
         average: str,
         staleness: Staleness,
         max_staleness: int,
@@ -77,13 +77,13 @@ class FragmentUpdates:
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
         self._lock, self._check_every = lock, check_every
         self.own, self.compressor = own, compressor
-        self.chain = Chain.begin(state.values, max_staleness + 1)
+        self.chain = VersionHistory.begin(state.values, max_staleness + 1)
         self.effort = Effort()
         """Since the last contribution that counted."""
         self.age = 0
         """By how many versions the outer parameters have moved since then."""
         self.flight: Flight | None = None
-        self.standing = Standing.GOOD
+        self.standing = VersionRelation.GOOD
         """As the last round has shown."""
         self.may_lack_updates = False
         """Whether a round has failed here since others were asked for updates: they may have had it all the same."""
@@ -93,9 +93,9 @@ class FragmentUpdates:
         self.kept = KeptResults(fragment.length)
         """For peers that have missed them."""
         # By version: results of rounds to which this peer has come without what they update.
-        self._later: dict[int, Kept] = {}
+        self._later: dict[int, LoggedUpdate] = {}
         # The newest version that this peer lacked, by what its groups have told. Counts while it is behind.
-        self._known: Link | None = None
+        self._known: OuterVersion | None = None
         # A round that has failed here. Its message may have counted all the same: the others' update tells that.
         self._unsure: Flight | None = None
 
@@ -142,17 +142,21 @@ class FragmentUpdates:
         self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight, outgoing)
         return self.flight
 
-    def statement(self, expected: int, done: int = 0) -> Statement:
+    def statement(self, expected: int, done: int = 0) -> OuterStatement:
         """What this peer tells its group; it expects so many members, and has done so much in the slot."""
         newest, every = self.chain.newest, self._check_every
         is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
         # No samples: this message will not count, and is not missed when it is asked whether most have counted.
         effort = self.effort if self.flight is None or self.flight.weight else Effort()
-        return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done, self.heard_of)
+        return OuterStatement(self.chain.links, effort.steps, effort.samples, expected, digest, done, self.heard_of)
 
     def judge(
-        self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"", clients: Collection[int] = ()
+        self,
+        statements: Sequence[OuterStatement | None],
+        own: int,
+        group_id: bytes = b"",
+        clients: Collection[int] = (),
     ) -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
 
@@ -182,7 +186,9 @@ class FragmentUpdates:
         behind, base = verdict.behind.get(own), verdict.base
         assert base is not None, "this peer has said what it has"
         flight.begin_from(base, statements)
-        flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
+        flight.standing = (
+            VersionRelation.LOST if behind is None else VersionRelation.BEHIND if behind else VersionRelation.GOOD
+        )
         if behind == 0 and has_other_bits(statements, own, clients):
             self._warn_seldom(
                 "fragment %d is not that of most others after the same updates: this peer takes theirs. Machines "
@@ -190,17 +196,17 @@ class FragmentUpdates:
                 self.number,
                 about="bits",
             )
-            flight.standing = Standing.LOST
-        if flight.standing is Standing.GOOD and (heard_of := self.heard_of) and base.version < heard_of.version:
+            flight.standing = VersionRelation.LOST
+        if flight.standing is VersionRelation.GOOD and (heard_of := self.heard_of) and base.version < heard_of.version:
             # All members lack what others have: an update of what they have would be a second one. Or this peer has it
             # by now, and its statement is older than that.
             flight.base = None
-            flight.standing = Standing.BEHIND if self.standing is Standing.GOOD else self.standing
-        elif flight.standing is Standing.BEHIND:
+            flight.standing = VersionRelation.BEHIND if self.standing is VersionRelation.GOOD else self.standing
+        elif flight.standing is VersionRelation.BEHIND:
             flight.known = max(base, flight.known or base)
-        elif flight.standing is Standing.LOST:  # what it has heard of before is not what goes on
+        elif flight.standing is VersionRelation.LOST:  # what it has heard of before is not what goes on
             flight.known, self._known = base, None
-        if flight.standing is not Standing.GOOD:
+        if flight.standing is not VersionRelation.GOOD:
             return False, 1.0
         flight.attempts.add(group_id)
         if flight.factor is not None:  # this is another attempt, with the same vector
@@ -209,9 +215,9 @@ class FragmentUpdates:
         return True, flight.factor
 
     @property
-    def heard_of(self) -> Link | None:
+    def heard_of(self) -> OuterVersion | None:
         """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
-        earlier = None if self.standing is Standing.GOOD else self._known
+        earlier = None if self.standing is VersionRelation.GOOD else self._known
         now = None if self.flight is None else self.flight.known
         return max(filter(None, [earlier, now]), default=None)
 
@@ -229,7 +235,7 @@ class FragmentUpdates:
         """The round has failed: all is as it was, and what this peer has done counts next time."""
         flight, heard_of, self.flight = self.flight, self.heard_of, None
         self.may_lack_updates = self._average != PARAMETERS
-        if flight is not None and flight.standing is not Standing.GOOD:
+        if flight is not None and flight.standing is not VersionRelation.GOOD:
             self._known, self.standing = heard_of, flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
@@ -257,8 +263,8 @@ class FragmentUpdates:
                 "the messages of most members of a round did not count, so it may have been split: no update is made, "
                 "and what this peer has done counts next time"
             )
-        if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
-            is_behind = flight.standing is Standing.BEHIND and flight.base is not None
+        if flight.standing is not VersionRelation.GOOD or not is_whole or not all_finite(vector):
+            is_behind = flight.standing is VersionRelation.BEHIND and flight.base is not None
             self.give_up()
             if is_behind:
                 self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
@@ -312,7 +318,7 @@ class FragmentUpdates:
         self._unsure = None
         if self._average != PARAMETERS:
             version, after = self.state.version + 1, self.chain.newest.hash
-            self.kept.add(Kept(version, after, round_id, samples, packed(mean), names))
+            self.kept.add(LoggedUpdate(version, after, round_id, samples, packed(mean), names))
         # Where parameters are averaged, a layer that nobody trains may still differ between peers.
         left_alone = () if self._average == PARAMETERS else self.fragment.unchanged(mean)
         with torch.enable_grad():
@@ -339,7 +345,7 @@ class FragmentUpdates:
         if not torch.equal(values, self.state.values):
             with self._lock:
                 self.state.values.copy_(values)
-                self.chain = Chain.begin(values, self._max_staleness + 1)
+                self.chain = VersionHistory.begin(values, self._max_staleness + 1)
 
     # --- for newcomers, and for peers that were away ------------------------------------------------------------------
 
@@ -371,7 +377,7 @@ class FragmentUpdates:
             How many versions of its own it has given up.
         """
         links = parse_links(metadata["chain"])
-        own, is_lost, self.standing = self.chain.links, self.standing is Standing.LOST, Standing.GOOD
+        own, is_lost, self.standing = self.chain.links, self.standing is VersionRelation.LOST, VersionRelation.GOOD
         has_other_bits = is_lost and links[-1] == own[-1]
         if not is_new and not has_other_bits and (self._average == PARAMETERS or links[-1] in own):
             return 0
@@ -380,7 +386,7 @@ class FragmentUpdates:
         with self._lock:
             before = self.fragment.rounded(self.state.values)
             self.state.load(metadata, tensors)
-            self.chain = Chain(links, self._max_staleness + 1)
+            self.chain = VersionHistory(links, self._max_staleness + 1)
             self.kept.clear()
             if missed is None:
                 self._later.clear()
@@ -395,20 +401,20 @@ class FragmentUpdates:
     def lacks_updates(self) -> bool:
         """Whether others have updates that this peer lacks. It is known as soon as a group is complete."""
         flight = self.flight
-        if flight is not None and flight.standing is Standing.BEHIND:
+        if flight is not None and flight.standing is VersionRelation.BEHIND:
             return flight.base is not None and flight.base.version > self.state.version
-        return self.standing is Standing.BEHIND
+        return self.standing is VersionRelation.BEHIND
 
     @property
     def is_being_updated(self) -> bool:
         """Whether a round is under way that updates what this peer has now."""
         flight = self.flight
-        if flight is None or flight.standing is not Standing.GOOD:
+        if flight is None or flight.standing is not VersionRelation.GOOD:
             return False
         return flight.control is None or flight.control.began_allreduce
 
     @torch.no_grad()
-    def make_up(self, updates: Iterable[Kept] = (), whole: OuterParameters | None = None) -> int:
+    def make_up(self, updates: Iterable[LoggedUpdate] = (), whole: OuterParameters | None = None) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
@@ -426,7 +432,7 @@ class FragmentUpdates:
             with refusing_nonsense():
                 self.check(*whole)
         links = () if whole is None else parse_links(whole[0]["chain"])
-        if whole is not None and self.standing is Standing.LOST and self.heard_of in links:
+        if whole is not None and self.standing is VersionRelation.LOST and self.heard_of in links:
             self.take_over(*whole, is_new=False)
             return 1
         before, updates = self.state.version, list(updates)
@@ -434,7 +440,7 @@ class FragmentUpdates:
             self.may_lack_updates = True
             return 0
         flight, newest = self.flight, self.chain.newest
-        if flight is not None and flight.control is not None and flight.standing is Standing.GOOD:
+        if flight is not None and flight.control is not None and flight.standing is VersionRelation.GOOD:
             if newest not in links[:-1] and not any(
                 each.version == newest.version + 1 and each.after == newest.hash for each in updates
             ):
@@ -452,11 +458,13 @@ class FragmentUpdates:
             with self._lock:
                 self._follow(each, mean)
         self._later = {version: each for version, each in self._later.items() if version > self.state.version}
-        if self.standing is Standing.BEHIND and (self._known is None or self.state.version >= self._known.version):
-            self.standing = Standing.GOOD
+        if self.standing is VersionRelation.BEHIND and (
+            self._known is None or self.state.version >= self._known.version
+        ):
+            self.standing = VersionRelation.GOOD
         return self.state.version - before
 
-    def _follow(self, update: Kept, mean: torch.Tensor) -> None:
+    def _follow(self, update: LoggedUpdate, mean: torch.Tensor) -> None:
         """Make an update of others."""
         unsure, outer = self._unsure, self.fragment.rounded(self.state.values)
         self._step(mean, update.round_id, update.samples, update.names)
@@ -481,7 +489,7 @@ class FragmentUpdates:
         if mean is not None and result is not None:
             names = who_counted(result)
             known = next_link(flight.base, result.group_id + names, flight.samples)
-            kept = Kept(known.version, flight.base.hash, result.group_id, flight.samples, packed(mean), names)
+            kept = LoggedUpdate(known.version, flight.base.hash, result.group_id, flight.samples, packed(mean), names)
             self._later[kept.version] = kept
             for version in sorted(self._later)[: -self._max_staleness - 1]:
                 del self._later[version]
@@ -497,8 +505,8 @@ class FragmentUpdates:
         """
         with self._lock:
             self.state.load(metadata, tensors)
-            self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
+            self.chain = VersionHistory(parse_links(metadata["chain"]), self._max_staleness + 1)
             self.kept.clear()
         self.effort, self.age, self.is_fresh = effort, age, is_fresh
-        self.flight, self.standing, self._known, self._unsure = None, Standing.GOOD, None, None
+        self.flight, self.standing, self._known, self._unsure = None, VersionRelation.GOOD, None, None
         self._later.clear()

@@ -17,7 +17,7 @@ from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
 from shoal.logs import quoted
-from shoal.optim.outer.chain import HASH_BYTES, MOST, Link, hash_of, parse_links
+from shoal.optim.outer.chain import HASH_BYTES, MOST, OuterVersion, hash_of, parse_links
 from shoal.serializer import MSGPackSerializer
 
 # Members of a round are named by so many bytes of a hash, and there are at most so many bytes of names.
@@ -28,7 +28,7 @@ _MOST_BYTES_OF_ROUND = 128
 USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
 
 
-class Kept(NamedTuple):
+class LoggedUpdate(NamedTuple):
     """One outer update, for peers that make it later."""
 
     version: int
@@ -112,7 +112,7 @@ class KeptResults:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._kept: deque[Kept] = deque()
+        self._kept: deque[LoggedUpdate] = deque()
         self.serves_newcomers: Callable[[], bool] = lambda: False
         """Whether peers are downloading the outer parameters of this one: they will want what comes after these."""
 
@@ -120,7 +120,7 @@ class KeptResults:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self._kept)
 
-    def add(self, update: Kept) -> None:
+    def add(self, update: LoggedUpdate) -> None:
         """Keep an update."""
         if self._kept and self._kept[-1].version != update.version - 1:
             self._kept.clear()
@@ -133,7 +133,7 @@ class KeptResults:
         """Forget all: this peer goes on from other outer parameters."""
         self._kept.clear()
 
-    def since(self, version: int) -> list[Kept]:
+    def since(self, version: int) -> list[LoggedUpdate]:
         """All updates that come after this version; none if the first of them is not known any more."""
         found = [each for each in self._kept if each.version > version]
         return found if found and found[0].version == version + 1 else []
@@ -147,7 +147,7 @@ class Wanted(NamedTuple):
 
     version: int
     """All updates that come after this one."""
-    known: Link | None = None
+    known: OuterVersion | None = None
     """The newest one of which groups have told. Who has nothing after ``version`` then refuses, so that it has no vote.
     Who does not keep the updates any more gives its outer parameters, if they are of this version or came after it.
     """
@@ -179,7 +179,9 @@ def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
     return wanted
 
 
-def answer(found: Mapping[int, Iterable[Kept]], whole: Mapping[int, OuterParameters] | None = None) -> OwnedState:
+def answer(
+    found: Mapping[int, Iterable[LoggedUpdate]], whole: Mapping[int, OuterParameters] | None = None
+) -> OwnedState:
     """Updates of some fragments, and the outer parameters of others, as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
     updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
@@ -191,7 +193,7 @@ def answer(found: Mapping[int, Iterable[Kept]], whole: Mapping[int, OuterParamet
 
 def parse_answer(
     metadata: Any, tensors: Sequence[torch.Tensor], fragments: int
-) -> tuple[dict[int, list[Kept]], dict[int, OuterParameters]]:
+) -> tuple[dict[int, list[LoggedUpdate]], dict[int, OuterParameters]]:
     """Read what :func:`answer` has made.
 
     Returns:
@@ -203,7 +205,7 @@ def parse_answer(
     updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
     if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
         raise ValueError(f"no updates: {quoted(metadata)}")
-    left, found, whole = list(tensors), dict[int, list[Kept]](), dict[int, OuterParameters]()
+    left, found, whole = list(tensors), dict[int, list[LoggedUpdate]](), dict[int, OuterParameters]()
     for each in updates:
         match each:
             case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
@@ -215,7 +217,7 @@ def parse_answer(
                 and len(names) <= _MOST_BYTES_OF_NAMES
                 and count <= len(left)
             ):
-                kept = Kept(version, after, of, samples, tuple(left[:count]), names)
+                kept = LoggedUpdate(version, after, of, samples, tuple(left[:count]), names)
                 del left[:count]
                 found.setdefault(fragment, []).append(kept)
             case _:

@@ -14,7 +14,7 @@ REBASE = "rebase"
 
 
 @dataclass(frozen=True)
-class Mixing:
+class MergePolicy:
     """The rule.
 
     Raises:
@@ -33,7 +33,7 @@ class Mixing:
             raise ValueError(f'fragment_update_alpha must be a number from 0 to 1, or "{REBASE}": got {self.alpha!r}')
 
     @classmethod
-    def choose(cls, alpha: float | str | None, delay: int | None) -> Mixing:
+    def choose(cls, alpha: float | str | None, delay: int | None) -> MergePolicy:
         """The user's rule, or by default the one that suits.
 
         Args:

@@ -17,7 +17,7 @@ from shoal.averaging.node import average_once
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.state.gathering import MAX_VOTERS
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
-from shoal.optim.outer.chain import Statement
+from shoal.optim.outer.chain import OuterStatement
 from shoal.optim.outer.extra import ROLE as EXTRA_ROLE
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
@@ -28,7 +28,7 @@ class Contributor(Protocol):
     """What a fragment contributes to a round, as the averager sees it."""
 
     def judge(
-        self, statements: Sequence[Statement | None], own: int, group_id: bytes, clients: Collection[int]
+        self, statements: Sequence[OuterStatement | None], own: int, group_id: bytes, clients: Collection[int]
     ) -> tuple[bool, float]:
         """Look at what all members of a group have said. Called in the event loop.
 
@@ -159,8 +159,8 @@ class OuterAverager(DecentralizedAverager):
             return await self.node.state_sharing.download(part=part, most_voters=most_voters)
 
 
-def _read(packed: bytes) -> Statement | None:
+def _read(packed: bytes) -> OuterStatement | None:
     try:
-        return Statement.parse(MSGPackSerializer.loads(packed))
+        return OuterStatement.parse(MSGPackSerializer.loads(packed))
     except ValueError:
         return None

@@ -19,9 +19,9 @@ from shoal.logs import Seldom
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
-from shoal.optim.outer.deeds import Deeds
+from shoal.optim.outer.deeds import OuterContributions
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import ANY_SLOT, PARAMETERS, Expectation, Flight, OuterRound
+from shoal.optim.outer.flight import ANY_SLOT, PARAMETERS, ExpectedMembers, Flight, OuterRound
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Rounds:
+class OuterRounds:
     """Makes rounds of fragments. Used only by the training thread."""
 
     dht: DHT
@@ -65,10 +65,10 @@ class Rounds:
     # The slot of others to which this peer went back the last time.
     _went_back_to: int = -1
     # Of each fragment, who was expected in its latest round.
-    _expected: dict[int, Expectation] = field(default_factory=dict)
+    _expected: dict[int, ExpectedMembers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.deeds = Deeds(self.tracker.board)
+        self.deeds = OuterContributions(self.tracker.board)
         self._warn_seldom = Seldom(logger.warning)
 
     def end_slot(self) -> None:
@@ -281,7 +281,7 @@ class Rounds:
         least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
         flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
         if not expected:
-            self.deeds.note(flight, Expectation(slot, (), get_dht_time(), 0.0))
+            self.deeds.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
             return
         if each.number == 0:
             self.extra.read(self.averager.extra)
@@ -301,7 +301,7 @@ class Rounds:
         )
         assert not isinstance(control, dict)
         flight.control = control
-        self._expected[each.number] = Expectation(slot, expected, get_dht_time(), patience)
+        self._expected[each.number] = ExpectedMembers(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
         RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
 

@@ -22,7 +22,7 @@ from shoal.facade import options_from
 from shoal.optim.joint_optimizer import check_run_id
 from shoal.optim.outer.compressor import Compressor, default_feedback
 from shoal.optim.outer.flight import AVERAGES, PARAMETERS
-from shoal.optim.outer.mixing import Mixing
+from shoal.optim.outer.mixing import MergePolicy
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Staleness, check_weighting, usual_staleness
 from shoal.optim.progress import count_of_samples
@@ -43,7 +43,7 @@ class OuterSettings:
     """For so many seconds the first peer that is ready waits for others."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
-    mixing: Mixing
+    mixing: MergePolicy
     codec: CompressionBase
     messages: CompressionBase
     """The codec of what peers send."""
@@ -108,7 +108,7 @@ class OuterSettings:
             given,
             batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
-            mixing=Mixing.choose(given["fragment_update_alpha"], delay),
+            mixing=MergePolicy.choose(given["fragment_update_alpha"], delay),
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.outer.flight import ANY_SLOT, Expectation
+from shoal.optim.outer.flight import ANY_SLOT, ExpectedMembers
 from shoal.optim.progress import (
     Companion,
     GlobalTrainingProgress,
@@ -43,7 +43,7 @@ class OuterBoard(ProgressBoard):
             self.guard.note_round({}, now)
             self.guard.note_who_went_on((), self._companions, now, slot)
 
-    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation) -> None:
+    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: ExpectedMembers) -> None:
         """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`.
 
         Args:
