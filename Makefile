@@ -37,7 +37,7 @@ test: install
 test-slow: install
 	$(call pytest,$(BIN)/python,-m $(DRILLS) $(TESTS))
 
-# The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/p2p/tcp.py
+# The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/net/tcp/transport.py
 test-for: install
 	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) || exit; $(call pytest,$(BIN)/python,$(QUICK) $$tests)
 

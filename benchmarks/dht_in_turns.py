@@ -92,7 +92,7 @@ async def serve(identities: list[Path], rng: random.Random) -> None:
 
 
 def serve_in_loop_of_shoal(peers: int, seed: int) -> None:
-    from shoal.reactor import new_event_loop
+    from shoal.base.reactor import new_event_loop
 
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.testing import Link, Network, Trace, run, start_dht_nodes
 

@@ -23,8 +23,8 @@ from shoal.compression import (
     NoCompression,
     TopKCompression,
 )
+from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.outer.diloco import DiLoCo
 
 CODECS: dict[str, CompressionBase] = {
     "none": NoCompression(),

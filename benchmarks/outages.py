@@ -26,12 +26,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import ShoalError
+from shoal.net.memory import MemoryTransport
+from shoal.net.transport import Stream
 from shoal.p2p import Multiaddr, PeerID
-from shoal.p2p.memory import MemoryTransport
-from shoal.p2p.transport import Stream
 from shoal.testing import Host, Link, Network, run, start_dht_nodes
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.01)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 
 from shoal.errors import ShoalError
+from shoal.net.limits import DEFAULT_RELAY_LIMITS
 from shoal.p2p import P2P, PeerID
-from shoal.p2p.limits import DEFAULT_RELAY_LIMITS
 from shoal.testing import Host, Link, Nat, Network, SimulationError, run
 
 logger = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ import threading
 import time
 from statistics import median
 
+from shoal.base.reactor import Portal
+from shoal.net.tcp.sessions import SESSION_BYTE
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES, Throttle
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.sessions import SESSION_BYTE
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import COOKIE_BYTES, Throttle
-from shoal.reactor import Portal
 
 PIECE_BYTES = 2**18
 IDLE_SECONDS = 120.0

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 
 from shoal.averaging import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
-from shoal.averaging.allreduce.combining import Combiner, share_norms
-from shoal.averaging.allreduce.parts import RoundVector, load_balance_peers
-from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.round.combining import Combiner, share_norms
+from shoal.averaging.round.parts import RoundVector, load_balance_peers
+from shoal.averaging.round.reducer import PartReducer
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.optim.peer_momentum import PeerMomentum
 from shoal.testing import Network, run, start_averagers, start_step

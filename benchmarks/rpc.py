@@ -18,8 +18,8 @@ import time
 from collections.abc import Awaitable, Callable
 from statistics import median
 
+from shoal.base.reactor import Portal
 from shoal.p2p import P2P, Call, Header, P2PContext, PeerID, ServicerBase
-from shoal.reactor import Portal
 
 PIECE_BYTES = 512 * 1024
 """As in an all-reduce: one part of a vector."""

@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 import torch
 
-from shoal.dht.spread import KeySharding
+from shoal.dht.key_sharding import KeySharding
 from shoal.testing import Host, Link, Network, run
 from tests.simulation.liars import Boaster, Hasty, Prophet
 from tests.simulation.training import Course, Swarm, Trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.extras import (
+from shoal.base.extras import (
     achain,
     aenumerate,
     aiter_with_timeout,
@@ -22,7 +22,7 @@ from shoal.extras import (
     azip,
     iter_as_aiter,
 )
-from shoal.tasks import await_cancelled, cancel_and_wait
+from shoal.base.tasks import await_cancelled, cancel_and_wait
 from tests.dht.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.oldest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.reactor import Portal
+from shoal.base.reactor import Portal
 from shoal.testing import run
 from tests import blocking_calls
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shoal.clock import (
+from shoal.base.clock import (
     MAX_AGE_SECONDS,
     MAX_SOURCES,
     NEWER_IS_BETTER_SECONDS,
@@ -400,7 +400,7 @@ def test_the_time_does_not_jump_with_the_clock_of_the_machine(jump, caplog):
     before = machine.clock.time()
     caplog.clear()
     machine.ahead += jump
-    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.clock"):
         assert machine.clock.time() == pytest.approx(before, abs=1e-6)
         for _ in range(3):
             hear_honest(machine)
@@ -419,7 +419,7 @@ def test_a_jump_that_puts_the_clock_right_leaves_no_correction(caplog):
         machine.hear(source)
     machine.true_time += 100
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.clock"):
         machine.ahead = 0.01
         assert machine.error == pytest.approx(0, abs=1e-6)
         machine.hear("a")
@@ -431,7 +431,7 @@ def test_a_jump_that_puts_the_clock_right_leaves_no_correction(caplog):
 
 def test_without_others_the_time_is_that_of_the_machine(caplog):
     machine = Laboratory()
-    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.clock"):
         machine.ahead = 5000
         assert machine.error == 5000
         machine.hear("a", 5000)
@@ -505,7 +505,7 @@ def test_the_clock_that_counts_goes_on_while_the_machine_sleeps():
 
 
 def test_the_user_is_told_once(caplog):
-    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.clock"):
         machine = Laboratory(ahead=-300)
         for source in "abcdef":
             machine.hear(source)

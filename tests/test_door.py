@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.base.closeable import at_the_door
 from shoal.errors import ReactorError, ShoalError
-from shoal.facade import at_the_door
 
 pytestmark = pytest.mark.oldest
 
@@ -151,7 +151,10 @@ def test_a_closure_of_the_user_keeps_its_frames() -> None:
 
 
 def test_the_whole_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "shoal.facade"), pytest.raises(ValueError, match="must end with") as found:
+    with (
+        caplog.at_level(logging.DEBUG, "shoal.base.closeable"),
+        pytest.raises(ValueError, match="must end with") as found,
+    ):
         shoal.DHT(["/ip4/127.0.0.1/tcp/9"], start=True)
     assert frames_of(found.value) == 2
     assert "in parse_peer_addresses" in caplog.text

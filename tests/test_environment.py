@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shoal.logs import setting, switch
+from shoal.base.logs import setting, switch
 
 pytestmark = pytest.mark.oldest
 

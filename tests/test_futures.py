@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shoal.reactor import AwaitableFuture, MPFuture, Portal
+from shoal.base.reactor import AwaitableFuture, MPFuture, Portal
 
 pytestmark = pytest.mark.oldest
 
@@ -117,7 +117,7 @@ def test_a_coroutine_that_cancels_itself_cancels_its_future() -> None:
 
 def test_waiting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than one slice, shorter than one, and errors that look like the end of one."""
-    monkeypatch.setattr("shoal.reactor.SECONDS_AT_A_TIME", 0.001)
+    monkeypatch.setattr("shoal.base.reactor.SECONDS_AT_A_TIME", 0.001)
     future: AwaitableFuture[int] = AwaitableFuture()
     for seconds in (0, 0.0005, 0.01, -1):
         with pytest.raises(TimeoutError):

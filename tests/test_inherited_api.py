@@ -47,7 +47,7 @@ NAMES = {
     "shoal.dht.traverse": "",
     "shoal.averaging": "DecentralizedAverager",
     "shoal.averaging.averager": "DecentralizedAverager",
-    "shoal.averaging.allreduce": "AllreduceException AveragingMode BannedException",
+    "shoal.averaging.round": "AllreduceException AveragingMode BannedException",
     "shoal.averaging.control": "AveragingStage StepControl",
     "shoal.averaging.group_info": "GroupInfo",
     "shoal.averaging.key_manager": "GroupKeyManager",
@@ -475,7 +475,7 @@ VALUES = {
         "RUNNING_ALLREDUCE": 3,
         "FINISHED": 4,
     },
-    "shoal.averaging.allreduce.AveragingMode": {"NODE": 0, "CLIENT": 1, "AUX": 2},
+    "shoal.averaging.round.AveragingMode": {"NODE": 0, "CLIENT": 1, "AUX": 2},
     "shoal.compression.CompressionType": {
         "NONE": 0,
         "MEANSTD_16BIT": 1,

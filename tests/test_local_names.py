@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.local_names import why_not_answered
+from shoal.base.local_names import why_not_answered
 
 pytestmark = pytest.mark.oldest
 

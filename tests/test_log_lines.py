@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.logs import MOST_LINES, _in_few_lines
+from shoal.base.logs import MOST_LINES, _in_few_lines
 
 pytestmark = pytest.mark.oldest
 

@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import (
+from shoal.base.logs import (
     MAX_NAME_CHARACTERS,
     MOST_LINES_OF_A_KIND,
     MOST_NAMES,
@@ -317,7 +317,7 @@ def test_no_text_controls_the_terminal_or_forges_a_line(shows: str) -> None:
     """Errors of other libraries may hold what a stranger has sent; so may their tracebacks."""
     script = f"""
 import logging, shoal
-from shoal.logs import get_logger
+from shoal.base.logs import get_logger
 {shows}shoal.DHT
 with shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], name="me"):
     pass
@@ -335,13 +335,13 @@ except ValueError:
 
 
 def test_lines_of_the_program_itself_stay_as_they_are() -> None:
-    script = 'import logging, shoal.logs\nshoal.logs.use_hivemind_log_handler("in_root_logger")\n'
+    script = 'import logging, shoal.base.logs\nshoal.logs.use_hivemind_log_handler("in_root_logger")\n'
     assert "\ttab" in output_of(script + 'logging.getLogger("mine").warning("a\\ttab")')[0]
 
 
 def test_lines_of_one_kind_are_seldom(monkeypatch):
     now, lines = 1000.0, []
-    monkeypatch.setattr("shoal.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.base.logs.time.monotonic", lambda: now)
     seldom = Seldom(lambda text, *values: lines.append(text % values), seconds=60.0)
     for number in range(5):
         seldom("peer %d is odd", number)
@@ -355,7 +355,7 @@ def test_lines_of_one_kind_are_seldom(monkeypatch):
 
 def test_a_line_about_one_peer_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lines = 1000.0, []
-    monkeypatch.setattr("shoal.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.base.logs.time.monotonic", lambda: now)
     seldom = Seldom(lambda text, *values: lines.append(text % values), seconds=60.0)
     for peer in "aabb":
         seldom("peer %s is odd", peer, about=peer)

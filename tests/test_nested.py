@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.extras import nested_compare, nested_flatten, nested_map, nested_pack
+from shoal.base.extras import nested_compare, nested_flatten, nested_map, nested_pack
 
 pytestmark = pytest.mark.oldest
 

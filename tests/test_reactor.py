@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from shoal.base.reactor import Portal, Reactor
+from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
 from shoal.errors import ReactorError
-from shoal.reactor import Portal, Reactor
-from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
 pytestmark = pytest.mark.oldest
 
@@ -411,11 +411,11 @@ def test_import_starts_no_thread_and_touches_no_signal_handler() -> None:
         def handlers():
             return {number: signal.getsignal(number) for number in signal.valid_signals()}
         before = handlers()
-        import shoal.reactor
+        import shoal.base.reactor
         assert threading.active_count() == 1
-        assert shoal.reactor.Reactor.current is None
+        assert shoal.base.reactor.Reactor.current is None
         assert handlers() == before
-        portal = shoal.reactor.Portal("test object")
+        portal = shoal.base.reactor.Portal("test object")
         async def nothing(): pass
         portal.call(nothing())
         assert threading.active_count() == 2
@@ -431,8 +431,8 @@ def test_exit_with_open_portals_is_fast_silent_and_says_goodbye() -> None:
         def report():
             print(f"{time.monotonic() - leaving:.3f}")
         atexit.register(report)  # runs after shoal's own exit handler
-        from shoal.reactor import Portal
-        from shoal.tasks import run_in_worker
+        from shoal.base.reactor import Portal
+        from shoal.base.tasks import run_in_worker
         async def forever():
             try:
                 await asyncio.Event().wait()
@@ -461,7 +461,7 @@ def test_exit_does_not_wait_long_for_a_goodbye_that_hangs() -> None:
     output = run_python("""
         import asyncio, atexit, time
         atexit.register(lambda: print(f"{time.monotonic() - leaving:.3f}"))
-        from shoal.reactor import Portal
+        from shoal.base.reactor import Portal
         async def hang():
             await asyncio.Event().wait()
         portal = Portal("test object")
@@ -479,7 +479,7 @@ def test_exit_does_not_wait_long_for_a_goodbye_that_hangs() -> None:
 def test_ctrl_c_ends_a_script_that_waits(waiting: str) -> None:
     process = python(f"""
         import asyncio, signal
-        from shoal.reactor import Portal
+        from shoal.base.reactor import Portal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
         async def forever():
             print("waiting", flush=True)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal import serializer
-from shoal.logs import Seldom
-from shoal.serializer import MSGPackSerializer
+from shoal.base import serializer
+from shoal.base.logs import Seldom
+from shoal.base.serializer import MSGPackSerializer
 
 pytestmark = pytest.mark.oldest
 
@@ -121,7 +121,7 @@ def test_registered_classes_travel(point_type):
 
 def test_unknown_extensions_stay_bytes_with_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(serializer, "warn_seldom", Seldom(serializer.logger.warning))
-    with caplog.at_level(logging.WARNING, logger="shoal.serializer"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.serializer"):
         assert MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x22, b"raw"))) == b"raw"
         for _ in range(1000):
             MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x23, b"raw")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.signs import PLAIN, as_far_as, plain
+from shoal.base.signs import PLAIN, as_far_as, plain
 
 pytestmark = pytest.mark.oldest
 

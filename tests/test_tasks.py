@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.tasks import cancel_and_wait, enter_asynchronously, wait_at_most
+from shoal.base.tasks import cancel_and_wait, enter_asynchronously, wait_at_most
 
 pytestmark = pytest.mark.oldest
 

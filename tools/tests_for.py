@@ -1,6 +1,6 @@
 """Which tests hold a file of the source, by the tables at the top of the test folders.
 
-``python tools/tests_for.py src/shoal/p2p/tcp.py`` prints them; ``make test-for FILE=...`` runs them.
+``python tools/tests_for.py src/shoal/net/tcp/transport.py`` prints them; ``make test-for FILE=...`` runs them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find_tests(path: Path) -> list[str]:
     """
     wanted = path.resolve()
     if not wanted.is_relative_to(SOURCE) or not wanted.exists():
-        raise ValueError(f"{path} is no file under src/shoal: say for example FILE=src/shoal/p2p/tcp.py")
+        raise ValueError(f"{path} is no file under src/shoal: say for example FILE=src/shoal/net/tcp/transport.py")
     tests = [
         test
         for test, files in read_tables().items()
@@ -45,7 +45,7 @@ def find_tests(path: Path) -> list[str]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("say which file: make test-for FILE=src/shoal/p2p/tcp.py")
+        sys.exit("say which file: make test-for FILE=src/shoal/net/tcp/transport.py")
     try:
         print(*find_tests(Path(sys.argv[1])))
     except ValueError as e:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shoal.inherited import offer_modules
+from shoal.base.inherited import offer_modules
 
 __version__ = "0.1.0"
 
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "shoal.archive": ("load_archive",),
     "shoal.averaging": ("DecentralizedAverager",),
-    "shoal.clock": (
+    "shoal.base.clock": (
         "MAX_DHT_TIME_DISCREPANCY_SECONDS",
         "DHTExpiration",
         "get_dht_time",
@@ -50,12 +50,12 @@ _HOMES = {
         "TimedStorage",
         "ValueWithExpiration",
     ),
-    "shoal.logs": (
+    "shoal.base.logs": (
         "get_logger",
         "use_hivemind_log_handler",
     ),
     "shoal.compression.serialization": ("BatchTensorDescriptor",),
-    "shoal.extras": (
+    "shoal.base.extras": (
         "amap_in_executor",
         "as_aiter",
         "nested_compare",
@@ -72,7 +72,7 @@ _HOMES = {
         "TrainingAverager",
         "strided_fragments",
     ),
-    "shoal.optim.progress": ("PerformanceEMA",),
+    "shoal.optim.progress.records": ("PerformanceEMA",),
     "shoal.p2p": (
         "P2P",
         "P2PContext",
@@ -80,15 +80,15 @@ _HOMES = {
         "PeerID",
         "PeerInfo",
     ),
-    "shoal.reactor": (
+    "shoal.base.reactor": (
         "MPFuture",
         "switch_to_uvloop",
     ),
-    "shoal.serializer": (
+    "shoal.base.serializer": (
         "MSGPackSerializer",
         "SerializerBase",
     ),
-    "shoal.tasks": ("enter_asynchronously",),
+    "shoal.base.tasks": ("enter_asynchronously",),
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -97,7 +97,19 @@ _ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.archive import load_archive
     from shoal.averaging import DecentralizedAverager
-    from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+    from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+    from shoal.base.extras import (
+        amap_in_executor,
+        as_aiter,
+        nested_compare,
+        nested_flatten,
+        nested_map,
+        nested_pack,
+    )
+    from shoal.base.logs import get_logger, use_hivemind_log_handler
+    from shoal.base.reactor import MPFuture, switch_to_uvloop
+    from shoal.base.serializer import MSGPackSerializer, SerializerBase
+    from shoal.base.tasks import enter_asynchronously
     from shoal.compression import (
         BFloat16Compression,
         Blockwise4BitQuantization,
@@ -125,15 +137,6 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.extras import (
-        amap_in_executor,
-        as_aiter,
-        nested_compare,
-        nested_flatten,
-        nested_map,
-        nested_pack,
-    )
-    from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -143,11 +146,8 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
         TrainingAverager,
         strided_fragments,
     )
-    from shoal.optim.progress import PerformanceEMA
+    from shoal.optim.progress.records import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
-    from shoal.reactor import MPFuture, switch_to_uvloop
-    from shoal.serializer import MSGPackSerializer, SerializerBase
-    from shoal.tasks import enter_asynchronously
 
 __all__ = [
     "DHT",

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from shoal.local_names import why_not_answered
+from shoal.base.local_names import why_not_answered
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -277,7 +277,7 @@ def _server(host: str, port: int) -> Any:
 
 
 def _for_this_machine(program: WSGIApplication, bound: str, chosen: str) -> WSGIApplication:
-    """A program that does not answer requests under the names of web sites, see :mod:`shoal.local_names`."""
+    """A program that does not answer requests under the names of web sites, see :mod:`shoal.base.local_names`."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         refusal = why_not_answered(bound, environ.get("HTTP_HOST"), chosen)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.inherited import offer_modules
+from shoal.base.inherited import offer_modules
 
 if TYPE_CHECKING:
-    from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
-    from shoal.compression import TensorDescriptor
-    from shoal.compression.serialization import BatchTensorDescriptor
-    from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.extras import (
+    from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+    from shoal.base.extras import (
         amap_in_executor,
         as_aiter,
         nested_compare,
@@ -19,11 +16,14 @@ if TYPE_CHECKING:
         nested_map,
         nested_pack,
     )
-    from shoal.logs import get_logger, use_hivemind_log_handler
-    from shoal.optim.progress import PerformanceEMA
-    from shoal.reactor import MPFuture, switch_to_uvloop
-    from shoal.serializer import MSGPackSerializer, SerializerBase
-    from shoal.tasks import enter_asynchronously
+    from shoal.base.logs import get_logger, use_hivemind_log_handler
+    from shoal.base.reactor import MPFuture, switch_to_uvloop
+    from shoal.base.serializer import MSGPackSerializer, SerializerBase
+    from shoal.base.tasks import enter_asynchronously
+    from shoal.compression import TensorDescriptor
+    from shoal.compression.serialization import BatchTensorDescriptor
+    from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.optim.progress.records import PerformanceEMA
 
 __all__ = [
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",

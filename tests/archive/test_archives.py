@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from shoal import DHT, DiLoCo, Optimizer, load_archive
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import DAY, Token
 from shoal.archive.keeping import Archiver
 from shoal.archive.reviving import Revival
 from shoal.archive.store import Store
 from shoal.compression import NoCompression
 from shoal.data import SharedPass
 from shoal.errors import ArchiveError, NotAMemberError
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.tokens import DAY, Token
 from tests.archive.states import small_state
 from tests.optim.conftest import in_parallel, values, wait_until
 

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.averaging.state.places import UploadSlots
-from shoal.optim.outer.slot_tracker import SlotBoard
-from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_message import ProgressMessage
+from shoal.averaging.state.upload_slots import UploadSlots
+from shoal.optim.diloco.slot_tracker import SlotBoard
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.p2p import Identity, PeerID
 
 NOW, EPOCH = 1000.0, 7

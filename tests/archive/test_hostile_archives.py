@@ -21,9 +21,9 @@ from shoal.archive import store as room
 from shoal.archive.manifest import MANIFEST, File, Manifest
 from shoal.archive.reviving import Revival
 from shoal.archive.store import DATA, VALUES, Store
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHT
 from shoal.errors import ArchiveError
-from shoal.serializer import MSGPackSerializer
 from tests.archive.states import RUN, is_state_of, small_state
 
 NAME = "000001-epoch-4"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.averaging.round.parts import RoundVector
+from shoal.base.clock import get_dht_time
 from shoal.testing import AveragerSwarm, make_step
 
 # In real time: little patience while looking for a group, much while averaging.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import MagicMock
 
-from shoal.averaging.allreduce.finish import Participation
 from shoal.averaging.messages import RoundKind, RoundMessage
+from shoal.averaging.round.finish import Participation
 
 ASSIGNMENTS = 1000
 

@@ -8,11 +8,11 @@ import logging
 import pytest
 import torch
 
-from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups.leading import SEEN_SEARCHES
 from shoal.averaging.messages import PartStatus
 from shoal.averaging.node import average_once
+from shoal.averaging.round.reducer import PartReducer
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, Uniform8BitQuantization
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, name_of

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.allreduce.parts import part_length
 from shoal.averaging.control import AveragingMode
+from shoal.averaging.round.parts import part_length
 from shoal.compression import (
     CompressionInfo,
     Float16Compression,

@@ -11,7 +11,7 @@ import pytest
 from shoal import DHT
 from shoal.averaging.control import GroupInfo
 from shoal.averaging.groups.keys import GroupKeyManager, is_valid_group, next_group_bits
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import tag_of
 from shoal.p2p import Identity, PeerID
 

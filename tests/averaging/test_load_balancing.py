@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from shoal.averaging.allreduce.parts import load_balance_peers
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups.leading import spare_relays
-from shoal.p2p.reachability import Reach
+from shoal.averaging.round.parts import load_balance_peers
+from shoal.reach.reachability import Reach
 
 
 @pytest.mark.parametrize(

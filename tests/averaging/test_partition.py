@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shoal.averaging.allreduce.parts import RoundVector, load_balance_peers, split_into_parts
+from shoal.averaging.round.parts import RoundVector, load_balance_peers, split_into_parts
 from shoal.compression import (
     CompressionInfo,
     Float16Compression,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce.coordinator import Coordination
-from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.control import AveragingMode
+from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.delivery import Delivery
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from shoal.averaging import Aggregation, CenteredClip
-from shoal.averaging.allreduce.combining import HEAVY_VALUES, Combiner
-from shoal.averaging.allreduce.parts import Part, Segment
-from shoal.averaging.allreduce.reducer import OwnAverage, PartReducer, weighted_mean
 from shoal.averaging.messages import PartStatus
+from shoal.averaging.round.combining import HEAVY_VALUES, Combiner
+from shoal.averaging.round.parts import Part, Segment
+from shoal.averaging.round.reducer import OwnAverage, PartReducer, weighted_mean
 from shoal.compression import (
     CompressionInfo,
     NoCompression,
@@ -131,7 +131,7 @@ async def test_all_weights_zero_means_no_average():
 
 @alone_in_virtual_time
 async def test_sender_cannot_run_far_ahead(monkeypatch):
-    monkeypatch.setattr("shoal.averaging.allreduce.reducer.WINDOW_BYTES", 0)
+    monkeypatch.setattr("shoal.averaging.round.reducer.WINDOW_BYTES", 0)
     reducer = make_reducer([torch.zeros(1)] * 5, [1, 2])
     reducer.begin(1, 1.0)
     reducer.begin(2, 1.0)

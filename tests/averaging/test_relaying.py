@@ -10,8 +10,8 @@ import torch
 
 from shoal.averaging import RoundResult
 from shoal.averaging.aggregation import TrimmedMean
-from shoal.averaging.allreduce.parts import MOST_RELAYED_VALUES, split_into_parts
 from shoal.averaging.message_means import YOURS, PartMessages, as_bytes, checked, mean_of_messages, unpack
+from shoal.averaging.round.parts import MOST_RELAYED_VALUES, split_into_parts
 from shoal.compression import (
     Blockwise4BitQuantization,
     BlockwiseQuantization,

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from shoal.averaging import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
-from shoal.averaging.allreduce import session as session_module
-from shoal.averaging.allreduce.combining import NormBook, NormClaim, norm_of, share_norms
-from shoal.averaging.allreduce.exchange import Delivery
 from shoal.averaging.control import AveragingMode, GroupInfo
 from shoal.averaging.messages import STATEMENT_BYTES, BeginReduce, RoundMessage
+from shoal.averaging.round import session as session_module
+from shoal.averaging.round.combining import NormBook, NormClaim, norm_of, share_norms
+from shoal.averaging.round.exchange import Delivery
 from shoal.compression import BlockwiseQuantization, Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, ProtocolError
+from shoal.net.transport import decode_header
 from shoal.p2p import Identity
-from shoal.p2p.transport import decode_header
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.compression.codecs import name_of
 from tests.device import on_cpu_only

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.control import AveragingMode, AveragingStage
+from shoal.averaging.round.traffic import Traffic
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until

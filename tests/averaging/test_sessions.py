@@ -7,15 +7,15 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.allreduce.parts import rescale_shares
-from shoal.averaging.allreduce.session import (
+from shoal.averaging.messages import RoundStatus
+from shoal.averaging.round.parts import rescale_shares
+from shoal.averaging.round.session import (
     MAX_REMEMBERED_ROUNDS,
     MAX_UNKNOWN_ROUNDS,
     MAX_WAITING_CALLS,
     ActiveRounds,
     RoundIsCommitted,
 )
-from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
 from shoal.p2p import PeerID

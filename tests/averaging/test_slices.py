@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, OutgoingParts, send_all
-from shoal.averaging.allreduce.traffic import IncomingParts
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, describe_part
+from shoal.averaging.round.parts import RoundVector
+from shoal.averaging.round.sending import BUNDLE_BYTES, SLICE_BYTES, OutgoingParts, send_all
+from shoal.averaging.round.traffic import IncomingParts
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError
-from shoal.p2p.transport import MAX_HEADER_BYTES, Kind, pack
+from shoal.net.transport import MAX_HEADER_BYTES, Kind, pack
 from tests.dht.virtual_time import alone_in_virtual_time
 
 pytestmark = pytest.mark.once

@@ -14,7 +14,6 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
-from shoal.averaging.state.arrivals import RateMeter
 from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
@@ -27,9 +26,12 @@ from shoal.averaging.state.download import (
     hash_of,
     version_of,
 )
-from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
-from shoal.averaging.state.places import MAX_DOWNLOADS
-from shoal.clock import get_dht_time
+from shoal.averaging.state.multi_source import WORTH_SHARING_BYTES
+from shoal.averaging.state.rate_meter import RateMeter
+from shoal.averaging.state.upload_slots import MAX_DOWNLOADS
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import cancel_and_wait
 from shoal.compression import (
     Blockwise4BitQuantization,
     CompressionInfo,
@@ -42,8 +44,6 @@ from shoal.compression import (
 from shoal.dht.crypto import tag_of
 from shoal.errors import NoAccessTokenError, P2PHandlerError
 from shoal.p2p import Identity
-from shoal.serializer import MSGPackSerializer
-from shoal.tasks import cancel_and_wait
 from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
 from tests.device import on_cpu_only

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.allreduce.pace import FlowControl
-from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.traffic import KEPT_BYTES, SentAverages, Traffic
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, Resume
+from shoal.averaging.round.flow_control import FlowControl
+from shoal.averaging.round.parts import RoundVector
+from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.traffic import KEPT_BYTES, SentAverages, Traffic
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
 from tests.device import on_cpu_only

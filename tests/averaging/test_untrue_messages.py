@@ -28,12 +28,12 @@ from shoal.averaging.messages import (
     PeerRecord,
     RoundMessage,
 )
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHT
 from shoal.errors import ProtocolError
+from shoal.net.transport import MOST, decode_header
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST, decode_header
-from shoal.tasks import cancel_and_wait
 from tests.averaging.swarm import Swarm, make_control
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce import exchange
-from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.verification import Verification
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.messages import RoundKind, RoundMessage
+from shoal.averaging.round import exchange
+from shoal.averaging.round.parts import RoundVector
+from shoal.averaging.round.verification import Verification
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, SizeAdaptiveCompression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException, ProtocolError

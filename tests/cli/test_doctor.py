@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from shoal.base.clock import SwarmClock
 from shoal.cli.__main__ import main
 from shoal.cli.doctor import peer as peer_module
 from shoal.cli.doctor.command import SEEN_BY_OTHERS, THIS_MACHINE
@@ -34,12 +35,11 @@ from shoal.cli.doctor.findings import (
     warn,
 )
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.clock import SwarmClock
 from shoal.dht import DHT, DHTNode
+from shoal.net.own_addresses import OwnAddress, OwnAddresses
+from shoal.net.tcp.transport import TcpTransport
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
-from shoal.p2p.joining import Checkup
-from shoal.p2p.own_addresses import OwnAddress, OwnAddresses
-from shoal.p2p.tcp import TcpTransport
+from shoal.reach.checkup import Checkup
 from tests.dht.members import Authority, Member
 from tests.p2p.peers import Peers
 

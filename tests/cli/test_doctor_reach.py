@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import Token
 from shoal.cli.doctor.findings import Finding, Severity
 from shoal.cli.doctor.reach import look_at_reach
 from shoal.cli.doctor.relay import is_relay, look_at_relay
+from shoal.net.limits import RelayLimits
 from shoal.p2p import P2P, Multiaddr
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.limits import RelayLimits
-from shoal.p2p.port_mapping import MappingPolicy, PortMapping
-from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError
-from shoal.p2p.tokens import Token
+from shoal.reach.nat.port_mapping import MappingPolicy, PortMapping
+from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError
 from tests.p2p.peers import Peers
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 import shoal
+from shoal.access.badges import Roles
+from shoal.access.tokens import Token
 from shoal.cli.__main__ import main
 from shoal.cli.demo.page import RUN_ID, show_page
 from shoal.cli.monitor import serve_to_prometheus, start_page
 from shoal.monitor import observer
 from shoal.monitor.observer import Monitor
 from shoal.monitor.run import RunView
-from shoal.optim.outer.diloco import DiLoCo
-from shoal.optim.run_list import KEY
+from shoal.optim.diloco.diloco import DiLoCo
+from shoal.optim.progress.run_list import KEY
 from shoal.p2p import Identity
-from shoal.p2p.badges import Roles
-from shoal.p2p.tokens import Token
 from tests.optim.conftest import wait_until
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.membership import TOLERANCE_SECONDS
+from shoal.access.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
+from shoal.base.clock import ProcessClock
 from shoal.cli.__main__ import main
 from shoal.cli.doctor.findings import Severity
 from shoal.cli.doctor.token import look_at_token
-from shoal.clock import ProcessClock
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.p2p import Identity
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.membership import TOLERANCE_SECONDS
-from shoal.p2p.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
 from tests.cli.test_dht_command import bootstrap
 
 JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+) --token TOKEN$")
@@ -33,7 +33,7 @@ on_posix = pytest.mark.skipif(os.name != "posix", reason="file modes are a POSIX
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token is chosen, and nobody has tried to join a swarm in vain. After that a process judges no dates."""
     monkeypatch.delenv("SHOAL_TOKEN", raising=False)
-    monkeypatch.setattr("shoal.clock.clock_of_process", ProcessClock())
+    monkeypatch.setattr("shoal.base.clock.clock_of_process", ProcessClock())
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *command: str, status: int = 0) -> tuple[str, str]:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import CompressionType, TensorDescriptor
 from shoal.compression.serialization import BatchTensorDescriptor
-from shoal.serializer import MSGPackSerializer
 
 
 def test_a_batch_is_described_without_its_length() -> None:

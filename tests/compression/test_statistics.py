@@ -22,7 +22,7 @@ from shoal.compression import (
     deserialize_torch_tensor,
 )
 from shoal.compression.statistics import NonNegative16BitCompression, codec_for_average, codec_for_download
-from shoal.optim.optimizer_state import initialize_optimizer_state_
+from shoal.optim.setup.optimizer_state import initialize_optimizer_state_
 from tests.compression.codecs import ALL, FLOATING, LOSSY, name_of, restored
 
 CODEC = NonNegative16BitCompression()

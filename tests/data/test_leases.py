@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.data import leases as module
 from shoal.data.chunks import MOST_CHUNKS, PassRecord, PassState, numbers_in, unpack_bits
 from shoal.data.kept import read_pass, tell_pass

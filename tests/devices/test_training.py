@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from shoal.optim.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.missing_gradients import BATCHES_READ
-from shoal.optim.optimizer_state import initialize_optimizer_state_
+from shoal.optim.setup.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
+from shoal.optim.setup.missing_gradients import BATCHES_READ
+from shoal.optim.setup.optimizer_state import initialize_optimizer_state_
 from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.training_averager import TrainingAverager
 from tests.optim.conftest import backward, make_model, sgd
@@ -135,7 +135,7 @@ def test_newcomers_get_no_half_step_of_another_stream(fake, make_dhts, closing):
 
 def test_a_state_is_copied_beside_what_training_has_launched(fake, monkeypatch):
     """In pieces, of which two are on their way at a time."""
-    monkeypatch.setattr("shoal.optim.devices.STAGING_BYTES", 64)
+    monkeypatch.setattr("shoal.optim.setup.devices.STAGING_BYTES", 64)
     tensors = [
         torch.arange(1000.0, device="fake:0"),
         torch.arange(30, device="fake:1").to(torch.bfloat16).view(5, 6),
@@ -158,7 +158,7 @@ def test_a_state_is_copied_beside_what_training_has_launched(fake, monkeypatch):
 
 
 def test_copies_that_come_late_are_waited_for(fake, monkeypatch):
-    monkeypatch.setattr("shoal.optim.devices.STAGING_BYTES", 64)
+    monkeypatch.setattr("shoal.optim.setup.devices.STAGING_BYTES", 64)
     tensor = torch.arange(100.0, device="fake")
     fake.wait()
     with fake.late(LATE_MS):
@@ -193,7 +193,7 @@ def test_parameters_of_another_stream_are_averaged_as_they_are_after_the_step(fa
 
 
 def test_statistics_take_little_memory_beside_themselves(fake, monkeypatch):
-    monkeypatch.setattr("shoal.optim.optimizer_state.PART_BYTES", 2**16)
+    monkeypatch.setattr("shoal.optim.setup.optimizer_state.PART_BYTES", 2**16)
     parameters = [torch.nn.Parameter(torch.zeros(2**14, device="fake")) for _ in range(16)]
     optimizer = torch.optim.Adam(parameters, foreach=False)
     size = sum(p.nbytes for p in parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.authorization import AccessToken, TokenAuthorizerBase
 from shoal.dht.crypto import PrivateKey, PublicKey
 

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 import torch
 
+from shoal.access.tokens import Token
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHT, DHTID, DHTNode, authorization
 from shoal.dht.authorization import (
     MAX_REQUEST_AGE,
@@ -40,12 +41,11 @@ from shoal.errors import (
     P2PHandlerError,
     ProtocolError,
 )
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy, endorse
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
+from shoal.net.transport import decode_header
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy, endorse
 from shoal.p2p import Call, Header, P2PContext, ServicerBase
-from shoal.p2p.tokens import Token
-from shoal.p2p.transport import decode_header
 from tests.dht.members import Authority, Member
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time

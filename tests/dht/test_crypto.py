@@ -28,7 +28,7 @@ from shoal.dht.crypto import (
 from shoal.dht.routing import DHTID
 from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import DHTRecord
-from shoal.p2p.identity import Identity
+from shoal.peers.identity import Identity
 
 pytestmark = pytest.mark.oldest
 

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
 from shoal.dht import DHTID, DHTNode, store
 from shoal.dht.store import DEPOSITS_TO_TELL
-from shoal.logs import Seldom
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel, StrictInt
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.reactor import Portal
 from shoal.dht import DHT, DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.errors import BootstrapError, DHTError, P2PDaemonError, ReactorError
 from shoal.p2p import P2P
-from shoal.reactor import Portal
 
 pytestmark = [pytest.mark.oldest, pytest.mark.pretend]
 
@@ -463,7 +463,7 @@ def test_validators_added_to_running_peers(two):
 
 FORK = """
 import os, time
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHT
 from shoal.errors import ReactorError
 

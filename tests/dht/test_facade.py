@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHT, DHTNode
 from shoal.errors import DHTError, P2PDaemonError, ReactorError
 from tests.p2p.peers import Number, Service, serving

@@ -8,15 +8,15 @@ import random
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.joining import IDLE_SECONDS, LONGEST_PAUSE_OF_ENDED_SECONDS
 from shoal.dht.routing import RoutingTable
-from shoal.dht.seat import records_for_newcomer
+from shoal.dht.server_mode import records_for_newcomer
 from shoal.dht.storage import DHTLocalStorage
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError
 from shoal.p2p import Identity, PeerID
-from shoal.p2p.reachability import Reachability
+from shoal.reach.reachability import Reachability
 from tests.dht.swarm import Swarm, addresses, holders
 from tests.dht.virtual_time import in_virtual_time
 

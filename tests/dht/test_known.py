@@ -7,8 +7,8 @@ import random
 from collections import Counter
 from statistics import fmean
 
-from shoal.clock import get_dht_time
-from shoal.dht.known import MAX_KNOWN, MAX_KNOWN_BYTES, HaveSet, numbers_of_entries, pack_known
+from shoal.base.clock import get_dht_time
+from shoal.dht.have_set import MAX_KNOWN, MAX_KNOWN_BYTES, HaveSet, numbers_of_entries, pack_known
 from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, FindResponse

@@ -7,7 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTID, DHTNode, lookup
 from shoal.dht.records import (
     FindRequest,
@@ -19,9 +21,7 @@ from shoal.dht.records import (
     StoreResponse,
     pack_contact,
 )
-from shoal.logs import Seldom
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
-from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 

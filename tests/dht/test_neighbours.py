@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.access.tokens import Token
 from shoal.dht import DHTNode, neighbours
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import BootstrapError, ValidationError
+from shoal.net.pasted import short_form
 from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.p2p import local_network as room
 from shoal.p2p.local_network import LocalNetwork
-from shoal.p2p.pasted import short_form
-from shoal.p2p.tokens import Token
 from tests.p2p.peers import Peers, until
 
 pytest.importorskip("zeroconf")

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.records import FindResult, Found
 from shoal.errors import DHTError
+from shoal.net.memory import MemoryNetwork
 from shoal.p2p import P2P
-from shoal.p2p.memory import MemoryNetwork
-from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm, holders
 from tests.dht.virtual_time import in_virtual_time
 
@@ -643,7 +643,7 @@ async def test_a_node_shuts_down_its_own_peer_only():
 
 STORY = """
 import asyncio, hashlib
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from tests.dht.swarm import Swarm
 from shoal.testing import run
 

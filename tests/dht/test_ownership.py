@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.crypto import PrivateKey, PublicKey, SignatureValidator, tag_of
 from shoal.dht.local_records import MOST_RECORDS_OF_A_TRUSTED_HOST, MOST_RECORDS_OF_THE_TRUSTED, LocalRecords
@@ -17,7 +18,6 @@ from shoal.dht.storage import DictionaryDHTValue, Unproven
 from shoal.dht.store import make_record
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord
 from shoal.p2p import Identity, PeerID
-from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import records
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.node import NodeConfig
@@ -34,7 +36,7 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID
-from shoal.dht.seat import PING_BACK_SHARE
+from shoal.dht.server_mode import PING_BACK_SHARE
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
 from shoal.errors import (
@@ -47,10 +49,8 @@ from shoal.errors import (
     StreamClosedError,
     ValidationError,
 )
-from shoal.logs import Seldom
+from shoal.net.transport import decode_header
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.p2p.transport import decode_header
-from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 

@@ -9,21 +9,21 @@ import tracemalloc
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import quotas
-from shoal.dht.known import HaveSet
+from shoal.dht.have_set import HaveSet
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import OVER_HOST_QUOTA, OVER_PEER_QUOTA, Payer, Place, Room
 from shoal.dht.records import NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords, DHTRecord
-from shoal.logs import Seldom
 from shoal.metrics import Metrics
+from shoal.net.server import Server
+from shoal.net.transport import Stream
 from shoal.p2p import Multiaddr
-from shoal.p2p.server import Server
-from shoal.p2p.transport import Stream
-from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm, addresses
 from tests.dht.virtual_time import in_virtual_time
 

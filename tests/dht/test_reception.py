@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.dht.reception import MAX_EXCUSED, WINDOW_SECONDS, Connectivity
+from shoal.dht.connectivity import MAX_EXCUSED, WINDOW_SECONDS, Connectivity
 from shoal.p2p import PeerID
 from tests.dht.virtual_time import in_virtual_time
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import records, store
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.records import Found, NewRecord, pack_value, split_into_requests
@@ -12,8 +14,6 @@ from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.store import make_record
 from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIONARY, check_expiration, check_subkey
-from shoal.logs import Seldom
-from shoal.serializer import MSGPackSerializer
 from shoal.testing import Link, Network, start_dht_nodes
 from tests.dht.virtual_time import in_virtual_time
 

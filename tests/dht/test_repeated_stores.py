@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.lookup import Lookup
 from shoal.dht.store import WALK_LASTS_SECONDS

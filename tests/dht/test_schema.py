@@ -13,11 +13,11 @@ import pydantic
 import pytest
 from pydantic import BaseModel, StrictFloat, StrictInt, field_validator
 
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.routing import DHTID
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator, conbytes
 from shoal.dht.validation import PLAIN_VALUE, CompositeValidator, DHTRecord
-from shoal.serializer import MSGPackSerializer
 
 pytestmark = pytest.mark.oldest
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.get import KeySearch, PendingSearches
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue
-from shoal.serializer import MSGPackSerializer
 from tests.dht.virtual_time import in_virtual_time
 
 KEY = DHTID.generate("key")

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.get import CacheRefreshQueue
 from shoal.dht.storage import MAX_PEERS, Blacklist

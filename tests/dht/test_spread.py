@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from shoal.dht.spread import (
+from shoal.dht.key_sharding import (
     MAX_DEPTH,
     OWNERS_PER_KEY,
     KeySharding,
@@ -19,7 +19,7 @@ from shoal.dht.spread import (
     path_of,
     places_to_write,
 )
-from shoal.optim.progress_exchange import MOST_READ
+from shoal.optim.progress.exchange import MOST_READ
 
 pytestmark = pytest.mark.xdist_group("spread")
 

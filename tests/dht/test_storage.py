@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import (
     DHTLocalStorage,
@@ -21,7 +22,6 @@ from shoal.dht.storage import (
     TimedStorage,
     ValueWithExpiration,
 )
-from shoal.serializer import MSGPackSerializer
 from shoal.testing import VirtualTimeLoop
 from tests.dht.virtual_time import in_virtual_time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.traverse import WALKS_IN_FLIGHT, Traversal, walk_line
 from shoal.testing import Link, Network, run, start_dht_nodes
 from tests.dht.swarm import Swarm

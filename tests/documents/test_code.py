@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.access.tokens import Token
 from shoal.archive.keeping import Archiver
 from shoal.archive.store import Store
+from shoal.base.closeable import Facade
 from shoal.compression.base import CompressionInfo
-from shoal.facade import Facade
-from shoal.p2p.tokens import Token
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,6 +11,7 @@ from typing import Any, cast
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from shoal.access.membership import judge_listener
 from shoal.dht import DHTNode
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindResponse, NewRecord, PingResponse, StoreResponse
@@ -18,16 +19,15 @@ from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
 from shoal.metrics import Metrics
+from shoal.net.connection import Connection, Hello
+from shoal.net.frames import receive_frame
+from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.net.memory import MemoryNetwork
+from shoal.net.server import Server
+from shoal.net.tcp.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
+from shoal.net.tcp.stream import TcpStream
+from shoal.net.transport import Session, decode_header
 from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
-from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.frames import receive_frame
-from shoal.p2p.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
-from shoal.p2p.membership import judge_listener
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.server import Server
-from shoal.p2p.tcp_stream import TcpStream
-from shoal.p2p.transport import Session, decode_header
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import BADGES, IDENTITY, KEYS, PACKED_HEADERS, RUN, calls, messages, validator

@@ -16,17 +16,17 @@ from statistics import quantiles
 
 import psutil
 
-from shoal.clock import get_dht_time
+from shoal.access.badges import MAX_BADGE_BYTES
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import StreamClosedError
+from shoal.net.limits import Limits
+from shoal.net.memory import MemoryNetwork
+from shoal.net.tcp.handshake import CHALLENGE_BYTES, PROOF_BYTES, dialler_context, with_badge
+from shoal.net.tcp.sessions import SESSION_BYTE
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES, Stream, Transport
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.badges import MAX_BADGE_BYTES
-from shoal.p2p.handshake import CHALLENGE_BYTES, PROOF_BYTES, dialler_context, with_badge
-from shoal.p2p.limits import Limits
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.sessions import SESSION_BYTE
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import COOKIE_BYTES, Stream, Transport
 from tests.fuzz.conversations import Victim
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import calls, messages, validator

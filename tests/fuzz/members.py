@@ -11,19 +11,19 @@ import msgspec
 from shoal.averaging import messages
 from shoal.averaging.control import GROUP_ID_BYTES
 from shoal.averaging.groups.leading import read_group
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import EnterRequest
 from shoal.dht.crypto import peer_of, tag_of, with_signatures
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
-from shoal.optim import progress_exchange
-from shoal.optim.company import Company
-from shoal.optim.lineage import ForkPoint, Lineage
-from shoal.optim.progress import parse_record
-from shoal.optim.run_settings import MAX_SETTINGS, PARAMETERS_SHOWN, TENSORS, ParameterSettings, RunSettings
+from shoal.net.transport import decode_header
+from shoal.optim.history.round_history import ForkPoint, Lineage
+from shoal.optim.progress import exchange as progress_exchange
+from shoal.optim.progress.company import Company
+from shoal.optim.progress.records import parse_record
+from shoal.optim.progress.run_settings import MAX_SETTINGS, PARAMETERS_SHOWN, TENSORS, ParameterSettings, RunSettings
 from shoal.p2p import Header, Identity, PeerID
-from shoal.p2p.transport import decode_header
-from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from shoal.p2p.transport import PREFIX_BYTES
+from shoal.net.transport import PREFIX_BYTES
 
 T = TypeVar("T")
 

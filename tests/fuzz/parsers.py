@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from shoal.clock import get_dht_time
+from shoal.access.badges import Badge, RevocationList, read_badge
+from shoal.access.tokens import Token
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PublicKey
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import Payer, Room
@@ -18,17 +21,14 @@ from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import DHTRecord
 from shoal.errors import NotAMemberError, ProtocolError
+from shoal.net.tcp.handshake import peer_id_of_certificate
+from shoal.net.transport import decode_header
 from shoal.p2p import Header, Identity, Multiaddr, PeerID
-from shoal.p2p.badges import Badge, RevocationList, read_badge
-from shoal.p2p.handshake import peer_id_of_certificate
-from shoal.p2p.identity import verify_signature
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.pcp import Granted, read_nat_pmp, read_pcp
-from shoal.p2p.routers import NoMappingError, gateway_in_ipv6_route, gateway_in_route, outer_address
-from shoal.p2p.tokens import Token
-from shoal.p2p.transport import decode_header
-from shoal.p2p.upnp_search import is_of_host, location_in
-from shoal.serializer import MSGPackSerializer
+from shoal.peers.identity import verify_signature
+from shoal.reach.nat.pcp import Granted, read_nat_pmp, read_pcp
+from shoal.reach.nat.routers import NoMappingError, gateway_in_ipv6_route, gateway_in_route, outer_address
+from shoal.reach.nat.upnp_search import is_of_host, location_in
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

@@ -9,20 +9,20 @@ import ipaddress
 
 import msgspec
 
+from shoal.access.badges import Grant, encode_badge, read_badge
 from shoal.errors import NotAMemberError, ProtocolError
 from shoal.metrics import Metrics
+from shoal.net.addresses import AddressBook, is_loopback
+from shoal.net.memory import MemoryNetwork
+from shoal.net.transport import decode_header
 from shoal.p2p import Multiaddr
-from shoal.p2p.addresses import AddressBook, is_loopback
-from shoal.p2p.answering import may_be_dialled
-from shoal.p2p.badges import Grant, encode_badge, read_badge
-from shoal.p2p.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
-from shoal.p2p.circuit import Circuit
-from shoal.p2p.identity import is_circuit, relay_of
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.punching import Puncher
-from shoal.p2p.reachability import is_private
-from shoal.p2p.relay_messages import Reach
-from shoal.p2p.transport import decode_header
+from shoal.peers.identity import is_circuit, relay_of
+from shoal.reach.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
+from shoal.reach.punching import Puncher
+from shoal.reach.reachability import is_private
+from shoal.reach.relay.circuit import Circuit
+from shoal.reach.relay.incoming import may_be_dialled
+from shoal.reach.relay.messages import Reach
 from tests.fuzz.conversations import SOMEBODY, ScriptedSession
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

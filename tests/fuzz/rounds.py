@@ -8,17 +8,17 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.receipts import Receipt, seal
-from shoal.averaging.allreduce.verification import Verification
 from shoal.averaging.messages import RoundKind, RoundMessage
+from shoal.averaging.round.parts import RoundVector
+from shoal.averaging.round.receipts import Receipt, seal
+from shoal.averaging.round.verification import Verification
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
+from shoal.net.transport import decode_header
 from shoal.optim.evidence import OpenGuard
-from shoal.optim.progress_message import ProgressMessage
+from shoal.optim.progress.message import ProgressMessage
 from shoal.optim.vouching import ReceiptsMessage, Shown, Vouching
-from shoal.p2p.identity import Identity
-from shoal.p2p.transport import decode_header
+from shoal.peers.identity import Identity
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator
 

@@ -8,6 +8,10 @@ import msgspec
 import pydantic
 from pydantic import StrictFloat, StrictInt
 
+from shoal.access.badges import ANY_ROLE, RevocationList, Roles, encode_badge
+from shoal.access.tokens import RUN as RUN_KIND
+from shoal.access.tokens import Token
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.records import (
     FindRequest,
@@ -25,12 +29,12 @@ from shoal.dht.routing import DHTID
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
+from shoal.net.connection import Failure, Hello, Open
+from shoal.net.transport import Kind, pack
 from shoal.p2p import Header, Identity
-from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
-from shoal.p2p.candidates import CandidateHost, Candidates
-from shoal.p2p.connection import Failure, Hello, Open
-from shoal.p2p.presence import PresenceQuery, PresenceReply
-from shoal.p2p.relay_messages import (
+from shoal.reach.candidates import CandidateHost, Candidates
+from shoal.reach.presence import PresenceQuery, PresenceReply
+from shoal.reach.relay.messages import (
     Connect,
     Connected,
     Incoming,
@@ -41,10 +45,6 @@ from shoal.p2p.relay_messages import (
     Reserve,
     Reserved,
 )
-from shoal.p2p.tokens import RUN as RUN_KIND
-from shoal.p2p.tokens import Token
-from shoal.p2p.transport import Kind, pack
-from shoal.serializer import MSGPackSerializer
 
 _rng = random.Random(0)
 _LATER = 4e9

@@ -7,6 +7,7 @@ import torch
 from shoal.archive.contents import order_of, put_together, take_apart
 from shoal.averaging.message_means import PartMessages, as_bytes, unpack
 from shoal.averaging.state.download import State
+from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionInfo,
@@ -18,7 +19,6 @@ from shoal.compression import (
 )
 from shoal.compression.one_result import Relayed
 from shoal.compression.serialization import is_sparse
-from shoal.serializer import MSGPackSerializer
 from tests.archive.states import small_state
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

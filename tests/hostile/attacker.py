@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import ShoalError
-from shoal.optim.progress import parse_record
-from shoal.optim.progress_exchange import ProgressExchange, ProgressMessage
+from shoal.optim.progress.exchange import ProgressExchange, ProgressMessage
+from shoal.optim.progress.records import parse_record
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase, StubBase
 
 PACE = 0.5

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHTNode
-from shoal.tasks import cancel_and_wait
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import STRANGERS
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import psutil
 
+from shoal.net.limits import RelayLimits
 from shoal.p2p import P2P, PeerID
-from shoal.p2p.limits import RelayLimits
 
 
 def say(**event: object) -> None:

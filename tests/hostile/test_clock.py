@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.clock import UNNOTICEABLE_SECONDS
+from shoal.base.clock import UNNOTICEABLE_SECONDS
 from shoal.dht import DHTNode
 from shoal.p2p import PeerID
 from shoal.testing import Network, run

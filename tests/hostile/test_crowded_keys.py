@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey
 from shoal.dht.quotas import CROWDED_KEY, DEFAULT_ROOM
 from shoal.dht.records import NewRecord
 from shoal.dht.validation import CompositeValidator
-from shoal.optim.progress_exchange import MOST_READ
-from shoal.optim.progress_schema import progress_validators
+from shoal.optim.progress.exchange import MOST_READ
+from shoal.optim.progress.schema import progress_validators
 from shoal.p2p import Identity, Multiaddr
-from shoal.serializer import MSGPackSerializer
 from tests.hostile.attacks.table import CROWD, false_averagers, false_records
 
 RUN, PEERS = "crowded", 4

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.net.connection import Hello, Open
+from shoal.net.tcp.sessions import SESSION_BYTE
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Kind, Stream, pack
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
-from shoal.p2p.connection import Hello, Open
-from shoal.p2p.identity import circuit_address
-from shoal.p2p.relay_messages import MAX_AT_ONCE
-from shoal.p2p.sessions import SESSION_BYTE
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Kind, Stream, pack
+from shoal.peers.identity import circuit_address
+from shoal.reach.relay.messages import MAX_AT_ONCE
 from tests.hostile.few_files import Squares
 from tests.p2p.peers import Number, until
 from tests.p2p.relays import connect

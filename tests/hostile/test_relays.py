@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import NoRoomError, NotAMemberError, ShoalError, StreamClosedError
+from shoal.net.frames import receive_frame
+from shoal.net.transport import COOKIE_BYTES, Session
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.frames import receive_frame
-from shoal.p2p.relay_messages import Connect, Connected, Incoming, Ready, RelayCode, Reserve, Reserved
-from shoal.p2p.relaying import RelayServer
-from shoal.p2p.transport import COOKIE_BYTES, Session
+from shoal.reach.relay.messages import Connect, Connected, Incoming, Ready, RelayCode, Reserve, Reserved
+from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, serving, stub, until
 from tests.p2p.test_membership import SECRET
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer

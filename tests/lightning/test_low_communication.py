@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim.progress import PerformanceEMA
+from shoal.optim.progress.records import PerformanceEMA
 from tests.lightning.models import (
     BATCH,
     PACKAGE,
@@ -27,7 +27,7 @@ from tests.lightning.models import (
     make_trainer,
 )
 from tests.optim.conftest import in_parallel
-from tests.optim.outer.test_diloco import introduce
+from tests.optim.diloco.test_diloco import introduce
 
 pytestmark = pytest.mark.lightning
 

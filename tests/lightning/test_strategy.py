@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import shoal.lightning
+from shoal.access.tokens import Token
 from shoal.errors import BootstrapError
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.progress import PerformanceEMA
+from shoal.optim.progress.records import PerformanceEMA
 from shoal.optim.report import Reporting
-from shoal.p2p.tokens import Token
 from tests.device import DEVICE_TYPE
 from tests.lightning.models import (
     BATCH,

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal.lightning
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.compression import NoCompression
-from shoal.optim.several_processes import SeveralProcesses
+from shoal.optim.ranks.several_processes import SeveralProcesses
 
 STEPS = 12
 PEERS = 2

@@ -6,7 +6,7 @@ import math
 import random
 
 from shoal.monitor.run import RunView
-from shoal.optim.progress import ProgressRecord
+from shoal.optim.progress.records import ProgressRecord
 from shoal.optim.report import PeerReport
 from shoal.p2p import Identity, PeerID
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import shoal
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.monitor.observer import Monitor, Observer
 from shoal.monitor.prober import LEAST_PAUSE, MAX_KEPT, MOST_PAUSE, SECONDS_BETWEEN_CALLS, Prober, _Contact, _due
 from shoal.monitor.run import PeerState, RunView

@@ -16,8 +16,8 @@ from typing import Any
 from shoal import DHT
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Call, Header, Multiaddr, P2PContext, PeerID, ServicerBase
-from shoal.p2p.reach import ReachabilityManager
-from shoal.p2p.reachability import Reachability
+from shoal.reach.manager import ReachabilityManager
+from shoal.reach.reachability import Reachability
 
 PIECE_BYTES = 16 * 1024
 CALLABLE_LIMIT_SECONDS = 60.0

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 from shoal.errors import DialError
 from shoal.metrics import Metrics
-from shoal.p2p.circuit import open_circuits
-from shoal.p2p.frames import send_frame
-from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.punching import Puncher
-from shoal.p2p.relay_messages import Reach, Ready
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import COOKIE_BYTES, Session, Stream, Throttle
+from shoal.net.frames import send_frame
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES, Session, Stream, Throttle
+from shoal.peers.identity import Identity, PeerID
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.punching import Puncher
+from shoal.reach.relay.circuit import open_circuits
+from shoal.reach.relay.messages import Reach, Ready
 from tests.computers import inside
 from tests.nat.laboratory import Host
 from tests.nat.sockets import LIMIT_SECONDS

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shoal.dht import DHT
+from shoal.net.memory import MemoryNetwork
 from shoal.optim import Optimizer
-from shoal.optim.progress_exchange import HOLDERS_READ_AT_START
-from shoal.p2p.memory import MemoryNetwork
+from shoal.optim.progress.exchange import HOLDERS_READ_AT_START
 from tests.device import chosen_device
 
 pytestmark = pytest.mark.oldest

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal import DHT, GradScaler, Optimizer
 from shoal.errors import ProcessGroupError, ReactorError
-from shoal.optim.multi_process import MultiProcessOptimizer
-from shoal.optim.processes import Processes
+from shoal.optim.ranks.multi_process import MultiProcessOptimizer
+from shoal.optim.ranks.processes import Processes
 from tests.optim.conftest import wait_until
 from tests.optim.test_equivalence import loss_of, make_model, step_schedule
 

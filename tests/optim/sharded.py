@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoal import DHT, GradScaler, MultiProcessDiLoCo, MultiProcessOptimizer, Optimizer
 from shoal.errors import ProcessGroupError
-from shoal.optim import processes
+from shoal.optim.ranks import processes
 from tests.optim.conftest import wait_until
 
 try:

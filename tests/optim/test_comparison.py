@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.comparison import ConsistencyCheck, OtherTensors, owners_of
+from shoal.optim.consistency import ConsistencyCheck, OtherTensors, owners_of
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from shoal import DHT, DecentralizedAverager, DiLoCo, Float16Compression, Optimizer, TopKCompression, TrainingAverager
+from shoal.access.tokens import Token, roles_named
 from shoal.errors import NotAMemberError, ReactorError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.state_averager import TrainingStateAverager
-from shoal.p2p.tokens import Token, roles_named
 from tests.optim.conftest import backward, make_model, sgd
 
 

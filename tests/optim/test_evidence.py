@@ -8,13 +8,13 @@ from collections import Counter
 import msgspec
 import pytest
 
-from shoal.logs import MOST_LINES_OF_A_KIND
+from shoal.base.logs import MOST_LINES_OF_A_KIND
+from shoal.net.addresses import host_of
+from shoal.net.transport import MOST
 from shoal.optim.evidence import OpenGuard
-from shoal.optim.progress import Companion, LocalTrainingProgress
-from shoal.p2p.addresses import host_of
-from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import MOST
+from shoal.optim.progress.records import Companion, LocalTrainingProgress
+from shoal.peers.identity import Identity, PeerID
+from shoal.peers.multiaddr import Multiaddr
 
 pytestmark = pytest.mark.once
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging import AveragingStage
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import AveragingError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.optim import hold as hold_module
-from shoal.optim.hold import LEAST_HOLD, LONGEST_HOLD, SECONDS_BETWEEN_LOOKS, JoinerGrace
+from shoal.optim.recovery import joiner_grace as hold_module
+from shoal.optim.recovery.joiner_grace import LEAST_HOLD, LONGEST_HOLD, SECONDS_BETWEEN_LOOKS, JoinerGrace
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import PATIENCE, Trainer, in_parallel, meet, wait_until
 

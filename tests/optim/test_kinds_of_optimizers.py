@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.compression import BlockwiseQuantization, Float16Compression, Uniform8BitQuantization
-from shoal.optim.optimizer_state import dump_optimizer_state, initialize_optimizer_state_, load_optimizer_state
+from shoal.optim.setup.optimizer_state import dump_optimizer_state, initialize_optimizer_state_, load_optimizer_state
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import in_parallel
 from tests.optim.test_state_averager import OPTIONS, make_model, set_grads, values, wait_for_donor

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.optim.evidence import OpenGuard
 from shoal.optim.members import SHARE_WASTED, Budget, Members
-from shoal.optim.progress import Companion, LocalTrainingProgress
+from shoal.optim.progress.records import Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 
 NOW, BATCH = 1000.0, 16

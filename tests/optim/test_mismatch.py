@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from shoal import DHT, DiLoCo, Float16Compression, NoCompression, Optimizer
 from shoal.errors import AllreduceException, SettingsMismatch
-from shoal.optim import company
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.progress import company
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, backward, in_parallel, meet, wait_until
 

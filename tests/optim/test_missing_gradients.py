@@ -9,7 +9,7 @@ import torch
 
 from shoal import DHT, DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.missing_gradients import BATCHES_READ
+from shoal.optim.setup.missing_gradients import BATCHES_READ
 from tests.optim.conftest import backward, make_model
 
 KINDS = ["gradients", "local updates", "DiLoCo"]

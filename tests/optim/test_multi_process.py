@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.optim.multi_process import MultiProcessOptimizer
+from shoal.optim.ranks.multi_process import MultiProcessOptimizer
 from tests.device import on_cpu_only
 from tests.drills import mostly_drills
 from tests.optim import ranks

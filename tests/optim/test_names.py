@@ -13,7 +13,7 @@ from shoal.averaging.state.download import State
 from shoal.compression import Float16Compression, NoCompression, PerTensorCompression
 from shoal.compression.base import plain_name
 from shoal.optim import DiLoCo, Optimizer
-from shoal.optim.comparison import OtherTensors
+from shoal.optim.consistency import OtherTensors
 from tests.archive.states import small_state
 from tests.optim.conftest import values
 

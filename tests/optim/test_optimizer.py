@@ -15,14 +15,15 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.dht import DHT
-from shoal.optim import Optimizer, state_jobs, synchronization
+from shoal.optim import Optimizer, state_jobs
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
-from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.recovery import synchronization
+from shoal.optim.recovery.synchronization import Synchronization
 from shoal.optim.state_jobs import let_go
-from shoal.optim.synchronization import Synchronization
 from shoal.p2p import PeerID
 from shoal.testing import Host, Network, run
 from tests.device import chosen_device

@@ -9,7 +9,7 @@ from shoal.compression import Float16Compression, NoCompression
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings
-from shoal.optim.training_setup import default_silence
+from shoal.optim.setup.training_setup import default_silence
 
 
 def make_model() -> torch.nn.Linear:

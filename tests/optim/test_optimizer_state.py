@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from shoal.optim.optimizer_state import (
+from shoal.base.serializer import MSGPackSerializer
+from shoal.optim.setup.optimizer_state import (
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
@@ -19,8 +20,7 @@ from shoal.optim.optimizer_state import (
     state_names,
     without_hyperparameters,
 )
-from shoal.optim.schedules import scheduled_hyperparameters
-from shoal.serializer import MSGPackSerializer
+from shoal.optim.setup.schedules import scheduled_hyperparameters
 
 pytestmark = pytest.mark.devices
 
@@ -160,7 +160,7 @@ def test_own_hyperparameters_stay_unless_a_schedule_moves_them(caplog):
 
 
 def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):
-    monkeypatch.setattr("shoal.optim.optimizer_state.PART_BYTES", 100)
+    monkeypatch.setattr("shoal.optim.setup.optimizer_state.PART_BYTES", 100)
     groups = [{"params": [torch.nn.Parameter(torch.zeros(n)) for n in sizes]} for sizes in ([10, 10, 40, 5], [1])]
     optimizer = torch.optim.Adam(groups)
     before = [group["params"] for group in optimizer.param_groups]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.averaging import ClipToMedianNorm, TrimmedMean
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import AveragingError
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.optim.progress import PerformanceEMA
+from shoal.optim.progress.records import PerformanceEMA
 
 
 class Clock:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim.evidence import OpenGuard
-from shoal.optim.progress import (
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import MAX_ASKED, ProgressExchange
+from shoal.optim.progress.records import (
     MAX_CALLED,
     MAX_COMPANIONS,
     Companion,
@@ -25,8 +27,6 @@ from shoal.optim.progress import (
     parse_record,
     summarize,
 )
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import MAX_ASKED, ProgressExchange
 
 pytestmark = pytest.mark.once
 

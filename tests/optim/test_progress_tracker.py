@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from shoal.averaging import RoundResult
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
-from shoal.optim.lineage import BEGINNING, ForkPoint, Lineage
-from shoal.optim.progress import parse_record
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.progress_message import ProgressMessage
-from shoal.optim.progress_schema import endorse
+from shoal.optim.history.round_history import BEGINNING, ForkPoint, Lineage
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.records import parse_record
+from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.vouching import ReceiptsMessage, Vouching
 from tests.optim.conftest import PATIENCE, in_parallel, wait_until

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PrivateKey, SignatureValidator, tag_of
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import CompositeValidator, DHTRecord
 from shoal.metrics import Metrics
-from shoal.optim.progress_schema import progress_validators
+from shoal.optim.progress.schema import progress_validators
 from shoal.optim.report import (
     LARGEST,
     MAX_LOST,
@@ -31,7 +32,6 @@ from shoal.optim.report import (
     parse_report,
 )
 from shoal.p2p import Identity
-from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import wait_until
 
 GOOD = PeerReport(1e9, 3, 100, 20, 5.0, {"loss": 2.5}, failure="nobody came", troubles={"alone": 2}, version="0.1.0")

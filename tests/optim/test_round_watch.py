@@ -9,7 +9,7 @@ import pytest
 from shoal.averaging import StepControl
 from shoal.optim.round_watch import RoundWatch
 from shoal.p2p import PeerID
-from shoal.p2p.identity import Identity
+from shoal.peers.identity import Identity
 
 A, B, C, D = (Identity.generate().peer_id for _ in range(4))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from shoal.optim.run_settings import (
+from shoal.optim.progress.run_settings import (
     MAX_VALUE_CHARACTERS,
     TENSORS,
     ParameterSettings,
@@ -18,7 +18,7 @@ from shoal.optim.run_settings import (
     compare_parameters,
     describe_optimizer,
 )
-from shoal.optim.schedules import describe_schedule
+from shoal.optim.setup.schedules import describe_schedule
 
 FROZEN_BASE = "frozen base"
 

@@ -23,9 +23,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from shoal.optim import schedules
-from shoal.optim.optimizer_state import dump_optimizer_state, load_optimizer_state
-from shoal.optim.schedules import (
+from shoal.base.serializer import MSGPackSerializer
+from shoal.optim.setup import schedules
+from shoal.optim.setup.optimizer_state import dump_optimizer_state, load_optimizer_state
+from shoal.optim.setup.schedules import (
     catch_up,
     check_scheduler,
     dump_scheduler_state,
@@ -33,7 +34,6 @@ from shoal.optim.schedules import (
     position_of,
     scheduled_hyperparameters,
 )
-from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import may_use_sequential_schedules
 
 

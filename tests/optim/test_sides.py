@@ -9,7 +9,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.averaging import RoundResult
-from shoal.optim.lineage import (
+from shoal.optim.history.fork_choice import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
+from shoal.optim.history.round_history import (
     BEGINNING,
     LAST_ROUNDS,
     MAX_KEPT,
@@ -19,9 +20,8 @@ from shoal.optim.lineage import (
     Lineage,
     RoundHistory,
 )
-from shoal.optim.progress import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.sides import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.records import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
 
 pytestmark = pytest.mark.once
@@ -508,7 +508,7 @@ def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(m
     one = Peer(PEERS[0])
     one.kinship.note_round(None, 1, 0.0)
     settled = []
-    monkeypatch.setattr("shoal.optim.sides.settle", lambda *_: settled.append(1) or ForkChoice())
+    monkeypatch.setattr("shoal.optim.history.fork_choice.settle", lambda *_: settled.append(1) or ForkChoice())
     for moment in range(1000):
         companions = {
             p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]

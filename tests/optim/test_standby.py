@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import standby
+from shoal.base import standby
 from shoal.data import SharedPass, leases
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager

@@ -17,8 +17,8 @@ from shoal.averaging.state.download import State, layout_of
 from shoal.dht.crypto import tag_of
 from shoal.errors import StateRefusedError
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.setup.training_state import latest_epoch
 from shoal.optim.state_averager import TrainingStateAverager
-from shoal.optim.training_state import latest_epoch
 from shoal.p2p import PeerID
 from tests.optim.conftest import in_parallel, wait_until
 

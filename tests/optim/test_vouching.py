@@ -8,10 +8,10 @@ import random
 import msgspec
 import pytest
 
-from shoal.averaging.allreduce.receipts import Receipt, seal
+from shoal.averaging.round.receipts import Receipt, seal
 from shoal.optim.evidence import OpenGuard
 from shoal.optim.vouching import MAX_EPOCHS_APART, ReceiptsMessage, Shown, Vouching
-from shoal.p2p.identity import Identity
+from shoal.peers.identity import Identity
 
 pytestmark = pytest.mark.once
 

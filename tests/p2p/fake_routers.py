@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shoal.p2p.routers import Gateway
+from shoal.reach.nat.routers import Gateway
 
 LOOPBACK = "127.0.0.1"
 OUTER_IP = "198.51.100.7"

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StreamClosedError
+from shoal.net.memory import MemoryNetwork
+from shoal.net.transport import Buffer, Stream
 from shoal.p2p import P2P, Call, Header, P2PContext, PeerID, ServicerBase, patient
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.transport import Buffer, Stream
 
 KINDS = ["tcp", "memory"]
 PATIENCE = 50.0

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.net.memory import MemoryNetwork
 from shoal.p2p import P2P, Multiaddr
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.relay_messages import Connect, Connected, Reserve, Reserved
-from shoal.p2p.relaying import RelayServer
+from shoal.reach.relay.messages import Connect, Connected, Reserve, Reserved
+from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
 
 HERE = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}

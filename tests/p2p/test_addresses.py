@@ -11,9 +11,10 @@ import ifaddr
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.p2p import P2P, Identity, Multiaddr, own_addresses
-from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
-from shoal.p2p.tcp import TcpTransport
+from shoal.net import own_addresses
+from shoal.net.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
+from shoal.net.tcp.transport import TcpTransport
+from shoal.p2p import P2P, Identity, Multiaddr
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
 pytestmark = pytest.mark.oldest

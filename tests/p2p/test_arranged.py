@@ -10,14 +10,14 @@ import pytest
 
 from shoal.errors import DialError
 from shoal.metrics import Metrics
-from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.connection_pool import MAX_AGE_SECONDS, ConnectionPool
-from shoal.p2p.identity import Identity
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
-from shoal.p2p.pooled_peer import BARREN_SECONDS
-from shoal.p2p.presence import Presence, PresenceQuery, PresenceReply
-from shoal.p2p.reachability import Reach
-from shoal.p2p.service import P2PContext, ServicerBase
+from shoal.net.connection import Connection, Hello
+from shoal.net.connection_pool import MAX_AGE_SECONDS, ConnectionPool
+from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.net.pooled_peer import BARREN_SECONDS
+from shoal.net.service import P2PContext, ServicerBase
+from shoal.peers.identity import Identity
+from shoal.reach.presence import Presence, PresenceQuery, PresenceReply
+from shoal.reach.reachability import Reach
 from shoal.testing import run
 from tests.p2p.peers import Number, Peers, ScriptedStream, serving, until
 from tests.p2p.relays import square

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import NotAMemberError, P2PDaemonError
-from shoal.p2p import Identity
-from shoal.p2p.badges import (
+from shoal.access.badges import (
     ANY_ROLE,
     MAX_BADGE_BYTES,
     MAX_REVOKED,
@@ -30,7 +28,7 @@ from shoal.p2p.badges import (
     name_of,
     read_badge,
 )
-from shoal.p2p.tokens import (
+from shoal.access.tokens import (
     BADGE,
     DAY,
     INVITATION,
@@ -42,6 +40,8 @@ from shoal.p2p.tokens import (
     roles_named,
     write_token,
 )
+from shoal.errors import NotAMemberError, P2PDaemonError
+from shoal.p2p import Identity
 
 pytestmark = pytest.mark.oldest
 

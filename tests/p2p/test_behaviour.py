@@ -10,10 +10,10 @@ import pytest
 from shoal.averaging.groups.leading import note_lead
 from shoal.averaging.groups.settings import Trust
 from shoal.averaging.messages import Code, GroupStart, JoinReply
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
-from shoal.p2p.behaviour import (
+from shoal.peers.scores import (
     FAILURES_TO_LOSE_SHARE,
     HALF_LIFE,
     LEAST_SECONDS,

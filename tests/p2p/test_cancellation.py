@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ShoalError, StreamClosedError
-from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
-from shoal.p2p.server import Server
-from shoal.p2p.sessions import TcpSession
-from shoal.p2p.strangers import UnauthenticatedLimits
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import COOKIE_BYTES, Session, Stream
-from shoal.tasks import cancel_and_wait
+from shoal.net.server import Server
+from shoal.net.tcp import stream as tcp_stream
+from shoal.net.tcp.sessions import TcpSession
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.tcp.unauthenticated import UnauthenticatedLimits
+from shoal.net.transport import COOKIE_BYTES, Session, Stream
+from shoal.p2p import P2P, Identity, Multiaddr
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_sessions import NO_IDLING, Circle, Count
 
@@ -401,7 +402,7 @@ async def test_more_than_the_network_takes(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gives up in the queue passes its turn on."""
-    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 2)
+    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 2)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
@@ -425,7 +426,7 @@ async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 1)
+    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 1)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)

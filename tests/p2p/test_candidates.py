@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ProtocolError
-from shoal.p2p.candidates import (
+from shoal.net.frames import MAX_FRAME_BYTES, pack_frame
+from shoal.net.transport import decode_header
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.candidates import (
     LOWEST_PORT,
     MAX_CANDIDATES,
     MAX_PORTS,
@@ -22,9 +25,6 @@ from shoal.p2p.candidates import (
     own_candidates,
     worth_punching,
 )
-from shoal.p2p.frames import MAX_FRAME_BYTES, pack_frame
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import decode_header
 
 GLOBAL, OTHER_GLOBAL, GLOBAL_6 = "8.8.4.4", "9.9.9.9", "2a00:1450::7"
 PORT = 40_000

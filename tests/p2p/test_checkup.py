@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.net.limits import DEFAULT_LIMITS
+from shoal.net.transport import VERSION, Kind, pack
 from shoal.p2p import P2P
-from shoal.p2p.joining import (
+from shoal.reach.checkup import (
     BULK_BURST_BYTES,
     BULK_SECONDS,
     BULK_TOTAL_BURST_BYTES,
@@ -27,8 +29,6 @@ from shoal.p2p.joining import (
     Description,
     Question,
 )
-from shoal.p2p.limits import DEFAULT_LIMITS
-from shoal.p2p.transport import VERSION, Kind, pack
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Peers, assert_clean
 

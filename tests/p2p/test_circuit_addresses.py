@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.base.logs import use_hivemind_log_handler
 from shoal.errors import DialError, RefusedDialError
-from shoal.logs import use_hivemind_log_handler
+from shoal.net.addresses import AddressBook, host_of, is_loopback, what_to_do
+from shoal.net.own_addresses import log_visible_maddrs
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.addresses import AddressBook, host_of, is_loopback, what_to_do
-from shoal.p2p.identity import circuit_address, is_circuit, relay_of, split_peer_address
 from shoal.p2p.joining import explain_unreachable, parse_peer_addresses
-from shoal.p2p.own_addresses import log_visible_maddrs
+from shoal.peers.identity import circuit_address, is_circuit, relay_of, split_peer_address
 
 RELAY, TARGET, OTHER = (Identity.generate().peer_id for _ in range(3))
 PLACE = Multiaddr("/ip4/198.51.100.1/tcp/31337")

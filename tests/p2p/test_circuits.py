@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
+from shoal.net.addresses import is_loopback
+from shoal.net.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
+from shoal.net.limits import Limits
+from shoal.net.memory import MemoryNetwork
+from shoal.net.pipes import PipeEnd
+from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
-from shoal.p2p.addresses import is_loopback
-from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
-from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
-from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
-from shoal.p2p.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
-from shoal.p2p.identity import circuit_address
-from shoal.p2p.limits import Limits
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.relay_messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
-from shoal.p2p.transport import COOKIE_BYTES, Stream
+from shoal.peers.identity import circuit_address
+from shoal.reach.relay.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
+from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
+from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
+from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
@@ -508,7 +508,7 @@ async def test_an_unexpected_error_of_an_answer_is_told_once(
         async def break_down(*args: object, **options: object) -> list[Circuit]:
             raise KeyError("no such thing")
 
-        monkeypatch.setattr("shoal.p2p.answering.open_circuits", break_down)
+        monkeypatch.setattr("shoal.reach.relay.incoming.open_circuits", break_down)
         told = Incoming(peer=caller.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
         for _ in range(3):
             guest.answering.answer(relay.peer_id, addresses, told)

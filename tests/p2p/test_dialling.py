@@ -8,12 +8,12 @@ import pytest
 
 from shoal.errors import DialError
 from shoal.metrics import Metrics
+from shoal.net.addresses import AddressBook
+from shoal.net.dialler import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
+from shoal.net.memory import MemoryNetwork, MemoryTransport
+from shoal.net.transport import ON_ANSWER, Stream
 from shoal.p2p import Identity, PeerID
-from shoal.p2p.addresses import AddressBook
-from shoal.p2p.dialler import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import ON_ANSWER, Stream
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
 

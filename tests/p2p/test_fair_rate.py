@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shoal.p2p.fair_rate import LATENESS, FairRate, RateShare
+from shoal.reach.relay.fair_rate import LATENESS, FairRate, RateShare
 
 pytestmark = pytest.mark.once
 

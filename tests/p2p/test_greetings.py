@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from shoal.clock import SwarmClock
+from shoal.base.clock import SwarmClock
+from shoal.net.connection import Hello
+from shoal.net.connection_pool import MAX_AGE_SECONDS
+from shoal.net.memory import MemoryNetwork
 from shoal.p2p import P2P, P2PContext, ServicerBase
-from shoal.p2p.connection import Hello
-from shoal.p2p.connection_pool import MAX_AGE_SECONDS
-from shoal.p2p.memory import MemoryNetwork
 from shoal.testing import VirtualTimeLoop
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Empty

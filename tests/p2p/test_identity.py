@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import P2PDaemonError
 from shoal.p2p import Identity
-from shoal.p2p.identity import peer_id_of_certificate, verify_signature
+from shoal.peers.identity import peer_id_of_certificate, verify_signature
 
 pytestmark = pytest.mark.oldest
 

@@ -12,12 +12,12 @@ import pytest
 
 from shoal.dht import DHTNode
 from shoal.errors import BootstrapError, IdentityTakenError, InterruptedDialError, P2PDaemonError, ValidationError
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID, PeerInfo
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
 from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable, reach_first
-from shoal.p2p.reachability import Reachability
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Stream
+from shoal.reach.reachability import Reachability
 from tests.p2p.peers import Number, Peers, assert_clean, serving, stub, until
 
 STRANGER = Identity.generate().peer_id

@@ -19,15 +19,15 @@ from shoal.averaging.node import AveragerNode
 from shoal.dht.authorization import MembersOnly
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
+from shoal.net.connection import Call, Connection, Open
+from shoal.net.limits import HeaderMemory, Limits, RelayLimits, more_files
+from shoal.net.service import methods_of
+from shoal.net.tcp.listener import HostRates, WaitingRoom, host_of
+from shoal.net.tcp.stream import AcceptedSocket
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, Stream, pack
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.connection import Call, Connection, Open
-from shoal.p2p.joining import Checkup
-from shoal.p2p.limits import HeaderMemory, Limits, RelayLimits, more_files
-from shoal.p2p.service import methods_of
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
-from shoal.p2p.tcp_stream import AcceptedSocket
-from shoal.p2p.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, Stream, pack
+from shoal.reach.checkup import Checkup
 from shoal.testing import Network, run, start_peers
 from tests.drills import mostly_drills
 from tests.p2p.peers import KINDS, Empty, Number, Pair, Peers, Service, assert_clean, end_of, serving, stub, until
@@ -221,7 +221,7 @@ async def test_no_files_left_for_others(caplog: pytest.LogCaptureFixture) -> Non
         assert not second.closed
         assert listening.dropped["no files left"] == 4
     await until(lambda: not AcceptedSocket.open)
-    lines = [record.getMessage() for record in caplog.records if record.name == "shoal.p2p.strangers"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "shoal.net.tcp.unauthenticated"]
     assert len(lines) == 1
     assert f"others have 3 of this process. {more_files()}" in lines[0]
 
@@ -370,7 +370,7 @@ async def test_too_many_connections_in_total(kind: str, caplog: pytest.LogCaptur
         for _ in range(2):
             with pytest.raises(DialError, match="too many connections: the limit is 2, and all are in use"):
                 await stub(first, server).rpc_square(Number(value=2), timeout=5)
-        lines = [record.getMessage() for record in caplog.records if record.name == "shoal.p2p.server"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "shoal.net.server"]
         assert [line.partition(":")[0] for line in lines] == [f"no place for a connection of peer {first.peer_id}"]
         assert server.metrics.troubles == {"no place for a connection": 2}
         taken = server.metrics.strangers[str(first.peer_id)]
@@ -461,7 +461,7 @@ async def test_more_refusals_than_can_be_told(kind: str) -> None:
 
 async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest peer stays within what others grant, and its calls wait for their turn."""
-    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 3)
+    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 3)
     async with Peers("tcp") as peers:
         server, caller = await peers.two(limits=Limits(connections_per_peer=3))
         service = await serving(server)
@@ -476,7 +476,7 @@ async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.Monke
 
 
 def test_default_limits_fit_together() -> None:
-    from shoal.p2p.limits import MAX_DIALLED_PER_PEER
+    from shoal.net.limits import MAX_DIALLED_PER_PEER
 
     limits = Limits()
     assert MAX_DIALLED_PER_PEER < limits.connections_per_peer < limits.connections

@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import Token
 from shoal.errors import BootstrapError, DialError, IdentityTakenError, P2PDaemonError
+from shoal.net.own_addresses import OwnAddress, OwnAddresses
+from shoal.net.pasted import short_form
+from shoal.net.tcp.handshake import ALPN
+from shoal.net.tcp.transport import TcpTransport
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.handshake import ALPN
 from shoal.p2p.joining import advise_on_private
-from shoal.p2p.own_addresses import OwnAddress, OwnAddresses
-from shoal.p2p.pasted import short_form
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tokens import Token
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
 
@@ -254,7 +254,7 @@ async def test_the_error_of_a_join_has_that_advice_for_private_addresses_alone(m
     async def refuse(*_: object) -> None:
         raise OSError(113, "No route to host")
 
-    monkeypatch.setattr("shoal.p2p.tcp.connect", refuse)
+    monkeypatch.setattr("shoal.net.tcp.transport.connect", refuse)
     transport = TcpTransport(Identity.generate(), machine=machine("127.0.0.1/8", "203.0.113.7/24"))
     peer = Identity.generate().peer_id
     with pytest.raises(BootstrapError) as error:

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from shoal.access.badges import ANY_ROLE, ROLES_BY_NAME, RevocationList, Roles, encode_badge
+from shoal.access.membership import TOLERANCE_SECONDS, Membership
+from shoal.access.tokens import DAY, OWN_BADGE_SECONDS, Token
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.metrics import Metrics
+from shoal.net.connection import NOT_A_MEMBER, Failure, Hello
+from shoal.net.service import open_to
+from shoal.net.tcp.handshake import proof_message, with_badge
+from shoal.net.transport import PREFIX_BYTES, Kind, decode_header
 from shoal.p2p import P2P, Identity, P2PContext, ServicerBase
-from shoal.p2p.badges import ANY_ROLE, ROLES_BY_NAME, RevocationList, Roles, encode_badge
-from shoal.p2p.connection import NOT_A_MEMBER, Failure, Hello
-from shoal.p2p.handshake import proof_message, with_badge
-from shoal.p2p.membership import TOLERANCE_SECONDS, Membership
 from shoal.p2p.revocation import RevocationExchange, Revocations
-from shoal.p2p.service import open_to
-from shoal.p2p.tokens import DAY, OWN_BADGE_SECONDS, Token
-from shoal.p2p.transport import PREFIX_BYTES, Kind, decode_header
 from shoal.testing import Link, Network, run, start_peers
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Text, assert_clean, serving, stub, until
 from tests.p2p.test_tcp import Listening, open_tls

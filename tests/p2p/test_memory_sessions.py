@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
-from shoal.p2p.identity import Identity
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.net.memory import MemoryNetwork, MemoryTransport
+from shoal.net.transport import COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.peers.identity import Identity
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import run
 
 COOKIE = bytes(32)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.multiaddr import ProtocolLookupError
+from shoal.peers.multiaddr import ProtocolLookupError
 
 pytestmark = pytest.mark.once
 

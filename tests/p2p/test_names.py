@@ -8,12 +8,12 @@ import socket
 import pytest
 
 import shoal
+from shoal.access.tokens import Token
+from shoal.base.logs import MAX_NAME_CHARACTERS, name_and_id
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse, AuthorizerBase
 from shoal.errors import NotAMemberError
-from shoal.logs import MAX_NAME_CHARACTERS, name_and_id
-from shoal.p2p.connection import Hello
-from shoal.p2p.names import checked_name, default_name
-from shoal.p2p.tokens import Token
+from shoal.net.connection import Hello
+from shoal.peers.names import checked_name, default_name
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub
 
 

@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from shoal.errors import StreamClosedError
-from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase, observing
-from shoal.p2p.frames import send_frame
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.observing import is_mapping_hard
-from shoal.p2p.relay_messages import Observe, Observed, OpenObservation
-from shoal.p2p.relaying import RelayServer
-from shoal.p2p.transport import Session
+from shoal.net.frames import send_frame
+from shoal.net.transport import Session
+from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach import nat_probe as observing
+from shoal.reach.nat_probe import is_mapping_hard
+from shoal.reach.relay.messages import Observe, Observed, OpenObservation
+from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Peers
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from shoal.net.own_addresses import checked_announcement
+from shoal.net.pasted import describe_target, read_address, read_addresses, read_targets, short_form, wants_local
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.own_addresses import checked_announcement
-from shoal.p2p.pasted import describe_target, read_address, read_addresses, read_targets, short_form, wants_local
 
 PEER = Identity.generate(random.Random(1)).peer_id  # a fixed one: it is part of the names of tests
 FULL = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"

@@ -8,9 +8,10 @@ import struct
 import pytest
 
 from shoal.errors import ProtocolError
-from shoal.p2p import Multiaddr, pcp
-from shoal.p2p.pcp import Epoch, NatPmp, OtherVersionError, Pcp, read_nat_pmp, read_pcp
-from shoal.p2p.routers import Gateway, Mapper, NoMappingError
+from shoal.p2p import Multiaddr
+from shoal.reach.nat import pcp
+from shoal.reach.nat.pcp import Epoch, NatPmp, OtherVersionError, Pcp, read_nat_pmp, read_pcp
+from shoal.reach.nat.routers import Gateway, Mapper, NoMappingError
 from tests import pretend
 from tests.p2p.fake_routers import OUTER_IP, Router
 from tests.p2p.peers import PATIENCE

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.p2p import Identity, Multiaddr, PeerID, PeerInfo
-from shoal.p2p.identity import MAX_INTERNED, split_peer_address
+from shoal.peers.identity import MAX_INTERNED, split_peer_address
 
 # The Ed25519 test vectors of https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 PRIVATE_KEY = bytes.fromhex(

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from shoal.p2p import P2P, Multiaddr
-from shoal.p2p.pcp import NatPmp, Pcp
-from shoal.p2p.port_mapping import MappingPolicy, PortMapping, has_upnp
-from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError
+from shoal.reach.nat.pcp import NatPmp, Pcp
+from shoal.reach.nat.port_mapping import MappingPolicy, PortMapping, has_upnp
+from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError
 from tests import pretend
 from tests.p2p.fake_routers import OUTER_IP, Igd, Router
 from tests.p2p.peers import PATIENCE
@@ -114,8 +114,8 @@ async def test_upnp_comes_last() -> None:
 async def test_what_speaks_upnp_is_loaded_only_if_a_router_answers() -> None:
     program = (
         "import asyncio, sys\n"
-        "from shoal.p2p.routers import Gateway, NoMappingError\n"
-        "from shoal.p2p.upnp_search import UpnpIfFound\n"
+        "from shoal.reach.nat.routers import Gateway, NoMappingError\n"
+        "from shoal.reach.nat.upnp_search import UpnpIfFound\n"
         "async def main():\n"
         "    try:\n"
         "        await UpnpIfFound(Gateway('127.0.0.1', '127.0.0.1', ssdp_port=9), 1).ask(60)\n"

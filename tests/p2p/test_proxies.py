@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from shoal.errors import DialError, RefusedDialError
+from shoal.net.tcp.proxies import Proxies, Proxy, ProxyError, connect_through
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Header
 from shoal.p2p import P2P, Multiaddr, P2PContext, PeerID, ServicerBase
-from shoal.p2p.identity import Identity
-from shoal.p2p.proxies import Proxies, Proxy, ProxyError, connect_through
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Header
+from shoal.peers.identity import Identity
 from tests.p2p.small_proxy import SmallProxy
 
 OUTSIDE = "seed.example.org"

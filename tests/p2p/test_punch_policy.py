@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.punch_policy import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
+from shoal.peers.identity import Identity, PeerID
+from shoal.reach.punch_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
 
 pytestmark = pytest.mark.once
 

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from shoal.errors import DialError, IdentityMismatchError
 from shoal.metrics import Metrics
-from shoal.p2p.candidates import MAX_PORTS, CandidateHost, Candidates
-from shoal.p2p.circuit import Circuit
-from shoal.p2p.frames import pack_frame, receive_frame, send_frame
-from shoal.p2p.identity import Identity
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
-from shoal.p2p.relay_messages import Reach
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
+from shoal.net.frames import pack_frame, receive_frame, send_frame
+from shoal.net.memory import MemoryNetwork, MemoryTransport
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
+from shoal.peers.identity import Identity
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.candidates import MAX_PORTS, CandidateHost, Candidates
+from shoal.reach.punch_backoff import FIRST_PAUSE
+from shoal.reach.punching import EXCHANGE_SECONDS, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
+from shoal.reach.relay.circuit import Circuit
+from shoal.reach.relay.messages import Reach
 from shoal.testing import run
 from tests.p2p.peers import PATIENCE
 

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from shoal.dht import DHTNode
+from shoal.net.addresses import Judge
+from shoal.net.memory import MemoryNetwork
+from shoal.net.transport import Stream
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.addresses import Judge
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.presence import GREETINGS_AT_ONCE
-from shoal.p2p.reach import TICK_SECONDS
-from shoal.p2p.reachability import Reach, Reachability
-from shoal.p2p.transport import Stream
+from shoal.reach.manager import TICK_SECONDS
+from shoal.reach.presence import GREETINGS_AT_ONCE
+from shoal.reach.reachability import Reach, Reachability
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub, until
 from tests.p2p.relays import Relayed, square, tell

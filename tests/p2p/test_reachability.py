@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.p2p import Multiaddr
-from shoal.p2p.reachability import AddressStatus, Evidence, Reachability, is_global, network_of
+from shoal.reach.reachability import AddressStatus, Evidence, Reachability, is_global, network_of
 
 PUBLIC, RELAYED, CLIENT, UNKNOWN = (
     Reachability.PUBLIC,

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.membership import TOLERANCE_SECONDS
 from shoal.errors import DialError, NoRoomError, StreamClosedError
+from shoal.net.frames import receive_frame
+from shoal.net.limits import RelayLimits
+from shoal.net.transport import COOKIE_BYTES
 from shoal.p2p import P2P
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.circuit import MEETING_SECONDS
-from shoal.p2p.frames import receive_frame
-from shoal.p2p.limits import RelayLimits
-from shoal.p2p.membership import TOLERANCE_SECONDS
-from shoal.p2p.reachability import Reach
-from shoal.p2p.relay_messages import Observe, Observed, OpenObservation, Ready, RelayCode
-from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
-from shoal.p2p.transport import COOKIE_BYTES
+from shoal.reach.reachability import Reach
+from shoal.reach.relay.circuit import MEETING_SECONDS
+from shoal.reach.relay.messages import Observe, Observed, OpenObservation, Ready, RelayCode
+from shoal.reach.relay.server import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import Relayed, connect, introduce, reserve, square, tell
@@ -200,7 +200,7 @@ async def with_two_callers(peers: Relayed, limits: RelayLimits) -> tuple[P2P, P2
     ],
 )
 async def test_limits_of_circuits(limits: RelayLimits, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.relaying.SILENT_SECONDS", 1e9)
+    monkeypatch.setattr("shoal.reach.relay.server.SILENT_SECONDS", 1e9)
     async with Relayed("memory") as peers:
         relay, guest, caller, other = await with_two_callers(peers, limits)
         (address,) = guest.reservations.addresses()

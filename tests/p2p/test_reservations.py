@@ -6,19 +6,19 @@ import asyncio
 
 import pytest
 
+from shoal.net.limits import RelayLimits
+from shoal.net.memory import MemoryNetwork
+from shoal.net.service import P2PContext, ServicerBase, patient
 from shoal.p2p import P2P, Call, Multiaddr
-from shoal.p2p.limits import RelayLimits
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.relay_messages import Notice, RelayCode, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
-from shoal.p2p.reservations import (
+from shoal.reach.relay.client import (
     DOUBTED_SECONDS,
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
     RECENT_SECONDS,
     SILENCE_SECONDS,
 )
-from shoal.p2p.service import P2PContext, ServicerBase, patient
+from shoal.reach.relay.messages import Notice, RelayCode, Reserve, Reserved
+from shoal.reach.relay.server import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 from shoal.testing import run
 from tests.p2p.peers import KINDS, until
 from tests.p2p.relays import HERE, Relayed, introduce, reserve, square, tell
@@ -62,7 +62,7 @@ async def test_two_relays_are_held_and_left(kind: str) -> None:
 async def test_another_relay_takes_the_place_of_one_that_shuts_down(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "shoal.p2p.reservations")
+    caplog.set_level("INFO", "shoal.reach.relay.client")
     async with Relayed(kind) as peers:
         relays = [await peers.relay() for _ in range(3)]
         guest = await peers.guest()
@@ -316,7 +316,7 @@ def test_guests_of_a_crowded_relay_look_for_another_one_after_an_hour(has_others
 
 
 def test_guests_spread_over_relays_that_come_and_go_and_none_loses_its_place(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "shoal.p2p.reservations")
+    caplog.set_level("INFO", "shoal.reach.relay.client")
     limits = RelayLimits(reservations=8)
     count, guest_count, changes = 10, 12, 15
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from shoal.p2p import Multiaddr, routers
-from shoal.p2p.routers import Gateway, NoMappingError
+from shoal.p2p import Multiaddr
+from shoal.reach.nat import routers
+from shoal.reach.nat.routers import Gateway, NoMappingError
 
 ROUTE = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 wlan0\t00000000\t0102A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0

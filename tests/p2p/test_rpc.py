@@ -10,8 +10,8 @@ import os
 import pytest
 
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.net.connection import Connection
 from shoal.p2p import P2P, Call, Header, Identity, P2PContext, PeerID, ServicerBase
-from shoal.p2p.connection import Connection
 from tests.p2p.peers import (
     KINDS,
     PATIENCE,
@@ -319,7 +319,7 @@ async def test_oversized_answer(kind: str, caplog: pytest.LogCaptureFixture) -> 
         async def rpc_talk(self, request: Empty, context: P2PContext) -> Text:
             return Text(text="x" * 2**20)
 
-    caplog.set_level(logging.CRITICAL, "shoal.p2p.server")
+    caplog.set_level(logging.CRITICAL, "shoal.net.server")
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await Verbose().add_p2p_handlers(server)
@@ -333,7 +333,7 @@ async def test_oversized_answer(kind: str, caplog: pytest.LogCaptureFixture) -> 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The warning that a handler failed is expected."""
-    caplog.set_level(logging.ERROR, "shoal.p2p.server")
+    caplog.set_level(logging.ERROR, "shoal.net.server")
     return caplog
 
 

@@ -14,17 +14,18 @@ import msgspec
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
-from shoal.p2p import Header, Identity, Multiaddr, tcp_stream
-from shoal.p2p import sessions as sessions_module
-from shoal.p2p import strangers as strangers_module
-from shoal.p2p.frames import MAX_FRAME_BYTES, pack_frame, receive_frame, send_frame
-from shoal.p2p.limits import DEFAULT_LIMITS, Limits
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.sessions import SESSION_BYTE, TcpSession
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_connect import share_port
-from shoal.p2p.tcp_stream import TcpSocket
-from shoal.p2p.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.net.frames import MAX_FRAME_BYTES, pack_frame, receive_frame, send_frame
+from shoal.net.limits import DEFAULT_LIMITS, Limits
+from shoal.net.memory import MemoryNetwork
+from shoal.net.tcp import sessions as sessions_module
+from shoal.net.tcp import stream as tcp_stream
+from shoal.net.tcp import unauthenticated as strangers_module
+from shoal.net.tcp.connect import share_port
+from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
+from shoal.net.tcp.stream import TcpSocket
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.p2p import Header, Identity, Multiaddr
 from tests.p2p.peers import Number, end_of, until
 from tests.p2p.test_tcp import Listening, dial_in_vain, read
 

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shoal.errors import StreamClosedError
+from shoal.net.memory import MemoryNetwork
+from shoal.net.pipes import WINDOW_BYTES
+from shoal.net.tcp.stream import TcpStream
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Stream, Transport
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.pipes import WINDOW_BYTES
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_stream import TcpStream
-from shoal.p2p.transport import Stream, Transport
 from tests.p2p.peers import until
 
 pytestmark = pytest.mark.oldest

@@ -23,11 +23,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
-from shoal.p2p import Identity, Multiaddr
-from shoal.p2p import handshake as handshake_module
-from shoal.p2p import strangers as strangers_module
-from shoal.p2p import tcp as tcp_module
-from shoal.p2p.handshake import (
+from shoal.net.limits import Limits
+from shoal.net.tcp import handshake as handshake_module
+from shoal.net.tcp import transport as tcp_module
+from shoal.net.tcp import unauthenticated as strangers_module
+from shoal.net.tcp.handshake import (
     ALPN,
     CHALLENGE_BYTES,
     NONCE_BYTES,
@@ -38,10 +38,10 @@ from shoal.p2p.handshake import (
     proof_message,
     with_badge,
 )
-from shoal.p2p.limits import Limits
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream
-from shoal.p2p.transport import Stream
+from shoal.net.tcp.stream import WRITE_HIGH_WATER, TcpStream
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Stream
+from shoal.p2p import Identity, Multiaddr
 from tests.p2p.peers import end_of, until
 
 pytestmark = pytest.mark.oldest
@@ -307,7 +307,7 @@ async def test_a_waiting_writer_learns_of_the_end(side: str, limit: int | None) 
 
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side reads nothing, so what was written can never be delivered."""
-    monkeypatch.setattr("shoal.p2p.tcp_stream.CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr("shoal.net.tcp.stream.CLOSE_TIMEOUT", 0.1)
     async with pair() as (near, far):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(near.write(bytes(2**26)), 0.1)

@@ -11,9 +11,9 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from shoal.p2p import tcp_punch
-from shoal.p2p.tcp_punch import MAX_PER_PORT, MAX_SYNS, Endpoint, punch_socket, punched
-from shoal.p2p.tcp_stream import close_socket, owners
+from shoal.net.tcp import punch as tcp_punch
+from shoal.net.tcp.punch import MAX_PER_PORT, MAX_SYNS, Endpoint, punch_socket, punched
+from shoal.net.tcp.stream import close_socket, owners
 from tests.p2p.peers import PATIENCE, until
 
 HERE = "127.0.0.1"

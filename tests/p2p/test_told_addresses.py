@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, RefusedDialError
+from shoal.net.addresses import AddressBook, ip_to_dial, is_name, may_be_dialled_for
+from shoal.net.memory import MemoryNetwork, MemoryTransport
+from shoal.net.own_addresses import LOOPBACK, PLUGGED, ROUTED, VIRTUAL, OwnAddress, OwnAddresses
+from shoal.net.tcp.connect import connect
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID, joining
-from shoal.p2p.addresses import AddressBook, ip_to_dial, is_name, may_be_dialled_for
-from shoal.p2p.answering import may_be_dialled
-from shoal.p2p.identity import circuit_address
-from shoal.p2p.joining import CALL_BACK_SECONDS, CallBack, CallMe, Checkup
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
-from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, VIRTUAL, OwnAddress, OwnAddresses
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_connect import connect
-from shoal.p2p.transport import Stream
+from shoal.peers.identity import circuit_address
+from shoal.reach.checkup import CALL_BACK_SECONDS, CallBack, CallMe, Checkup
+from shoal.reach.relay.incoming import may_be_dialled
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Number, Peers, serving, stub
 
@@ -224,7 +224,7 @@ def test_a_name_stays_until_it_is_known_where_it_leads() -> None:
 
 
 def test_the_forgotten_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.addresses.MAX_PEERS", 1)
+    monkeypatch.setattr("shoal.net.addresses.MAX_PEERS", 1)
     book = AddressBook()
     book.replace(STRANGER, [tcp(LAN)], refuse)
     book.replace(OTHER, [tcp(LAN)], refuse)

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from shoal.errors import DialError, P2PHandlerError
+from shoal.net.addresses import FAILURES_TO_TELL, UnreachablePeers, what_to_do
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.addresses import FAILURES_TO_TELL, UnreachablePeers, what_to_do
 from tests.p2p.peers import Number, Peers, serving, stub
 
 PEER = Identity.generate().peer_id

@@ -12,14 +12,14 @@ import pytest
 
 from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError, NotAMemberError
 from shoal.metrics import Metrics
-from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
-from shoal.p2p.identity import Identity
-from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.pooled_peer import MAX_PARALLEL_DIALS, SPARE
-from shoal.p2p.transport import Stream
-from shoal.p2p.upgrading import ROOM_FOR_SPARES, UPGRADE_SECONDS, ConnectionUpgrades
+from shoal.net.connection import Connection, Hello
+from shoal.net.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
+from shoal.net.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
+from shoal.net.pooled_peer import MAX_PARALLEL_DIALS, SPARE
+from shoal.net.transport import Stream
+from shoal.peers.identity import Identity
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.connection_upgrade import ROOM_FOR_SPARES, UPGRADE_SECONDS, ConnectionUpgrades
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
 from tests.p2p.relays import Relayed, square, tell

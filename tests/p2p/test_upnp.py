@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shoal.p2p import Multiaddr
-from shoal.p2p.routers import Gateway, NoMappingError
+from shoal.reach.nat.routers import Gateway, NoMappingError
 from tests import pretend
 
 pytest.importorskip("async_upnp_client")
 
-from shoal.p2p.upnp import MAX_ANSWER_BYTES, Upnp
-from shoal.p2p.upnp_search import find_description, is_of_host, location_in
+from shoal.reach.nat.upnp import MAX_ANSWER_BYTES, Upnp
+from shoal.reach.nat.upnp_search import find_description, is_of_host, location_in
 from tests.p2p.fake_routers import LOOPBACK, OUTER_IP, Igd
 
 pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretended loop has no datagrams")

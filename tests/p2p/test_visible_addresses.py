@@ -10,9 +10,9 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import use_hivemind_log_handler
+from shoal.base.logs import use_hivemind_log_handler
+from shoal.net.own_addresses import LOCALHOST, choose_ip_address, log_visible_maddrs
 from shoal.p2p import Multiaddr
-from shoal.p2p.own_addresses import LOCALHOST, choose_ip_address, log_visible_maddrs
 
 PEER = "12D3KooWPTeYwtPq2qTVSYvDs9NyKGB4bgqEwzLLKwDtNPsYM2Jn"
 LOOPBACK, PRIVATE, PUBLIC = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/203.0.112.7/tcp/1"
@@ -100,7 +100,7 @@ def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[in
 
 
 def test_where_there_is_no_such_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.p2p.limits import increase_file_limit
+    from shoal.net.limits import increase_file_limit
 
     monkeypatch.setitem(sys.modules, "resource", None)  # importing it raises ImportError, as on Windows
     increase_file_limit()

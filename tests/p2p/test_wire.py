@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p import P2P, Call, Header, Identity
-from shoal.p2p.connection import Connection, Failure, Hello, Open
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.transport import (
+from shoal.net.connection import Connection, Failure, Hello, Open
+from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.net.memory import MemoryNetwork
+from shoal.net.transport import (
     MAX_HEADER_BYTES,
     READ_STEP_BYTES,
     WRITE_PIECE_BYTES,
@@ -30,6 +29,7 @@ from shoal.p2p.transport import (
     pieces_of,
     read_new,
 )
+from shoal.p2p import P2P, Call, Header, Identity
 from tests.p2p.peers import Empty, Number, Pair, ScriptedStream, Text, serving, until
 
 pytestmark = pytest.mark.once

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from shoal.p2p import limits as p2p_limits
-from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
+from shoal.net import limits as p2p_limits
+from shoal.net.own_addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
 from tests.p2p.peers import end_of, until
 from tests.p2p.test_tcp import pair, read
 from tests.pretend import system
@@ -85,7 +85,7 @@ def test_addresses_that_nobody_has_configured_are_told_only_without_a_network() 
 
 @pytest.mark.skipif(system != "macos", reason="only there may ports overlap")
 async def test_a_port_that_somebody_has_on_one_network() -> None:
-    from shoal.p2p.tcp_listener import bind
+    from shoal.net.tcp.listener import bind
 
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

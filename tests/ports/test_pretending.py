@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shoal import reactor
+from shoal.base import reactor
 from tests import pretend
 
 PLATFORMS = {"windows": "win32", "macos": "darwin"}
@@ -35,6 +35,6 @@ def test_processes_and_theirs_pretend_too(system: str) -> None:
 def test_what_a_test_changes_is_put_back() -> None:
     before = reactor.sys.platform
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("shoal.reactor.sys.platform", "plan9")
+        monkeypatch.setattr("shoal.base.reactor.sys.platform", "plan9")
         assert reactor.sys.platform == "plan9"
     assert reactor.sys.platform == before

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 from shoal import errors
-from shoal.clock import ProcessClock
+from shoal.base.clock import ProcessClock
+from shoal.base.reactor import LOOPS, Portal, Reactor, new_event_loop
 from shoal.errors import StreamClosedError
+from shoal.net.tcp.handshake import explain
+from shoal.net.tcp.listener import Listener, bind
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import COOKIE_BYTES
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.handshake import explain
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_listener import Listener, bind
-from shoal.p2p.transport import COOKIE_BYTES
-from shoal.reactor import LOOPS, Portal, Reactor, new_event_loop
 from tests import pretend
 from tests.p2p.peers import end_of, until
 from tests.p2p.test_sessions import Circle, has_ended
@@ -84,7 +84,7 @@ def test_identity_files_are_binary(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
         flags.append(flag)
         return text.open(path, flag, *mode)
 
-    monkeypatch.setattr("shoal.p2p.identity.NEW_BINARY_FILE", os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_BINARY)
+    monkeypatch.setattr("shoal.peers.identity.NEW_BINARY_FILE", os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_BINARY)
     monkeypatch.setattr(os, "open", noting)
     monkeypatch.setattr(os, "write", text.write)
     key = next(each for _ in range(1000) if b"\n" in (each := Identity.generate()).to_bytes())
@@ -102,7 +102,7 @@ def test_the_loop_is_made_in_the_thread_in_which_it_runs(monkeypatch: pytest.Mon
     """Made in the main thread, the loop of Windows takes the wake-up descriptor: Ctrl-C is lost."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("only the main thread has one")
-    monkeypatch.setattr("shoal.reactor.loop_factory", lambda: PretendedProactorLoop)
+    monkeypatch.setattr("shoal.base.reactor.loop_factory", lambda: PretendedProactorLoop)
     before = signal.set_wakeup_fd(-1)
     reactor = Reactor()
     try:
@@ -220,7 +220,7 @@ async def test_nothing_ends_accepting() -> None:
         return await accept(listening)
 
     loop.sock_accept = sometimes  # type: ignore[method-assign]
-    logging.getLogger("shoal.p2p.tcp_listener").disabled = True
+    logging.getLogger("shoal.net.tcp.listener").disabled = True
     listener = Listener(bound, take, lambda: exhausted.append(None))
     try:
         for number in range(1, 4):
@@ -228,7 +228,7 @@ async def test_nothing_ends_accepting() -> None:
                 await until(lambda: len(taken) == number)  # noqa: B023
         assert not exhausted
     finally:
-        logging.getLogger("shoal.p2p.tcp_listener").disabled = False
+        logging.getLogger("shoal.net.tcp.listener").disabled = False
         await listener.close()
         for each in taken:
             each.close()
@@ -267,8 +267,8 @@ async def test_a_host_of_which_one_address_is_dead(monkeypatch: pytest.MonkeyPat
             def __getattr__(self, name: str) -> Any:
                 return getattr(loop, name)
 
-        monkeypatch.setattr("shoal.p2p.tcp_connect.asyncio.get_running_loop", Loop)
-        monkeypatch.setattr("shoal.p2p.tcp_connect.CONNECT_STAGGER", 0.01)
+        monkeypatch.setattr("shoal.net.tcp.connect.asyncio.get_running_loop", Loop)
+        monkeypatch.setattr("shoal.net.tcp.connect.CONNECT_STAGGER", 0.01)
         address = Multiaddr(f"/dns4/two.example/tcp/{listening.port}")
         stream = await TcpTransport(Identity.generate()).dial(address, listening.peer_id)
         assert dead.is_set()

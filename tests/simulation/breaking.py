@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import AveragingMode, RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
+from shoal.averaging.round.exchange import AllReduce
 from shoal.p2p import PeerID
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averager, start_step
 

@@ -14,14 +14,14 @@ from statistics import median
 import pytest
 import torch
 
+from shoal.access.badges import RevocationList
+from shoal.access.tokens import Token
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import NotAMemberError, ShoalError
-from shoal.p2p.badges import RevocationList
-from shoal.p2p.presence import Presence, PresenceQuery, PresenceReply
-from shoal.p2p.tokens import Token
+from shoal.reach.presence import Presence, PresenceQuery, PresenceReply
 from shoal.testing import Link, Network, run, start_averager, start_dht_nodes, start_step
 
 LINK = Link(delay=(0.01, 0.075), jitter=0.005)

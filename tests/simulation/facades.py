@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from shoal.reactor import AwaitableFuture, Reactor
+from shoal.base.reactor import AwaitableFuture, Reactor
 from shoal.testing import VirtualTimeLoop
 
 T = TypeVar("T")

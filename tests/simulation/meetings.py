@@ -14,7 +14,7 @@ import torch
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, SharedTable, run, start_averager, start_averagers, start_dht_nodes
 from tests.simulation.rounds import STAGGER, TABLE_DELAY, WIDE_AREA, WINDOW

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from shoal.base.tasks import await_cancelled
 from shoal.dht import DHTNode
-from shoal.p2p.reachability import Reachability
-from shoal.tasks import await_cancelled
+from shoal.reach.reachability import Reachability
 from shoal.testing import Host, Link, Network, run, start_averager, start_step
 from tests.simulation.rounds import Member, own_value, when_all_average
 from tests.simulation.routers import ANYWHERE, KINDS, Internet

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.tasks import await_cancelled
+from shoal.averaging.round.exchange import AllReduce
+from shoal.base.tasks import await_cancelled
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averagers, start_step
 
 WINDOW = 5.0

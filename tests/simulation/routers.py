@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.dht import DHTNode
 from shoal.errors import ShoalError
+from shoal.net.connection import Connection
 from shoal.p2p import P2P, Multiaddr
-from shoal.p2p.connection import Connection
 from shoal.testing import Host, Link, Nat, Network
 
 ROUND_TRIP = 0.06

@@ -10,7 +10,7 @@ import torch
 
 from shoal.averaging.control import AveragingStage, StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.tasks import await_cancelled
+from shoal.base.tasks import await_cancelled
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averager, start_step
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import CompositeValidator
 from shoal.metrics import Metrics
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.progress_schema import endorse
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
+from shoal.optim.progress.schema import endorse
 from shoal.testing import Host, Link, Network, run, start_dht_nodes
 
 RUN = "benchmark"

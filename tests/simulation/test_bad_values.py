@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.allreduce.recovery import Recovery
-from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.recovery import Recovery
+from shoal.averaging.round.session import GroupSession
 from shoal.compression import Float16Compression, NoCompression
 from shoal.testing import Link
 from tests.simulation.deaths import deaths

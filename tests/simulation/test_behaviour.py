@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shoal.averaging.allreduce import sending
-from shoal.averaging.allreduce.coordinator import Coordination
-from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.averaging.groups import matchmaking
 from shoal.averaging.groups.matchmaking import Matchmaking
 from shoal.averaging.node import AveragerNode
+from shoal.averaging.round import sending
+from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.traffic import Traffic
 from shoal.p2p import PeerID
-from shoal.p2p.behaviour import FAILURES_TO_LOSE_SHARE, SHARE_WASTED
+from shoal.peers.scores import FAILURES_TO_LOSE_SHARE, SHARE_WASTED
 from shoal.testing import Network, SharedTable, run, start_averager, start_averagers, start_step
 from tests.drills import mostly_drills
 

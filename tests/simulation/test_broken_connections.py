@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
-from shoal.averaging.allreduce.delivery import Delivery
-from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
-from shoal.averaging.allreduce.recovery import Recovery
-from shoal.averaging.allreduce.sending import OutgoingParts
-from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.redialling import RESUME_SECONDS, open_again
+from shoal.averaging.round.delivery import Delivery
+from shoal.averaging.round.pair import MAX_RESUMES, Pair
+from shoal.averaging.round.recovery import Recovery
+from shoal.averaging.round.sending import OutgoingParts
+from shoal.averaging.round.watchdog import SILENT_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
 from shoal.testing import Link
@@ -311,7 +311,7 @@ def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, liv
         return open_again(open_call, life)
 
     monkeypatch.setattr(Delivery, "send_parts", withhold_the_last_word)
-    monkeypatch.setattr("shoal.averaging.allreduce.delivery.open_again", find_no_way)
+    monkeypatch.setattr("shoal.averaging.round.delivery.open_again", find_no_way)
 
     def cut_when_all_is_there(broken):
         vector, reducer = broken.round_of(1).vector, broken.round_of(2).reducer

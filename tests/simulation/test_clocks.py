@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import ValidationError
 from shoal.p2p import P2P
@@ -97,7 +97,7 @@ def test_two_of_twenty_clocks_are_wrong(wrong, caplog):
             node = swarm.nodes[number]
             assert node.p2p.metrics.clock_offset == pytest.approx(swarm.host_of(node).clock_offset, abs=SAME_TIME)
 
-    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+    with caplog.at_level(logging.WARNING, logger="shoal.base.clock"):
         run(main(), seed=0)
     messages = [record.getMessage() for record in caplog.records]
     assert any("300." in m or "299." in m for m in messages if "seconds ahead of the time of the swarm" in m), messages
@@ -362,7 +362,7 @@ def test_a_clock_that_jumps_during_training_holds_nobody_up(of_peers, jump, capl
             await asyncio.sleep(0.4 * EPOCH_SECONDS)
             odd.host.clock_offset = clock_offset
             await asyncio.sleep(2.0)
-            lines = [record.getMessage() for record in caplog.records if record.name == "shoal.clock"]
+            lines = [record.getMessage() for record in caplog.records if record.name == "shoal.base.clock"]
             assert len(lines) == 1, "the user is told within seconds, once"
             assert ("has jumped by" if clock_offset == jump else "agrees with the other peers") in lines[0]
             await asyncio.sleep(6 * EPOCH_SECONDS)

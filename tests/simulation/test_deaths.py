@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 
-from shoal.averaging.allreduce import exchange
-from shoal.averaging.allreduce.coordinator import Coordination
-from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.redialling import RESUME_SECONDS
+from shoal.averaging.round import exchange
+from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.reducer import PartReducer
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.drills import mostly_drills

@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 
 from benchmarks.dht_simulation import Figures, simulate
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.testing import Link, Network, run, start_dht_nodes
 

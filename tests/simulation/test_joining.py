@@ -10,7 +10,7 @@ import pytest
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.messages import Code, Invitation, InvitationReply, JoinReply, JoinRequest
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import P2PHandlerError
 from shoal.testing import Link
 from tests.simulation.searches import WINDOW, Swarm, done, leader_of, simulate, size

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import DHT
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import tag_of
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
 from shoal.optim.progress_tracker import ProgressTracker

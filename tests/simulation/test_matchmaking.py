@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from shoal.averaging.groups import matchmaking
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.testing import START_OF_TIME, Link, Network
 from tests.drills import mostly_drills
 from tests.simulation.meetings import meet, meet_one_after_the_other

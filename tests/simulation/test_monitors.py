@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import ValueWithExpiration
 from shoal.dht.crypto import tag_of
-from shoal.dht.spread import key_at, path_of, places_to_write
+from shoal.dht.key_sharding import key_at, path_of, places_to_write
 from shoal.monitor.observer import BYTES_PER_SECOND, MAX_KEYS, Observer
 from shoal.monitor.prober import Prober
 from shoal.monitor.run import RunView
-from shoal.optim.progress import ProgressRecord, endorse
+from shoal.optim.progress.records import ProgressRecord, endorse
 from shoal.optim.report import LIFETIME, PERIOD, PeerReport, key_of_reports
 from shoal.p2p import Identity
 from shoal.testing import Network, SharedTable, run, start_dht_node

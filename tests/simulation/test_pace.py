@@ -11,11 +11,11 @@ import torch
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.serializer import MSGPackSerializer
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.testing import Host, Link, Network, SharedTable, run
 from shoal.testing.averagers import start_averager
 from tests.drills import mostly_drills

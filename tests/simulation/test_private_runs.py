@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
-from shoal.clock import get_dht_time
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import DAY
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import BootstrapError, ShoalError
-from shoal.p2p.badges import ROLES_BY_NAME
-from shoal.p2p.tokens import DAY
 from shoal.testing import START_OF_TIME, Network, run, start_averager, start_dht_nodes
 from tests.drills import mostly_drills
 from tests.simulation.expelling import LIMIT_SECONDS, LINK, MEMBERS, SECRET, expel, group_of, round_of

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.optim.evidence import OpenGuard
 from shoal.optim.members import Members
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import DIAL_ATTEMPTS, ProgressExchange
-from shoal.optim.progress_message import ProgressMessage
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import DIAL_ATTEMPTS, ProgressExchange
+from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.p2p import P2P, P2PContext, PeerID
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
@@ -152,7 +152,7 @@ def test_the_dead_are_not_called_with_each_piece_of_news(seed, caplog):
             peer.report(1)
         await seconds_until(lambda: all(p.board.introduced and p.expected == len(peers) for p in peers))
         dead.host.crash()
-        with caplog.at_level(logging.DEBUG, "shoal.optim.progress_exchange"):
+        with caplog.at_level(logging.DEBUG, "shoal.optim.progress.exchange"):
             for _ in range(seconds):
                 for peer in alive:
                     peer.report(1)

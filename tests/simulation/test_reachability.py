@@ -10,9 +10,9 @@ import torch
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTNode
-from shoal.dht.seat import STEP_DOWN_SECONDS
-from shoal.p2p.reachability import Reach, Reachability
-from shoal.p2p.reservations import RelayClient
+from shoal.dht.server_mode import STEP_DOWN_SECONDS
+from shoal.reach.reachability import Reach, Reachability
+from shoal.reach.relay.client import RelayClient
 from shoal.testing import Nat, make_averager, run, start_step
 from tests.drills import mostly_drills
 from tests.simulation.routers import Internet

@@ -12,15 +12,15 @@ from collections import defaultdict
 import pytest
 import torch
 
-from shoal.averaging.allreduce.receipts import Receipt
+from shoal.averaging.round.receipts import Receipt
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import CompositeValidator
 from shoal.errors import AllreduceException
-from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.progress_schema import endorse
-from shoal.optim.sides import weights_of
+from shoal.optim.history.fork_choice import weights_of
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
+from shoal.optim.progress.schema import endorse
 from shoal.optim.vouching import Vouching
 from shoal.p2p import Identity
 from shoal.testing import Link, Network, run, start_averager, start_dht_nodes, start_step

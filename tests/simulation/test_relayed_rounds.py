@@ -9,9 +9,9 @@ from itertools import permutations
 
 import pytest
 
+from shoal.net.transport import Stream
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.circuits import OutgoingCircuits
-from shoal.p2p.transport import Stream
+from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.testing import Link
 from tests.drills import mostly_drills
 from tests.simulation.relayed_rounds import WHAT, Scene, run_round, seconds_over

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.p2p.reachability import Reachability
+from shoal.reach.reachability import Reachability
 from shoal.testing import Nat, run
 from tests.simulation.routers import KINDS, Internet, dial, need_relay
 

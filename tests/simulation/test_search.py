@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.averaging.control import AveragingMode, AveragingStage, StepControl
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import ValueWithExpiration
 from shoal.dht.crypto import tag_of
 from shoal.errors import AllreduceException

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import tag_of
 from shoal.errors import SettingsMismatch
 from shoal.monitor.observer import Observer
 from shoal.monitor.run import RunView
-from shoal.optim import run_list
-from shoal.optim.company import PATIENCE, Company
-from shoal.optim.progress_exchange import SETTINGS_AT_ONCE
-from shoal.optim.run_list import KEEPERS, KEY, MAX_NAME_BYTES, RunList, describe_runs, read_runs
-from shoal.optim.run_settings import TENSORS, RunSettings
+from shoal.optim.progress import run_list
+from shoal.optim.progress.company import PATIENCE, Company
+from shoal.optim.progress.exchange import SETTINGS_AT_ONCE
+from shoal.optim.progress.run_list import KEEPERS, KEY, MAX_NAME_BYTES, RunList, describe_runs, read_runs
+from shoal.optim.progress.run_settings import TENSORS, RunSettings
 from shoal.p2p import P2P, Identity
 from shoal.testing import Host, Link, Network, SharedTable, run
 from tests.drills import mostly_drills

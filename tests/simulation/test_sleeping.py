@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shoal.averaging.messages import ALIVE_PER_TIMEOUT
-from shoal.optim.training_setup import default_silence
+from shoal.optim.setup.training_setup import default_silence
 from shoal.testing import Network, run
 from tests.drills import mostly_drills
 from tests.simulation.training import LINK, Course, Swarm, Trainer

@@ -8,11 +8,11 @@ from statistics import fmean, median
 import msgspec
 import pytest
 
-from shoal.clock import get_dht_time
-from shoal.dht import spread
-from shoal.optim.progress import PerformanceEMA, ProgressRecord, RefreshPolicy, endorse
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import MAX_MOVES, ProgressExchange
+from shoal.base.clock import get_dht_time
+from shoal.dht import key_sharding as spread
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import MAX_MOVES, ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, ProgressRecord, RefreshPolicy, endorse
 from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, SharedTable, run
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.standby import SECONDS_BETWEEN_LOOKS
+from shoal.base.standby import SECONDS_BETWEEN_LOOKS
 from shoal.testing import Host, Network, run, start_dht_node
 from tests.simulation.training import LINK, Course, Record, Swarm, Trainer
 

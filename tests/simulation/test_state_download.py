@@ -10,12 +10,12 @@ import torch
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
+from shoal.averaging.state.upload_slots import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import StreamClosedError
+from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT
+from shoal.net.transport import Buffer
 from shoal.p2p import Call, Header, PeerID
-from shoal.p2p.handshake import HANDSHAKE_TIMEOUT
-from shoal.p2p.transport import Buffer
-from shoal.tasks import cancel_and_wait
 from shoal.testing import Link, Network, SharedTable, run, start_averager
 from tests.drills import mostly_drills
 
@@ -477,7 +477,7 @@ def test_who_has_all_of_the_state_is_not_blamed_for_being_slow_to_hang_up(caplog
 
 def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them use what they are given, however little that is."""
-    monkeypatch.setattr("shoal.p2p.pipes.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
+    monkeypatch.setattr("shoal.net.pipes.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
 
     async def main() -> None:
         swarm = Swarm()

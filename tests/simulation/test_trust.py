@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shoal.averaging import RoundResult, StepControl
-from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.averaging.groups.candidates import GroupSearch
 from shoal.averaging.messages import Code, JoinReply
+from shoal.averaging.round.coordinator import Coordination
+from shoal.net.transport import MOST
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST
 from shoal.testing import Link, Network, SharedTable, run, start_averagers, start_step
 from tests.drills import mostly_drills
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from blake3 import blake3
 
-from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.allreduce.verification import Verification
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.verification import Verification
 from shoal.compression.base import bytes_of
 from shoal.testing import Host, Link
 from tests.drills import mostly_drills

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 from shoal.dht.crypto import tag_of
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.progress_schema import endorse
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
+from shoal.optim.progress.schema import endorse
 from shoal.p2p import P2P
 from shoal.testing import Host, Network, SharedTable
 

@@ -29,21 +29,21 @@ import torch
 
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
 from shoal.errors import ShoalError, SimulationError
-from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
-from shoal.optim.lineage import Lineage
-from shoal.optim.progress import PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.progress_schema import endorse
+from shoal.optim.history.round_history import Lineage
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
+from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import SECONDS_TO_ASK, ProgressTracker, make_guard
+from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.round_watch import RoundWatch
 from shoal.p2p import PeerID
-from shoal.serializer import MSGPackSerializer
 from shoal.testing import Host, Link, Network, make_averager, start_dht_node
 
 RUN = "training"

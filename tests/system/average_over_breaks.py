@@ -11,7 +11,7 @@ import sys
 import torch
 
 from shoal import DHT, DecentralizedAverager
-from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.round.session import GroupSession
 
 PEERS = 3
 

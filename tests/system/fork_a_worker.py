@@ -7,8 +7,8 @@ import os
 import sys
 import time
 
+from shoal.base.reactor import Portal
 from shoal.p2p import P2P
-from shoal.reactor import Portal
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from shoal import DHT
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.p2p import PeerID
 

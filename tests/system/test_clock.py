@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal import DHT, clock, get_dht_time
+from shoal import DHT, get_dht_time
+from shoal.base import clock
 from tests.system.swarm import START_LIMIT_SECONDS, Swarm
 
 pytestmark = pytest.mark.timeout(240)

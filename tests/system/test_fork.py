@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.base.reactor import Portal
 from shoal.p2p import P2P, Multiaddr
-from shoal.reactor import Portal
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
 pytestmark = [

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.optim.training_setup import default_silence
+from shoal.optim.setup.training_setup import default_silence
 from tests.drills import mostly_drills
 from tests.system.smoke import smoke
 from tests.system.swarm import Peer, Swarm

@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from shoal import DHT
-    from shoal.optim.outer.diloco import DiLoCo
+    from shoal.optim.diloco.diloco import DiLoCo
 
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(PIXELS, 32), nn.ReLU(), nn.Linear(32, CLASSES))

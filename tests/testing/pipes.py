@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import Host
 from shoal.testing.host import SimulatedStream
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import ShoalError
 from shoal.p2p import P2P, Call, Header, P2PContext, ServicerBase

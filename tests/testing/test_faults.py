@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import DialError, StreamClosedError
 from shoal.testing import START_OF_TIME, HostState, Link, Network, SimulationError, Trace, run
 from shoal.testing.host import RETRANSMISSION_SECONDS

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from shoal.clock import get_dht_time
-from shoal.tasks import run_in_worker
+from shoal.base.clock import get_dht_time
+from shoal.base.tasks import run_in_worker
 from shoal.testing import START_OF_TIME, Machine, SimulationError, VirtualTimeLoop, run
 
 

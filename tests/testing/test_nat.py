@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import DialError, SimulationError
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import Session, Throttle
+from shoal.net.transport import Session, Throttle
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import Host, Link, Nat, Network, run
 from shoal.testing.host import HostTransport, SimulatedStream
 from shoal.testing.nat import endpoint_of

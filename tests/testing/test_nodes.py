@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.averaging.control import AveragingMode, AveragingStage
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import SimulationError
 from shoal.testing import (

@@ -6,7 +6,7 @@ and an archive without one does not count. :mod:`~.reviving` gives an archive to
 nothing. :mod:`~.loading` puts it into a model and an optimizer.
 """
 
-import shoal.needs_torch  # noqa: F401
+import shoal.base.needs_torch  # noqa: F401
 from shoal.archive.loading import load_archive
 from shoal.archive.store import Archive, Store
 

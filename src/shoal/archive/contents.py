@@ -22,8 +22,8 @@ import torch
 
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.state.download import State
+from shoal.base.logs import one_line, quoted
 from shoal.compression.base import plain_name
-from shoal.logs import one_line, quoted
 
 PREFIXES = {"Optimizer": "{}_state_averager", "DiLoCo": "{}_outer_averager"}
 """Which kinds of optimizers give their state, and the prefix of the averager that does so, by the name of the run."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shoal.access.badges import Roles
 from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
 from shoal.archive.store import Store, memory_of_this_machine
@@ -22,14 +23,13 @@ from shoal.averaging.finite import first_not_finite
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GivenState, OwnedState, State
+from shoal.base.logs import counted, one_line
 from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.logs import counted, one_line
-from shoal.optim.outer.catching_up import STATISTICS
+from shoal.optim.diloco.catching_up import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
-from shoal.p2p.badges import Roles
 
 if TYPE_CHECKING:
     from shoal.dht import DHT, DHTNode

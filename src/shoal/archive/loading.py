@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from shoal.archive.store import Archive, Store
+from shoal.base.logs import counted, quoted
 from shoal.compression.base import plain_name
-from shoal.logs import counted, quoted
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.optimizer_state import (
+from shoal.optim.setup.optimizer_state import (
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
     without_hyperparameters,
 )
-from shoal.optim.training_setup import unwrapped
+from shoal.optim.setup.training_setup import unwrapped
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import msgspec
 from blake3 import blake3
 
 from shoal.archive.contents import EPOCHS
+from shoal.base.logs import one_line, quoted
 from shoal.errors import ArchiveError
-from shoal.logs import one_line, quoted
 
 FORMAT = 1
 MANIFEST = "manifest.json"

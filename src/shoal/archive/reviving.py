@@ -22,18 +22,18 @@ from shoal.averaging import DecentralizedAverager
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import OwnedState, open_state
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.closeable import Facade
+from shoal.base.logs import one_line
+from shoal.base.serializer import MSGPackSerializer
 from shoal.data.chunks import PassState
 from shoal.data.kept import tell_pass
 from shoal.data.leases import RECORD_SECONDS
 from shoal.errors import ArchiveError
-from shoal.facade import Facade
-from shoal.logs import one_line
-from shoal.optim.lineage import Lineage
-from shoal.optim.outer.catching_up import STATISTICS
+from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.history.round_history import Lineage
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht import DHT, DHTNode

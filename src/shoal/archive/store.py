@@ -38,9 +38,9 @@ from blake3 import blake3
 from shoal.archive.contents import Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
 from shoal.archive.manifest import MANIFEST, File, Manifest, NotWholeError
 from shoal.averaging.state.download import State
+from shoal.base.logs import one_line, quoted
+from shoal.base.serializer import MSGPackSerializer
 from shoal.errors import ArchiveError
-from shoal.logs import one_line, quoted
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@
 - :mod:`~.messages` defines the messages that all of these exchange.
 """
 
-import shoal.needs_torch  # noqa: F401
+import shoal.base.needs_torch  # noqa: F401
 from shoal.averaging.aggregation import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import AveragingStage, RoundResult, StepControl
-from shoal.inherited import offer_modules
+from shoal.base.inherited import offer_modules
 
 __all__ = [
     "Aggregation",

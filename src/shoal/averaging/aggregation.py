@@ -10,7 +10,7 @@ rules here bound what a minority can do. All members of a group must use the sam
 =========================  ===========================================================================================
 
 To write your own rule, subclass :class:`Aggregation` and define ``combine``. How a reducer applies a rule is in
-:mod:`shoal.averaging.allreduce.combining`.
+:mod:`shoal.averaging.round.combining`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.averaging.aggregation import Aggregation, check_aggregation
-from shoal.averaging.allreduce.verification import check_verification
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.messages import MAX_BANDWIDTH
+from shoal.averaging.round.verification import check_verification
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.one_result import Relayed
 

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shoal.averaging.aggregation import Aggregation
-from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
-from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.arguments import DEFAULT_STALL_TIMEOUT, AveragerConfig, check_names, check_tags, resolve_timeouts
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
 from shoal.averaging.groups.settings import present_mode
 from shoal.averaging.messages import MAX_GATHERED_BYTES
 from shoal.averaging.node import AveragerNode, average_once, schema_of
+from shoal.averaging.round.parts import DEFAULT_PART_SIZE_BYTES
+from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import Layout, OwnedState, State, check_fit, layout_of
 from shoal.averaging.tensor_lock import TensorLock
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.closeable import Facade, at_the_door, options_from
+from shoal.base.reactor import Portal
+from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.compression.base import check_codec, copies_of
 from shoal.compression.serialization import check_state_codec
 from shoal.dht.dht import check_dht
 from shoal.errors import AllreduceException, ReactorError
-from shoal.facade import Facade, at_the_door, options_from
 from shoal.p2p import PeerID
-from shoal.reactor import Portal
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

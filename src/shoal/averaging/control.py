@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.reactor import AwaitableFuture
+from shoal.base.tasks import first_completed
+from shoal.net.transport import MOST
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST
-from shoal.reactor import AwaitableFuture
-from shoal.tasks import first_completed
 
 logger = logging.getLogger(__name__)
 

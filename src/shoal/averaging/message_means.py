@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.base.logs import quoted
 from shoal.compression import (
     CompressionBase,
     CompressionInfo,
@@ -31,7 +32,6 @@ from shoal.compression import (
 )
 from shoal.compression.base import DTYPES, Buffer, bytes_of, dtype_name
 from shoal.compression.one_result import Relayed
-from shoal.logs import quoted
 
 SENDERS, MEMBERS = "senders", "members"
 SPARSE_MEANS = (SENDERS, MEMBERS)

@@ -13,11 +13,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shoal.base.logs import words_of
 from shoal.compression.base import SerializedTensor, TensorMetadata
 from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
-from shoal.logs import words_of
+from shoal.net.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 from shoal.p2p import Call, Header
-from shoal.p2p.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 
 # The errors with which a call to another peer fails.
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
@@ -66,7 +66,7 @@ Signature = Annotated[bytes, Meta(max_length=64)]
 Gathered = Annotated[bytes, Meta(max_length=MAX_GATHERED_BYTES)]
 Norm = Annotated[float, Meta(ge=0.0, le=1e300)]
 Statement = Annotated[bytes, Meta(max_length=STATEMENT_BYTES)]
-"""A member's signed statement about its norms, see :mod:`shoal.averaging.allreduce.combining`."""
+"""A member's signed statement about its norms, see :mod:`shoal.averaging.round.combining`."""
 Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
 """Relative to that of the other members; 0: the others shall reduce."""
 
@@ -91,7 +91,7 @@ class JoinRequest(Header):
     bandwidth: Bandwidth | None = None
     expected_group_size: Count | None = None
     reach: Annotated[int, Meta(ge=0, le=255)] = 0
-    """How others call the follower, see :class:`shoal.p2p.reachability.Reach`."""
+    """How others call the follower, see :class:`shoal.reach.reachability.Reach`."""
     relay_rate: Amount = 0.0
     """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
     search: Count = 0
@@ -306,11 +306,11 @@ class RoundMessage(Header, omit_defaults=True):
     index: Count = 0
     part: PartHeader | None = None
     epoch: Count = 0
-    """In a commit: the epoch to which the round leads, see :mod:`shoal.averaging.allreduce.receipts`."""
+    """In a commit: the epoch to which the round leads, see :mod:`shoal.averaging.round.receipts`."""
     signature: Signature = b""
     """In a commit: the coordinator's signature over the receipt of the round."""
     hashes: list[Hash] = msgspec.field(default_factory=list)
-    """In a report: the hash of each reducer's averages, see :mod:`shoal.averaging.allreduce.verification`."""
+    """In a report: the hash of each reducer's averages, see :mod:`shoal.averaging.round.verification`."""
     signatures: list[Signature] = msgspec.field(default_factory=list)
     """The signatures of the reducers over these hashes."""
     seals: list[Signature] = msgspec.field(default_factory=list)

@@ -1,7 +1,7 @@
 """An averager inside the event loop: it runs this averager's steps and answers the calls of others.
 
 A step finds a group (:mod:`shoal.averaging.groups`), waits for its trigger, locks the tensors, and averages in the
-group (:mod:`shoal.averaging.allreduce`). If that fails before any tensor has changed, the step tries again. Tensors
+group (:mod:`shoal.averaging.round`). If that fails before any tensor has changed, the step tries again. Tensors
 with different tags are averaged in lanes of their own, which do not wait for each other.
 """
 
@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.delivery import stripes_for
-from shoal.averaging.allreduce.receipts import Notary, Receipt
-from shoal.averaging.allreduce.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
 from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
@@ -39,17 +36,20 @@ from shoal.averaging.messages import (
     StatusReply,
     StatusRequest,
 )
+from shoal.averaging.round.delivery import stripes_for
+from shoal.averaging.round.receipts import Notary, Receipt
+from shoal.averaging.round.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, one_line, words_of
+from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import cancel_and_wait
 from shoal.compression import CompressionInfo
 from shoal.compression.base import dtype_name, is_stand_in, zeros_like_all
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
-from shoal.logs import Seldom, one_line, words_of
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, patient
-from shoal.serializer import MSGPackSerializer
-from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import Any
 
+from shoal.base.logs import harmless
 from shoal.errors import BootstrapError, ValidationError
-from shoal.logs import harmless
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import shoal
+from shoal.base.signs import make_output_plain
 from shoal.cli import archive, dht, monitor, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
-from shoal.signs import make_output_plain
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:

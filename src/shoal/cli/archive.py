@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.base.logs import one_line, quoted
 from shoal.cli import add_option, end_on_signals, run_name, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
 from shoal.errors import ShoalError
-from shoal.logs import one_line, quoted
-from shoal.p2p.pasted import read_targets
+from shoal.net.pasted import read_targets
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -22,16 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from shoal.base.logs import counted, shown_name
 from shoal.cli import add_option, end_on_signals, number, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ShoalError
-from shoal.logs import counted, shown_name
+from shoal.net.limits import RelayLimits, increase_file_limit
+from shoal.net.own_addresses import chosen_host_maddrs, everywhere
+from shoal.net.pasted import line_to_paste, reach_of, read_addresses, short_form
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.limits import RelayLimits, increase_file_limit
-from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
-from shoal.p2p.pasted import line_to_paste, reach_of, read_addresses, short_form
-from shoal.p2p.reachability import Reachability
+from shoal.reach.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
 WITHOUT_EFFECT = ("use-ipfs",)

@@ -9,18 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.access.badges import ROLES_BY_NAME, RevocationList, name_of
+from shoal.access.membership import REVOKED_SUFFIX, date
+from shoal.access.tokens import (
+    BADGE,
+    DAY,
+    KINDS,
+    RUN,
+    Token,
+    given_token,
+    path_of,
+    read_token,
+    roles_named,
+    write_token,
+)
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import counted, quoted
+from shoal.base.reactor import Portal
 from shoal.cli import add_option, number
-from shoal.clock import get_dht_time
 from shoal.errors import P2PDaemonError, ShoalError
-from shoal.logs import counted, quoted
+from shoal.net.pasted import read_targets
 from shoal.p2p import P2P, Identity, PeerID
-from shoal.p2p.badges import ROLES_BY_NAME, RevocationList, name_of
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.membership import REVOKED_SUFFIX, date
-from shoal.p2p.pasted import read_targets
 from shoal.p2p.revocation import RevocationExchange, Revocations
-from shoal.p2p.tokens import BADGE, DAY, KINDS, RUN, Token, given_token, path_of, read_token, roles_named, write_token
-from shoal.reactor import Portal
 
 DESCRIPTION = """\
 A run whose peers have a token is private: nobody else can make a single call to them. Each peer gets the token as

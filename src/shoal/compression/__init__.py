@@ -4,7 +4,7 @@ Each codec is a :class:`CompressionBase`. It turns a tensor into a :class:`Seria
 header, and a buffer. The metadata names the codec by its code, so a receiver can decode without being told which one.
 """
 
-import shoal.needs_torch  # noqa: F401
+import shoal.base.needs_torch  # noqa: F401
 from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
 from shoal.compression.base import (
     CompressionBase,

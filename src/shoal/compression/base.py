@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shoal.logs import quoted
+from shoal.base.logs import quoted
 
 Buffer = bytes | bytearray | memoryview
 

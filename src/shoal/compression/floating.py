@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from shoal.base.logs import quoted
 from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
@@ -22,7 +23,6 @@ from shoal.compression.base import (
     ratio_of,
     typed,
 )
-from shoal.logs import quoted
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from shoal.base.logs import one_line, quoted
+from shoal.base.serializer import MSGPackSerializer
 from shoal.compression.base import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -32,8 +34,6 @@ from shoal.compression.quantization import (
 )
 from shoal.compression.statistics import NonNegative16BitCompression
 from shoal.compression.topk import TopKCompression
-from shoal.logs import one_line, quoted
-from shoal.serializer import MSGPackSerializer
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.logs import one_line
+from shoal.base.logs import one_line
 
 CHUNKS_PER_BLOCK = 4096
 _FINISHED_BYTES = 2**13

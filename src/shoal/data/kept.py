@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
 from shoal.data.chunks import (
     CHUNKS_PER_BLOCK,
     MOST_CHUNKS,
@@ -24,7 +25,6 @@ from shoal.data.chunks import (
 from shoal.data.leases import RECORD_SECONDS, block_key, pass_key, records_under
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
-from shoal.logs import Seldom
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, one_line
+from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.data.chunks import (
     CHUNKS_PER_BLOCK,
     MAX_HELD,
@@ -34,8 +36,6 @@ from shoal.data.chunks import (
 from shoal.dht import DHTNode
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.errors import ShoalError
-from shoal.logs import Seldom, one_line
-from shoal.tasks import cancel_and_wait, wait_at_most
 
 logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)

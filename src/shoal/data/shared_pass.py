@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from shoal import standby
+from shoal.base import standby
+from shoal.base.closeable import Facade
+from shoal.base.reactor import Portal
 from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, order_of, pack_bits, parse_state, shuffler, unpack_bits
 from shoal.data.leases import WAITING, Leases
 from shoal.dht import DHT
 from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
-from shoal.facade import Facade
-from shoal.reactor import Portal
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,15 @@
   (:mod:`~.get`). Nodes have three calls: ping, store, find (:mod:`~.protocol`).
 - A node checks all records that it keeps or reads (:mod:`~.records`, :mod:`~.validation`): types (:mod:`~.schema`), and
   signatures of owners (:mod:`~.crypto`). With an authorizer only members may call each other.
-- A silent peer is blamed only if others answer (:mod:`~.reception`). A lost swarm is searched for (:mod:`~.joining`).
+- A silent peer is blamed only if others answer (:mod:`~.connectivity`). A lost swarm is searched for
+  (:mod:`~.joining`).
 - :mod:`~.node` is the table for coroutines, :class:`DHT` the table for any thread.
 """
 
 import importlib
 from types import ModuleType
 
-from shoal.clock import DHTExpiration
+from shoal.base.clock import DHTExpiration
 from shoal.dht.dht import DHT
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
 from shoal.dht.routing import DHTID, DHTKey

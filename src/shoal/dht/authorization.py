@@ -32,17 +32,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shoal.clock import get_dht_time
+from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, one_line, quoted, words_of
 from shoal.dht.storage import TimedStorage
 from shoal.errors import NoAccessTokenError, P2PDaemonError, P2PHandlerError
-from shoal.logs import Seldom, one_line, quoted, words_of
+from shoal.net.connection import Connection
+from shoal.net.service import methods_of, receive_only
+from shoal.net.transport import decode_header
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
-from shoal.p2p.badges import ANY_ROLE, Roles
-from shoal.p2p.connection import Connection
-from shoal.p2p.joining import Checkup
-from shoal.p2p.presence import Presence
-from shoal.p2p.service import methods_of, receive_only
-from shoal.p2p.transport import decode_header
+from shoal.reach.checkup import Checkup
+from shoal.reach.presence import Presence
 
 if TYPE_CHECKING:
     from shoal.dht.crypto import PrivateKey, PublicKey

@@ -22,11 +22,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from shoal.base.logs import one_line, quoted
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
-from shoal.logs import one_line, quoted
-from shoal.p2p.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
-from shoal.serializer import MSGPackSerializer
+from shoal.peers.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")

@@ -11,21 +11,21 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
-from shoal.clock import DHTExpiration
+from shoal.base.clock import DHTExpiration
+from shoal.base.closeable import Facade, at_the_door, unknown_argument
+from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.dht.get import GetResult
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
 from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
-from shoal.facade import Facade, at_the_door, unknown_argument
+from shoal.net.pasted import line_to_paste, split_addresses, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
-from shoal.p2p.names import checked_name, default_name
-from shoal.p2p.of_a_daemon import Libp2pOptions
-from shoal.p2p.pasted import line_to_paste, split_addresses, wants_local
-from shoal.reactor import AwaitableFuture, Portal
+from shoal.peers.names import checked_name, default_name
+from shoal.reach.libp2p_options import Libp2pOptions
 
 T = TypeVar("T")
 GetFuture = AwaitableFuture[GetResult]

@@ -15,15 +15,15 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.known import numbers_of_entries
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.serializer import MSGPackSerializer
+from shoal.dht.have_set import numbers_of_entries
 from shoal.dht.lookup import Lookup
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig

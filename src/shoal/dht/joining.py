@@ -21,8 +21,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from shoal.base.logs import counted
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
+from shoal.dht.server_mode import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
 from shoal.errors import (
     BootstrapError,
     DialError,
@@ -34,10 +35,9 @@ from shoal.errors import (
     RefusedDialError,
     ValidationError,
 )
-from shoal.logs import counted
+from shoal.net.pasted import Target, describe_target
 from shoal.p2p import Multiaddr, PeerID
 from shoal.p2p.joining import advise_on_private
-from shoal.p2p.pasted import Target, describe_target
 
 logger = logging.getLogger(__name__)
 

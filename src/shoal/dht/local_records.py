@@ -8,8 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from shoal.clock import DHTExpiration
-from shoal.dht.known import Entry, HaveSet
+from shoal.base.clock import DHTExpiration
+from shoal.base.logs import quoted
+from shoal.base.serializer import MSGPackSerializer
+from shoal.dht.have_set import Entry, HaveSet
 from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
 from shoal.dht.records import MAX_ANSWER_BYTES, NOTHING_KNOWN, FindResult, Found, FoundRecord, NewRecord, pack_value
 from shoal.dht.routing import DHTID
@@ -24,10 +26,8 @@ from shoal.dht.validation import (
     check_subkey,
     has_owned_entries,
 )
-from shoal.logs import quoted
 from shoal.metrics import Metrics
 from shoal.p2p import PeerID
-from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.clock import get_dht_time
-from shoal.dht.known import MAX_KNOWN, pack_known
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.dht.have_set import MAX_KNOWN, pack_known
 from shoal.dht.records import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, peer_of_contact, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import TimedStorage
 from shoal.dht.traverse import LEAST_KEPT, Answer, OnFinished, Traversal, walk_line
 from shoal.errors import DHTError
-from shoal.logs import Seldom
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Lookup:
         """Ask a node about targets; returns ``None`` if it does not answer.
 
         Args:
-            known_entries: :func:`~shoal.dht.known.numbers_of_entries` that need not be in the answer.
+            known_entries: :func:`~shoal.dht.have_set.numbers_of_entries` that need not be in the answer.
             most_entries: as for :meth:`DHTNode.get_many_by_id`.
         """
         peer = self.peer_of(node_id)

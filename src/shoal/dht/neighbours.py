@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from shoal.base.logs import Seldom
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.seat import NO_ANSWER
+from shoal.dht.server_mode import NO_ANSWER
 from shoal.errors import ValidationError
-from shoal.logs import Seldom
 from shoal.p2p import PeerID
 from shoal.p2p.local_network import LocalNetwork
 

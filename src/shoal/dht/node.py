@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.clock import DHTExpiration, get_dht_time
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.closeable import options_from
+from shoal.base.logs import setting
 from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Reunion, ping_initial_peers
@@ -23,13 +25,11 @@ from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Deposits, Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError, NoAccessTokenError
-from shoal.facade import options_from
-from shoal.logs import setting
+from shoal.net.pasted import Target, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
-from shoal.p2p.pasted import Target, wants_local
+from shoal.peers.identity import split_peer_address
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 

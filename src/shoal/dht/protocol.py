@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
-from shoal.dht.known import HaveSet
+from shoal.dht.connectivity import Connectivity
+from shoal.dht.have_set import HaveSet
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.quotas import Payer
-from shoal.dht.reception import Connectivity
 from shoal.dht.records import (
     MAX_ANSWER_BYTES,
     MAX_KEYS_PER_FIND,
@@ -35,7 +36,7 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
-from shoal.dht.seat import NO_ANSWER, ServerMode
+from shoal.dht.server_mode import NO_ANSWER, ServerMode
 from shoal.dht.storage import Blacklist, DHTLocalStorage
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import (
@@ -48,10 +49,9 @@ from shoal.errors import (
     StreamClosedError,
     ValidationError,
 )
+from shoal.net.service import open_to
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.joining import explain_unreachable
-from shoal.p2p.service import open_to
 
 if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig

@@ -20,10 +20,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.clock import DHTExpiration, get_dht_time
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.logs import Seldom
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
-from shoal.logs import Seldom
 from shoal.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shoal.clock import DHTExpiration
+from shoal.base.clock import DHTExpiration
+from shoal.base.logs import Seldom, one_line
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.known import MAX_KNOWN_BYTES, Entry, HaveSet
+from shoal.dht.have_set import MAX_KNOWN_BYTES, Entry, HaveSet
 from shoal.dht.routing import DHTID, id_of
 from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
@@ -25,11 +27,9 @@ from shoal.dht.validation import (
     check_expiration,
 )
 from shoal.errors import ProtocolError
-from shoal.logs import Seldom, one_line
+from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
-from shoal.p2p.reachability import is_private
-from shoal.p2p.transport import Moment, PeerIDBytes
-from shoal.serializer import MSGPackSerializer
+from shoal.reach.reachability import is_private
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
@@ -137,7 +137,7 @@ class FindRequest(AuthorizedRequest):
     neighbors_only: bool = False
     """Leave the values out: the sender does not need them, as on the way to a store."""
     known: Annotated[bytes, Meta(max_length=MAX_KNOWN_BYTES)] = b""
-    """Nodes and entries that the sender has: these may be left out, see :mod:`shoal.dht.known`."""
+    """Nodes and entries that the sender has: these may be left out, see :mod:`shoal.dht.have_set`."""
     most: Annotated[int, Meta(ge=0, le=MAX_DICTIONARY_ENTRIES)] = 0
     """The sender wants only so many entries of a dictionary, drawn at random; 0: all of them."""
 

@@ -22,9 +22,9 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, overload
 
-from shoal.clock import get_dht_time
-from shoal.p2p.identity import PeerID
-from shoal.serializer import MSGPackSerializer
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
+from shoal.peers.identity import PeerID
 
 DHTKey = Any
 """A user's key for a record: raw bytes, or anything that msgpack can pack."""

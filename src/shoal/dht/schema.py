@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import pydantic
 from pydantic import AfterValidator, Field
 
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE, AcceptedRecords, DHTRecord, RecordValidatorBase
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, v1

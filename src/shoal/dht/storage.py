@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from shoal.clock import DHTExpiration, get_dht_time
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.logs import quoted
+from shoal.base.serializer import MSGPackSerializer, check_keys
 from shoal.dht.routing import DHTID as DHTID
-from shoal.logs import quoted
-from shoal.p2p.identity import PeerID
-from shoal.serializer import MSGPackSerializer, check_keys
+from shoal.peers.identity import PeerID
 
 KeyType = TypeVar("KeyType")
 ValueType = TypeVar("ValueType")

@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.known import MAX_KNOWN, numbers_of_entries
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.logs import Seldom, quoted
+from shoal.base.serializer import MSGPackSerializer
+from shoal.dht.have_set import MAX_KNOWN, numbers_of_entries
 from shoal.dht.lookup import Lookup
 from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
@@ -23,10 +25,8 @@ from shoal.dht.validation import (
     check_expiration,
     check_subkey,
 )
-from shoal.logs import Seldom, quoted
 from shoal.metrics import Metrics
 from shoal.p2p import PeerID
-from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht.get import CacheRefreshQueue
@@ -170,7 +170,7 @@ class Deposits:
             peer: the peer of the node.
             key_id: the key.
             told: the value that it tells.
-            known: :func:`~shoal.dht.known.numbers_of_entries` that it need not tell.
+            known: :func:`~shoal.dht.have_set.numbers_of_entries` that it need not tell.
             asked_at: when it was asked, by the loop's time: what it has agreed to keep since then does not count.
             most_entries: so many entries it was asked for at most; 0: for all.
         """

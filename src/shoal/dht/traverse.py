@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from shoal.clock import SwarmClock, get_clock
+from shoal.base.clock import SwarmClock, get_clock
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.errors import DHTError
 

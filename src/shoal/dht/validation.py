@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.clock import DHTExpiration, get_dht_time
+from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.logs import quoted
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.storage import StoredValue, Subkey
-from shoal.logs import quoted
-from shoal.p2p.identity import PeerID
-from shoal.serializer import MSGPackSerializer
+from shoal.peers.identity import PeerID
 
 # In place of the subkey in the record of a plain value, which is not an entry of a dictionary.
 PLAIN_VALUE = MSGPackSerializer.dumps(None)

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from shoal.p2p.pasted import split_addresses
+from shoal.net.pasted import split_addresses
 
 INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
 # Read if the other one is not set.

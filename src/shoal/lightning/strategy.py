@@ -25,8 +25,8 @@ from shoal.lightning.training_loop import (
     move_optimizer,
     progress_of,
 )
-from shoal.optim.schedules import HiveMindScheduler, forget_schedule, take_back
-from shoal.optim.several_processes import SeveralProcesses
+from shoal.optim.ranks.several_processes import SeveralProcesses
+from shoal.optim.setup.schedules import HiveMindScheduler, forget_schedule, take_back
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shoal.optim.diloco.slot_tracker import SlotTracker
 from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.outer.slot_tracker import SlotTracker
-from shoal.optim.several_processes import SeveralProcesses
+from shoal.optim.ranks.several_processes import SeveralProcesses
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

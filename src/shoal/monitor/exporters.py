@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from shoal.base.logs import one_line
 from shoal.errors import ShoalError
-from shoal.logs import one_line
 from shoal.metrics import PrometheusEndpoint, start_prometheus
 from shoal.monitor.run import PeerState, RunView, Summary
 

@@ -1,7 +1,7 @@
 """Reads what the peers of a run publish in the DHT, one key after the other, again and again.
 
-The records of a large swarm are divided over many keys (:mod:`shoal.dht.spread`). The observer begins at the first one,
-which holds a sample of all peers, and goes down wherever peers say that they are deeper::
+The records of a large swarm are divided over many keys (:mod:`shoal.dht.key_sharding`). The observer begins at the
+first one, which holds a sample of all peers, and goes down wherever peers say that they are deeper::
 
     run_progress ─► run_progress.0 ─► run_progress.01 ─► …     and beside each the reports:  run_reports.01
                   ─► run_progress.1
@@ -19,21 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.base.closeable import Facade
+from shoal.base.logs import Seldom
+from shoal.base.reactor import Portal
 from shoal.dht.crypto import peer_of
-from shoal.dht.spread import MAX_DEPTH, key_at, path_of
+from shoal.dht.key_sharding import MAX_DEPTH, key_at, path_of
 from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
-from shoal.facade import Facade
-from shoal.logs import Seldom
 from shoal.monitor.prober import Prober
 from shoal.monitor.run import RunView
-from shoal.optim.progress import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
-from shoal.optim.progress_exchange import MOST_READ, Table
+from shoal.optim.progress.exchange import MOST_READ, Table
+from shoal.optim.progress.records import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
+from shoal.optim.progress.run_list import describe_runs, read_runs
 from shoal.optim.report import key_of_reports, parse_report
-from shoal.optim.run_list import describe_runs, read_runs
 from shoal.p2p import PeerID
-from shoal.reactor import Portal
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -31,8 +31,8 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.clock import get_dht_time
-from shoal.local_names import why_not_answered
+from shoal.base.clock import get_dht_time
+from shoal.base.local_names import why_not_answered
 from shoal.monitor.run import COLUMNS, RunView, details_of
 from shoal.monitor.visitors import Visitor, stay
 from shoal.p2p import PeerID
@@ -79,7 +79,7 @@ class _Secured:
 
 
 class _ForThisMachine:
-    """Does not answer requests under the names of web sites, see :mod:`shoal.local_names`."""
+    """Does not answer requests under the names of web sites, see :mod:`shoal.base.local_names`."""
 
     def __init__(self, app: ASGIApp, bound: str, chosen: str) -> None:
         self._app, self._bound, self._chosen = app, bound, chosen

@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import NoReservationError, NotAMemberError, P2PHandlerError, RefusedDialError, ShoalError
 from shoal.monitor.run import PeerView, RunView
 from shoal.optim.report import end_of_id
 from shoal.p2p import PeerID
-from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHTNode

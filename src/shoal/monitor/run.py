@@ -17,9 +17,9 @@ from enum import Enum
 from statistics import median, median_high
 from typing import Any
 
-from shoal.logs import counted, one_line, short_id, shown_name
+from shoal.base.logs import counted, one_line, short_id, shown_name
 from shoal.monitor.history import History
-from shoal.optim.progress import ProgressRecord
+from shoal.optim.progress.records import ProgressRecord
 from shoal.optim.report import PeerReport, end_of_id
 from shoal.p2p import PeerID
 

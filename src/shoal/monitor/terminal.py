@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.logs import counted, one_line, short_id
+from shoal.base.logs import counted, one_line, short_id
 from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
 
 if TYPE_CHECKING:

@@ -1,26 +1,26 @@
 """When to average and when to step: many peers train as if they were one.
 
 - :class:`Optimizer` counts the samples of each batch and adds up its gradients (:mod:`~.gradient_accumulator`).
-- Each peer tells the others how far it is (:mod:`~.progress_exchange`). From this each peer predicts when all together
-  will have ``target_batch_size`` samples, and which peers will come (:mod:`~.progress_board`,
+- Each peer tells the others how far it is (:mod:`~.progress.exchange`). From this each peer predicts when all together
+  will have ``target_batch_size`` samples, and which peers will come (:mod:`~.progress.board`,
   :mod:`~.progress_tracker`). Claims are believed only as far as they fit what a peer has done (:mod:`~.evidence`).
 - Then they make the global step (:mod:`~.global_step`): they average gradients, weighted by samples
   (:mod:`~.grad_averager`), each peer makes the same step, and they average parameters to remove the small differences
-  that are left (:mod:`~.state_averager`). Each of these can run in the background; :mod:`~.epochs` says how many epochs
-  peers may then be apart.
-- A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch (:mod:`~.synchronization`,
-  :mod:`~.training_state`).
-- If a swarm was split and each side has trained on, :mod:`~.sides` decides which side goes on.
-- For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.outer`).
+  that are left (:mod:`~.state_averager`). Each of these can run in the background; :mod:`~.history.epochs` says how
+  many epochs peers may then be apart.
+- A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch
+  (:mod:`~.recovery.synchronization`, :mod:`~.setup.training_state`).
+- If a swarm was split and each side has trained on, :mod:`~.history.fork_choice` decides which side goes on.
+- For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.diloco`).
 - Gradients can be sent as matrices of low rank (:mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`). A peer can be
-  several processes (:mod:`~.multi_process`), on any device (:mod:`~.devices`).
+  several processes (:mod:`~.ranks.multi_process`), on any device (:mod:`~.setup.devices`).
 """
 
-import shoal.needs_torch  # noqa: F401
+import shoal.base.needs_torch  # noqa: F401
+from shoal.optim.diloco import DiLoCo, MultiProcessDiLoCo, strided_fragments
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.outer import DiLoCo, MultiProcessDiLoCo, strided_fragments
+from shoal.optim.ranks.multi_process import MultiProcessOptimizer
 from shoal.optim.training_averager import TrainingAverager
 
 __all__ = [

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.optim.state_jobs import let_go
 
 if TYPE_CHECKING:

@@ -33,19 +33,19 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.averaging.majorities import PEERS_PER_LIAR, cut_to_others, largest_but_for_liars, votes_by_host
-from shoal.clock import get_dht_time
-from shoal.logs import Seldom, counted
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, counted
+from shoal.net.transport import MOST
 from shoal.optim.deeds import ContributionHistory, remember
-from shoal.optim.epochs import EPOCHS_AHEAD
+from shoal.optim.history.epochs import EPOCHS_AHEAD
 from shoal.optim.members import ROUNDS_TO_LOSE_TRUST, SHARE_WASTED, Members
-from shoal.optim.pace import LEAST_SECONDS
-from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
+from shoal.optim.progress.epoch_rate import LEAST_SECONDS
+from shoal.optim.progress.records import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST
 
 if TYPE_CHECKING:
     from shoal.averaging.groups.settings import Trust
-    from shoal.optim.progress_board import ProgressBoard
+    from shoal.optim.progress.board import ProgressBoard
 
 logger = logging.getLogger(__name__)
 

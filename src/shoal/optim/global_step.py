@@ -7,7 +7,7 @@
 Depending on the settings, the step and the rounds run in the background of the next epoch. If the round of gradients
 fails although others can be reached, this peer keeps its gradients and trains on: the next batch tries again. Only if
 nobody else is left does it step with its own gradients. A peer that trains alone first waits for others
-that download its state (:mod:`shoal.optim.hold`).
+that download its state (:mod:`shoal.optim.recovery.joiner_grace`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.averaging import AveragingStage, RoundResult, StepControl
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
-from shoal.logs import Seldom
-from shoal.optim.devices import copy_all
-from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
-from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
+from shoal.optim.history.epochs import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.round_watch import RoundWatch
+from shoal.optim.setup.devices import copy_all
 from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.optim.comparison import ConsistencyCheck
+    from shoal.optim.consistency import ConsistencyCheck
     from shoal.optim.grad_averager import GradientAverager
     from shoal.optim.grad_scaler import GradScaler
     from shoal.optim.optimizer_settings import OptimizerSettings

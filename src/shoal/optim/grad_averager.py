@@ -20,9 +20,9 @@ from shoal.averaging.control import Gathered
 from shoal.averaging.state.download import Layout, OwnedState, layout_of
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of, room_for, stand_in, zeros_like_all
-from shoal.optim.devices import copy_all
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.peer_momentum import PeerMomentum, check_peer_momentum
+from shoal.optim.setup.devices import copy_all
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

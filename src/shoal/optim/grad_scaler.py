@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
-from shoal.optim.devices import local_part
+from shoal.optim.setup.devices import local_part
 
 if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager
@@ -85,9 +85,9 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: it is not a shoal.Optimizer or shoal.DiLoCo.
         """
+        from shoal.optim.diloco.diloco import DiLoCo
         from shoal.optim.optimizer import Optimizer
-        from shoal.optim.outer.diloco import DiLoCo
-        from shoal.optim.several_processes import SeveralProcesses
+        from shoal.optim.ranks.several_processes import SeveralProcesses
 
         assert isinstance(optimizer, (Optimizer, SeveralProcesses, DiLoCo)), (
             f"expected a shoal.Optimizer or a shoal.DiLoCo, got {type(optimizer).__name__}"

@@ -10,8 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression.base import stand_in, zeros_like_all
-from shoal.optim.devices import copy_all, is_dtensor
-from shoal.optim.missing_gradients import MissingGradients
+from shoal.optim.setup.devices import copy_all, is_dtensor
+from shoal.optim.setup.missing_gradients import MissingGradients
 
 logger = logging.getLogger(__name__)
 

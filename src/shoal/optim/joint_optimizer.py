@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
-from shoal import standby
+from shoal.access.badges import Roles, name_of
+from shoal.base import standby
+from shoal.base.closeable import Facade
 from shoal.errors import NotAMemberError, ReactorError
-from shoal.facade import Facade
-from shoal.p2p.badges import Roles, name_of
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -138,7 +138,7 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     """The thread that called :meth:`step` last."""
 
     def _note_thread(self) -> None:
-        """The first thing of a step: this thread looks after this optimizer, see :mod:`shoal.standby`."""
+        """The first thing of a step: this thread looks after this optimizer, see :mod:`shoal.base.standby`."""
         thread = threading.current_thread()
         if self.thread is not thread:
             with self._thread_lock:
@@ -146,7 +146,7 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
             standby.add(self)
 
     def begin_round_if_awaited(self, thread: threading.Thread) -> None:
-        """See :class:`~shoal.standby.Trained`."""
+        """See :class:`~shoal.base.standby.Trained`."""
         with self._thread_lock:
             if self.thread is thread and self.is_alive():
                 self._begin_round_if_awaited()
@@ -159,7 +159,7 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         return False
 
     def step_if_awaited(self) -> None:
-        """See :class:`~shoal.standby.Trained`."""
+        """See :class:`~shoal.base.standby.Trained`."""
         if self.is_alive() and self._is_awaited():
             step: Any = self.step
             with self._gradients_kept():

@@ -17,8 +17,8 @@ import torch
 
 from shoal.averaging.control import GROUP_ID_BYTES
 from shoal.averaging.state.download import hash_of
-from shoal.logs import quoted
-from shoal.serializer import MSGPackSerializer
+from shoal.base.logs import quoted
+from shoal.base.serializer import MSGPackSerializer
 
 # In units of the rounding error. A column is mere noise if its part orthogonal to the columns before it is shorter.
 MIN_RELATIVE_RESIDUAL = 32.0

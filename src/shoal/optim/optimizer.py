@@ -12,28 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal import standby
 from shoal.averaging import Aggregation, StepControl
 from shoal.averaging.state.download import State
+from shoal.base import standby
+from shoal.base.closeable import at_the_door
+from shoal.base.logs import counted
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
-from shoal.facade import at_the_door
-from shoal.logs import counted
 from shoal.optim.auxiliary import Auxiliary
-from shoal.optim.company import Company, check_on_mismatch
-from shoal.optim.comparison import ConsistencyCheck, OtherTensors
-from shoal.optim.devices import BatchesAhead
+from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
-from shoal.optim.missing_gradients import MissingGradients
 from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings, averager_options
-from shoal.optim.optimizer_state import zero_gradients
-from shoal.optim.progress import count_of_samples
-from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from shoal.optim.report import Reporting
-from shoal.optim.run_settings import (
+from shoal.optim.progress.company import Company, check_on_mismatch
+from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
     GROUPS,
     OPTIMIZER,
@@ -42,10 +37,14 @@ from shoal.optim.run_settings import (
     settings_of,
     settings_of_averager,
 )
-from shoal.optim.schedules import describe_schedule
-from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
-from shoal.optim.synchronization import Synchronization
-from shoal.optim.training_setup import (
+from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
+from shoal.optim.recovery.synchronization import Synchronization
+from shoal.optim.report import Reporting
+from shoal.optim.setup.devices import BatchesAhead
+from shoal.optim.setup.missing_gradients import MissingGradients
+from shoal.optim.setup.optimizer_state import zero_gradients
+from shoal.optim.setup.schedules import describe_schedule
+from shoal.optim.setup.training_setup import (
     OptimizerFactory,
     Parameters,
     ParamGroups,
@@ -56,7 +55,8 @@ from shoal.optim.training_setup import (
     main_groups,
     main_parameters,
 )
-from shoal.optim.training_state import OWN
+from shoal.optim.setup.training_state import OWN
+from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

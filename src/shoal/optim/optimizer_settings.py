@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.averaging.aggregation import check_aggregation
 from shoal.averaging.groups.settings import FROZEN_BASE
+from shoal.base.closeable import options_from
 from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
-from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.peer_momentum import check_has_no_momentum, check_peer_momentum
-from shoal.optim.progress import count_of_samples
-from shoal.optim.schedules import LRSchedulerBase
-from shoal.optim.training_setup import TorchOptimizer
+from shoal.optim.progress.records import count_of_samples
+from shoal.optim.setup.schedules import LRSchedulerBase
+from shoal.optim.setup.training_setup import TorchOptimizer
 
 if TYPE_CHECKING:
     from shoal.optim.state_averager import TrainingStateAverager

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shoal.averaging.finite import first_not_finite
-from shoal.logs import quoted
-from shoal.optim.devices import copy_all
+from shoal.base.logs import quoted
+from shoal.optim.setup.devices import copy_all
 
 
 class PeerMomentum:

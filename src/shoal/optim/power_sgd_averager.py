@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import StepControl
-from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.control import AveragingMode, RoundResult
 from shoal.averaging.finite import without_overflow
+from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import Layout, OwnedState, State, layout_of
+from shoal.base.logs import Seldom, quoted
+from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
-from shoal.logs import Seldom, quoted
 from shoal.optim.grad_averager import GradientAverager, logger
 from shoal.optim.low_rank import (
     MAX_ROUNDS,
@@ -36,7 +37,6 @@ from shoal.optim.low_rank import (
     orthogonalize_,
 )
 from shoal.p2p import PeerID
-from shoal.tasks import run_in_worker
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -16,16 +16,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import RoundResult
-from shoal.averaging.allreduce.receipts import MAX_MEMBERS
-from shoal.clock import get_dht_time
+from shoal.averaging.round.receipts import MAX_MEMBERS
+from shoal.base.clock import get_dht_time
+from shoal.base.closeable import Facade
+from shoal.base.reactor import Portal
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
-from shoal.facade import Facade
-from shoal.optim.company import Company
-from shoal.optim.lineage import Lineage
+from shoal.optim.history.fork_choice import ForkChoice, weights_of
+from shoal.optim.history.round_history import Lineage
 from shoal.optim.members import Members
-from shoal.optim.progress import (
+from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.company import Company
+from shoal.optim.progress.exchange import ProgressExchange
+from shoal.optim.progress.records import (
     GlobalTrainingProgress,
     LocalTrainingProgress,
     PerformanceEMA,
@@ -33,13 +37,9 @@ from shoal.optim.progress import (
     SwarmRecords,
     count_of_samples,
 )
-from shoal.optim.progress_board import ProgressBoard
-from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.run_list import RunList
-from shoal.optim.sides import ForkChoice, weights_of
+from shoal.optim.progress.run_list import RunList
 from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
-from shoal.reactor import Portal
 
 if TYPE_CHECKING:
     from shoal.averaging import DecentralizedAverager
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.dht.crypto import PrivateKey, SignatureValidator
     from shoal.dht.schema import SchemaValidator
-    from shoal.optim.progress_schema import TrainingProgressSchema
+    from shoal.optim.progress.schema import TrainingProgressSchema
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
@@ -60,7 +60,7 @@ FIRST_LOOK_SECONDS = 5.0
 def __getattr__(name: str) -> Any:
     """The schema loads pydantic, which takes a while: at first use."""
     if name == "TrainingProgressSchema":
-        from shoal.optim.progress_schema import TrainingProgressSchema
+        from shoal.optim.progress.schema import TrainingProgressSchema
 
         return TrainingProgressSchema
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -197,7 +197,7 @@ class ProgressTracker(Facade):
         """
         # Here, not in the event loop, which would stand still: these imports load pydantic and more.
         from shoal.dht.crypto import PrivateKey
-        from shoal.optim.progress_schema import progress_validators
+        from shoal.optim.progress.schema import progress_validators
 
         if self._started is None:
             self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
@@ -207,7 +207,7 @@ class ProgressTracker(Facade):
             self._started.result(timeout)
 
     async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
-        from shoal.optim.progress_schema import endorse
+        from shoal.optim.progress.schema import endorse
 
         self.board.guard.troubles = self.dht.p2p.metrics.troubles
         self.dht.add_validators([schema, signatures])
@@ -451,7 +451,8 @@ class ProgressTracker(Facade):
         self._company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
-        """From now on, compare the rounds of peers (:mod:`shoal.optim.sides`) and note which peers are in them."""
+        """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
+        them."""
         self.board.kinship.begin()
 
     def collect_receipts(self, grads: DecentralizedAverager | None, state: DecentralizedAverager) -> None:

@@ -6,7 +6,7 @@ published every few seconds, in one record with what the peer has counted itself
     report(loss=...)  ──►  Reporting: means, samples, time of a step  ──►  {run}_reports  ──►  shoal monitor
 
 The record stands under the owner tag of the peer, so that nobody else can write it. In a large swarm it stands under
-the key with the bits of the peer's record of progress, see :mod:`shoal.dht.spread`.
+the key with the bits of the peer's record of progress, see :mod:`shoal.dht.key_sharding`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import msgspec
 from msgspec import Meta
 
 import shoal
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, one_line
 from shoal.dht.crypto import tag_of
-from shoal.dht.spread import key_at
+from shoal.dht.key_sharding import key_at
 from shoal.errors import ShoalError
-from shoal.logs import Seldom, one_line
-from shoal.optim.progress import Speed
+from shoal.net.transport import MOST, Count, Moment
+from shoal.optim.progress.records import Speed
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST, Count, Moment
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import RoundResult, StepControl
-from shoal.facade import options_from
-from shoal.logs import counted
+from shoal.base.closeable import options_from
+from shoal.base.logs import counted
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.optimizer_state import (
+from shoal.optim.progress.records import PerformanceEMA
+from shoal.optim.recovery.state_holder import CheckState, StateHolder
+from shoal.optim.setup.optimizer_state import (
     GradientCheck,
     dump_optimizer_state,
     has_statistics,
@@ -29,11 +31,8 @@ from shoal.optim.optimizer_state import (
     without_gradients,
     zero_gradients,
 )
-from shoal.optim.progress import PerformanceEMA
-from shoal.optim.schedules import LRSchedulerBase, catch_up
-from shoal.optim.state_holder import CheckState, StateHolder
-from shoal.optim.state_jobs import StateJob, StateJobs, StepRequest, log_failure
-from shoal.optim.training_setup import (
+from shoal.optim.setup.schedules import LRSchedulerBase, catch_up
+from shoal.optim.setup.training_setup import (
     OptimizerFactory,
     Parameters,
     ParamGroups,
@@ -41,11 +40,12 @@ from shoal.optim.training_setup import (
     TorchOptimizer,
     prepare_training,
 )
-from shoal.optim.training_state import (
+from shoal.optim.setup.training_state import (
     SharedBuffers,
     StateTensors,
     latest_epoch,
 )
+from shoal.optim.state_jobs import StateJob, StateJobs, StepRequest, log_failure
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.averaging import AveragingStage, StepControl
+from shoal.base.logs import words_of
 from shoal.errors import ShoalError
-from shoal.logs import words_of
 from shoal.optim.grad_scaler import GradScaler
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,15 @@ import torch
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
 from shoal.averaging.state.download import Layout, OwnedState, layout_of
+from shoal.base.logs import words_of
+from shoal.base.reactor import in_thread
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
-from shoal.logs import words_of
-from shoal.optim.devices import copy_all, wait_for_devices
-from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, statistics_of
-from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
-from shoal.optim.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
+from shoal.optim.setup.devices import copy_all, wait_for_devices
+from shoal.optim.setup.optimizer_state import has_statistics, initialize_optimizer_state_, statistics_of
+from shoal.optim.setup.training_setup import TorchOptimizer, TrainingSetup, prepare_training
+from shoal.optim.setup.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
 from shoal.p2p import PeerID
-from shoal.reactor import in_thread
 
 __all__ = ["TrainingAverager"]
 

@@ -1,7 +1,7 @@
 """How peers prove that they take part, in runs of several groups, where most peers never meet.
 
 A peer judges others by the rounds that it had with them. For those that it has not met there are receipts of rounds
-(:mod:`shoal.averaging.allreduce.receipts`), which travel with the calls of the trackers::
+(:mod:`shoal.averaging.round.receipts`), which travel with the calls of the trackers::
 
     another peer                                  this peer
       ├─ the digest of my last receipt is … ────────►│ it is new
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
-from shoal.averaging.allreduce.receipts import DIGEST_BYTES, MAX_MEMBERS, Receipt, is_sealed, seal
 from shoal.averaging.messages import Signature
-from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.p2p.transport import Count
+from shoal.averaging.round.receipts import DIGEST_BYTES, MAX_MEMBERS, Receipt, is_sealed, seal
+from shoal.net.transport import Count
+from shoal.optim.history.epochs import EPOCHS_AHEAD
 
 if TYPE_CHECKING:
     from shoal.optim.evidence import OpenGuard

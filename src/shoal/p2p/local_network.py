@@ -16,13 +16,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.logs import Seldom, quoted
-from shoal.p2p.addresses import is_loopback
-from shoal.p2p.identity import PeerID
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import LOCALHOST, LOOK_AGAIN_SECONDS
-from shoal.p2p.pasted import LOCAL
-from shoal.tasks import cancel_and_wait, run_in_worker
+from shoal.base.logs import Seldom, quoted
+from shoal.base.tasks import cancel_and_wait, run_in_worker
+from shoal.net.addresses import is_loopback
+from shoal.net.own_addresses import LOCALHOST, LOOK_AGAIN_SECONDS
+from shoal.net.pasted import LOCAL
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P

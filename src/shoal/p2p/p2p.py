@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.clock import get_clock
+from shoal.access.membership import Membership
+from shoal.base.clock import get_clock
+from shoal.base.logs import note_name
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BootstrapError, DialError, IdentityTakenError, NoReservationError, P2PDaemonError
-from shoal.logs import note_name
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import (
+from shoal.net.addresses import (
     AddressBook,
     Judge,
     Notes,
@@ -25,36 +27,35 @@ from shoal.p2p.addresses import (
     ip_text_of,
     may_be_dialled_for,
 )
-from shoal.p2p.answering import IncomingCircuits
-from shoal.p2p.behaviour import PeerScores
-from shoal.p2p.calling import Caller
-from shoal.p2p.circuits import OutgoingCircuits
-from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.connection_pool import ConnectionPool
-from shoal.p2p.dialler import Dialler
-from shoal.p2p.identity import Identity, PeerID, PeerInfo, relay_of
-from shoal.p2p.joining import Checkup, advise_on_private, reach_first
+from shoal.net.calling import Caller
+from shoal.net.connection import Connection, Hello
+from shoal.net.connection_pool import ConnectionPool
+from shoal.net.dialler import Dialler
+from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
+from shoal.net.own_addresses import checked_announcement
+from shoal.net.pasted import Target, read_addresses, short_form, wants_local
+from shoal.net.server import Server
+from shoal.net.service import Gate, Handler
+from shoal.net.tcp.transport import TcpTransport
+from shoal.net.transport import Stream, Transport
+from shoal.p2p.joining import advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
-from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
-from shoal.p2p.membership import Membership
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.names import checked_name
-from shoal.p2p.of_a_daemon import Libp2pOptions
-from shoal.p2p.own_addresses import checked_announcement
-from shoal.p2p.pasted import Target, read_addresses, short_form, wants_local
-from shoal.p2p.presence import Presence, check_identity_is_free, compare_clocks
-from shoal.p2p.punching import Puncher
-from shoal.p2p.reach import ReachabilityManager
-from shoal.p2p.reachability import Reachability
-from shoal.p2p.relaying import RelayServer
-from shoal.p2p.reservations import RelayClient
 from shoal.p2p.revocation import RevocationExchange
-from shoal.p2p.server import Server
-from shoal.p2p.service import Gate, Handler
-from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Stream, Transport
-from shoal.p2p.upgrading import ConnectionUpgrades
-from shoal.tasks import cancel_and_wait
+from shoal.peers.identity import Identity, PeerID, PeerInfo, relay_of
+from shoal.peers.multiaddr import Multiaddr
+from shoal.peers.names import checked_name
+from shoal.peers.scores import PeerScores
+from shoal.reach.checkup import Checkup
+from shoal.reach.connection_upgrade import ConnectionUpgrades
+from shoal.reach.libp2p_options import Libp2pOptions
+from shoal.reach.manager import ReachabilityManager
+from shoal.reach.presence import Presence, check_identity_is_free, compare_clocks
+from shoal.reach.punching import Puncher
+from shoal.reach.reachability import Reachability
+from shoal.reach.relay.client import RelayClient
+from shoal.reach.relay.incoming import IncomingCircuits
+from shoal.reach.relay.outgoing import OutgoingCircuits
+from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class P2P(Caller):
         self.met: dict[Multiaddr, PeerID] = {}
         """Which peer has answered at an address that says nothing of its peer, by the address."""
         self.reaches: Notes[int] = Notes()
-        """How others are called, as they say: see :class:`~.reachability.Reach`."""
+        """How others are called, as they say: see :class:`~shoal.reach.reachability.Reach`."""
         self.relay = RelayServer(self, relay, relay_limits)
         """Joins connections of others, if this peer is a relay."""
         self.circuits = OutgoingCircuits(self)
@@ -187,13 +188,15 @@ class P2P(Caller):
             relay: always (``True``) or never be a relay for peers that cannot be called; default: while others can
                 call this peer from outside.
             relay_limits: what it grants as a relay.
-            token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
-                environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
+            token: of a private run, see :mod:`shoal.access.tokens`: its text, or the path of a file with it; default:
+                the environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other.
+                Without
                 a token, or with an empty one, the run is open to all.
             name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
                 run only if they are members.
-            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.Libp2pOptions`.
-                Parameters of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
+            of_a_daemon: how others shall be able to call this peer, see
+                :class:`~shoal.reach.libp2p_options.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
+                existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -387,7 +390,7 @@ class P2P(Caller):
         return relay == self.peer_id or is_known
 
     def host_of(self, peer: PeerID) -> PeerID | str:
-        """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
+        """What a peer has in common with others of its host, see :mod:`shoal.net.addresses`; from any thread."""
         return self.address_book.host_of(peer)
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from shoal.access.badges import ANY_ROLE, MAX_REVOKED, Badge, RevocationList, Roles
+from shoal.access.membership import Membership
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import NotAMemberError, P2PDaemonError, ShoalError
-from shoal.p2p.badges import ANY_ROLE, MAX_REVOKED, Badge, RevocationList, Roles
-from shoal.p2p.connection import Connection
-from shoal.p2p.identity import PUBLIC_KEY_BYTES, PeerID
-from shoal.p2p.membership import Membership
-from shoal.p2p.service import P2PContext, ServicerBase
-from shoal.p2p.transport import Count, Header
-from shoal.tasks import cancel_and_wait
+from shoal.net.connection import Connection
+from shoal.net.service import P2PContext, ServicerBase
+from shoal.net.transport import Count, Header
+from shoal.peers.identity import PUBLIC_KEY_BYTES, PeerID
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P

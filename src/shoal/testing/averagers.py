@@ -13,12 +13,12 @@ from shoal.averaging.control import AveragingMode, StepControl
 from shoal.averaging.node import Average, AveragerNode, average_once
 from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.dht import DHTNode, ValueWithExpiration
 from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Multiaddr
-from shoal.serializer import MSGPackSerializer
 from shoal.testing.host import Host
 from shoal.testing.network import Network
 from shoal.testing.swarm import INITIAL_PEERS, Swarm

@@ -18,12 +18,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import SimulationError
-from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryTransport
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import ROUTED, OwnAddress, OwnAddresses
-from shoal.p2p.pipes import Piece, PipeEnd
-from shoal.p2p.transport import COOKIE_BYTES, OnStream
+from shoal.net.memory import MemoryTransport
+from shoal.net.own_addresses import ROUTED, OwnAddress, OwnAddresses
+from shoal.net.pipes import Piece, PipeEnd
+from shoal.net.transport import COOKIE_BYTES, OnStream
+from shoal.peers.identity import Identity, PeerID
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing.loop import Machine, VirtualTimeLoop
 from shoal.testing.nat import Nat, address_of, endpoint_of
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from shoal.clock import SwarmClock
+from shoal.base.clock import SwarmClock
 from shoal.errors import SimulationError
 
 # For signatures like those of the base class; not needed at run time.
@@ -208,7 +208,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now
 
     def swarm_clock(self) -> SwarmClock:
-        """The clock of the caller's machine; the source of :func:`shoal.clock.get_dht_time`."""
+        """The clock of the caller's machine; the source of :func:`shoal.base.clock.get_dht_time`."""
         machine = _machine.get()
         return self._clock if machine is None else machine.clock
 

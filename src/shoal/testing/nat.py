@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from shoal.errors import SimulationError
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.peers.multiaddr import Multiaddr
 
 if TYPE_CHECKING:
     from shoal.testing.host import Host, SimulatedStream

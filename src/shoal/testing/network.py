@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
-from shoal.p2p.identity import PeerID
-from shoal.p2p.memory import MemoryNetwork, MemoryTransport
-from shoal.p2p.memory_sessions import MemorySession
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.transport import Session, Stream
+from shoal.net.memory import MemoryNetwork, MemoryTransport
+from shoal.net.memory_sessions import MemorySession
+from shoal.net.pipes import PipeEnd
+from shoal.net.transport import Session, Stream
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing.host import Host, HostTransport, Link, Path, SimulatedStream
 from shoal.testing.loop import VirtualTimeLoop
 from shoal.testing.nat import Internet, Nat, address_of, endpoint_of

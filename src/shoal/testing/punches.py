@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
-from shoal.p2p.memory_sessions import MemorySession, PunchPort
-from shoal.p2p.multiaddr import Multiaddr
-from shoal.tasks import cancel_and_wait
+from shoal.base.tasks import cancel_and_wait
+from shoal.net.memory_sessions import MemorySession, PunchPort
+from shoal.peers.multiaddr import Multiaddr
 from shoal.testing.nat import Endpoint, Internet, Packet, address_of, endpoint_of
 
 if TYPE_CHECKING:

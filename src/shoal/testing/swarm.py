@@ -9,8 +9,8 @@ import random
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.dht import DHTNode
+from shoal.net.memory import MemoryNetwork
 from shoal.p2p import P2P, Identity, PeerID
-from shoal.p2p.memory import MemoryNetwork
 
 if TYPE_CHECKING:
     from shoal.averaging.node import AveragerNode

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_schedu
 
 import shoal
 from shoal.dht.dht import check_dht
-from shoal.optim.schedules import HiveMindScheduler, forget_schedule, position_of, take_back
+from shoal.optim.setup.schedules import HiveMindScheduler, forget_schedule, position_of, take_back
 from shoal.transformers.fingerprint import fingerprint
 from shoal.transformers.options import (
     check_arguments,

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from shoal.averaging.messages import BeginReduce
+from shoal.net.connection import Failure
+from shoal.net.transport import PREFIX_BYTES, Kind, pack
 from shoal.p2p import Call
-from shoal.p2p.connection import Failure
-from shoal.p2p.transport import PREFIX_BYTES, Kind, pack
 from tests.hostile.attacker import FAILURES, PATIENCE, Attacker
 
 CALLS, HEADERS, AT_ONCE = 1024, 64, 32

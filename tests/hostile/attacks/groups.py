@@ -6,10 +6,10 @@ import asyncio
 
 from shoal.averaging.messages import Code, Invitation, InvitationReply, JoinReply, JoinRequest
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import tag_of
+from shoal.net.transport import MOST
 from shoal.p2p import Call, P2PContext, PeerID, ServicerBase
-from shoal.p2p.transport import MOST
 from tests.hostile.attacker import PACE, Attacker
 
 SOON = 0.7

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from shoal.averaging.messages import JoinReply, JoinRequest, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.node import AveragerNode
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.p2p import Call, P2PContext, PeerID, ServicerBase
 from tests.hostile.attacker import FAILURES, PACE, Attacker, FalseTracker
 

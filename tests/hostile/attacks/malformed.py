@@ -6,13 +6,13 @@ import math
 import struct
 
 from shoal.averaging.messages import InvitationReply, JoinRequest, PeerRecord
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import tag_of
 from shoal.dht.records import NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY
 from shoal.p2p import PeerID
-from shoal.serializer import MSGPackSerializer
 from tests.hostile.attacker import Attacker
 
 

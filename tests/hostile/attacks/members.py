@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import GroupInfo, StepControl
 from shoal.averaging.groups.candidates import GroupSearch
 from shoal.averaging.groups.leading import describe_group, read_group
 from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
+from shoal.averaging.round.exchange import AllReduce
 from shoal.errors import AllreduceException
+from shoal.net.transport import MOST
 from shoal.p2p import PeerID
-from shoal.p2p.transport import MOST
 
 Lie = Callable[[AveragerNode], None]
 CONSTANT = 7.0

@@ -15,8 +15,8 @@ from shoal.averaging.messages import (
     StateHeader,
     StatusRequest,
 )
-from shoal.clock import get_dht_time
-from shoal.optim.progress_exchange import ProgressMessage
+from shoal.base.clock import get_dht_time
+from shoal.optim.progress.exchange import ProgressMessage
 from shoal.p2p import Header, PeerID
 from tests.hostile.attacker import FAILURES, Attacker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.p2p.transport import MOST
+from shoal.net.transport import MOST
 from tests.hostile.attacker import Attacker, FalseTracker
 
 GHOSTS = 3

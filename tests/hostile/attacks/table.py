@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.records import (
     FindRequest,
@@ -19,9 +20,8 @@ from shoal.dht.records import (
 )
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord
-from shoal.optim.progress import ProgressRecord, endorse
+from shoal.optim.progress.records import ProgressRecord, endorse
 from shoal.p2p import Identity, P2PContext, PeerID
-from shoal.serializer import MSGPackSerializer
 from tests.hostile.attacker import PACE, Attacker
 
 YEAR, DAY = 365 * 86400.0, 86400.0

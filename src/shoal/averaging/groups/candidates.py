@@ -18,10 +18,10 @@ from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSe
 from shoal.averaging.groups.settings import Trust as Trust
 from shoal.averaging.majorities import largest_but_for_liars
 from shoal.averaging.messages import Code, JoinReply, JoinRequest
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
+from shoal.net.transport import MOST
 from shoal.p2p import Call, PeerID
-from shoal.p2p.transport import MOST
 
 # A leader waits at most so long for a follower whose connection broke: time to notice, connect and ask again.
 MAX_RETURN_SECONDS = 2.0

@@ -17,7 +17,7 @@ from shoal.averaging.control import AveragingMode, GroupInfo
 from shoal.averaging.groups.candidates import GroupSearch
 from shoal.averaging.groups.leading import Invitations
 from shoal.averaging.messages import Invitation
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.p2p import P2P, PeerID
 
 # A search relies on the table alone for so many seconds.

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shoal.averaging.control import GroupInfo
-from shoal.clock import DHTExpiration
+from shoal.base.clock import DHTExpiration
+from shoal.base.logs import Seldom, one_line
 from shoal.dht import DHT, DHTNode
 from shoal.dht.crypto import peer_of, tag_of
-from shoal.dht.spread import any_place
+from shoal.dht.key_sharding import any_place
 from shoal.dht.validation import is_short_lived
-from shoal.logs import Seldom, one_line
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p import P2P, PeerID
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 

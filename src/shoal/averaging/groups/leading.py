@@ -19,7 +19,6 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.averaging.allreduce.parts import load_balance_peers, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
 from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, GroupSearch, Offer, Trust
 from shoal.averaging.messages import (
@@ -33,12 +32,13 @@ from shoal.averaging.messages import (
     Member,
     PeerRecord,
 )
-from shoal.clock import get_dht_time
+from shoal.averaging.round.parts import load_balance_peers, rescale_shares
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import quoted
 from shoal.errors import ProtocolError
-from shoal.logs import quoted
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.p2p.reachability import Reach
+from shoal.reach.reachability import Reach
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ def _split(
     Args:
         total_size: number of values in the averaged vector.
         members: the mode and bandwidth of each member.
-        wanted: for each member, the fraction of its usual share that it gets, see :mod:`shoal.p2p.behaviour`.
+        wanted: for each member, the fraction of its usual share that it gets, see :mod:`shoal.peers.scores`.
         min_size: a member that would get fewer values gets none.
     """
     able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]

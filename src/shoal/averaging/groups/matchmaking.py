@@ -55,12 +55,12 @@ from shoal.averaging.messages import (
     JoinReply,
     JoinRequest,
 )
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, counted, one_line, quoted
+from shoal.base.tasks import cancel_and_wait, first_completed
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
-from shoal.logs import Seldom, counted, one_line, quoted
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 

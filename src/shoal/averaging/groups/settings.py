@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
 from shoal.p2p import P2P, PeerID
-from shoal.p2p.reachability import Reach
+from shoal.reach.reachability import Reach
 
 # The most settings that a peer names: a few more than any version has, and those of the user.
 MAX_SETTINGS = 32

@@ -1,6 +1,6 @@
 """How a newcomer gets the state of the swarm: donors declare themselves in the DHT and serve newcomers.
 
-A newcomer finds donors here. What it does with them is in :mod:`~.gathering`.
+A newcomer finds donors here. What it does with them is in :mod:`~.multi_source`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shoal.averaging.messages import (
 )
 from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.gathering import MAX_VOTERS, MultiSourceDownload
-from shoal.averaging.state.places import UploadSlot, UploadSlots
-from shoal.clock import get_dht_time
+from shoal.averaging.state.multi_source import MAX_VOTERS, MultiSourceDownload
+from shoal.averaging.state.upload_slots import UploadSlot, UploadSlots
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom, one_line
+from shoal.base.tasks import cancel_and_wait, first_completed
 from shoal.compression import CompressionBase, NoCompression
 from shoal.compression.base import TensorMetadata
 from shoal.dht.crypto import peer_of, tag_of
-from shoal.dht.spread import any_place, key_at, places_to_write
+from shoal.dht.key_sharding import any_place, key_at, places_to_write
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
 from shoal.errors import NoAccessTokenError, ProtocolError
-from shoal.logs import Seldom, one_line
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class StateSharing:
         self._get_stub = get_stub
         self._warn_seldom = Seldom(logger.warning)
         self.depth: Callable[[], int] = lambda: 0
-        """The number of bits in the keys under which donors are spread, see :mod:`shoal.dht.spread`. One key is enough
-        for some dozens of donors."""
+        """The number of bits in the keys under which donors are spread, see :mod:`shoal.dht.key_sharding`. One key is
+        enough for some dozens of donors."""
         self._changed = asyncio.Event()
         self._is_declared = False
         self.places = UploadSlots(

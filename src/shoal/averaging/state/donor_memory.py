@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TypeVar
 
-from shoal.logs import Seldom
+from shoal.base.logs import Seldom
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

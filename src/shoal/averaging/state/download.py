@@ -26,16 +26,16 @@ import torch
 from blake3 import blake3
 
 from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.state.arrivals import SPEED_SECONDS, RateMeter
+from shoal.averaging.state.rate_meter import SPEED_SECONDS, RateMeter
+from shoal.base.logs import one_line, quoted
+from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import DTYPES, Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
 from shoal.compression.serialization import check_nbytes, is_sparse
 from shoal.compression.statistics import codec_for_download
 from shoal.errors import ProtocolError
-from shoal.logs import one_line, quoted
 from shoal.p2p import Call, PeerID
-from shoal.serializer import MSGPackSerializer
-from shoal.tasks import run_in_worker
 
 # A state that announces more tensors is refused before any memory is taken for it.
 MAX_TENSORS = 2**20

@@ -1,7 +1,7 @@
 """One peer of the demo: a process that follows the runner's commands and reports its progress.
 
 Its training is an ordinary PyTorch loop around :class:`shoal.Optimizer`, or around
-:class:`~shoal.optim.outer.diloco.DiLoCo`.
+:class:`~shoal.optim.diloco.diloco.DiLoCo`.
 
 Run as ``python -m shoal.cli.demo.peer NUMBER SHARDS``.
 """
@@ -50,8 +50,8 @@ from shoal.cli.demo.page import RUN_ID
 from shoal.compression import Blockwise4BitQuantization, CompressionBase, TopKCompression
 from shoal.dht import DHT
 from shoal.optim import Optimizer
-from shoal.optim.outer.diloco import DiLoCo
-from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory
+from shoal.optim.diloco.diloco import DiLoCo
+from shoal.optim.diloco.outer_optimizer import OuterOptimizerFactory
 
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256

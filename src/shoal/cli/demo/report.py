@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from shoal.base.logs import counted
 from shoal.cli.demo.messages import PeerActivity, PeerStory, Story
-from shoal.logs import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.base.reactor import Portal
 from shoal.cli import add_option
 from shoal.cli.doctor.findings import (
     IDENTITY_FILE,
@@ -29,10 +30,9 @@ from shoal.cli.doctor.relay import is_relay, look_at_relay
 from shoal.cli.doctor.token import look_at_token
 from shoal.cli.token import add_token_option
 from shoal.errors import P2PDaemonError
+from shoal.net.pasted import Target, describe_target, wants_local
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.pasted import Target, describe_target, wants_local
-from shoal.reactor import Portal
 
 DESCRIPTION = """\
 Checks what may keep this machine from training with others: its settings; for each address how well the peer there can
@@ -119,7 +119,7 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
         ValueError: there is no such device.
     """
     # Imported only here: it loads torch, which takes a second and is not needed otherwise.
-    import shoal.needs_torch  # noqa: F401
+    import shoal.base.needs_torch  # noqa: F401
     from shoal.cli.doctor import device as room
 
     return partial(room.look_at_device, room.find_device(name))

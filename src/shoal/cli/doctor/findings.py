@@ -18,12 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from shoal.base.logs import counted
 from shoal.errors import P2PDaemonError, allow_open_files, make_folder, make_private, move_away
-from shoal.logs import counted
+from shoal.net.tcp.proxies import Proxies
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.identity import split_peer_address
-from shoal.p2p.joining import describe_software
-from shoal.p2p.proxies import Proxies
+from shoal.peers.identity import split_peer_address
+from shoal.reach.checkup import describe_software
 
 MAX_CHARACTERS = 1000
 # Column where texts begin, after the verdict and the name of the check; the least width of the texts.

@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import AsyncIterator
 
+from shoal.access.badges import ANY_ROLE
+from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
+from shoal.base.tasks import run_in_worker
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.cli.doctor.token import accepted, refused
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import PingRequest, PingResponse
 from shoal.errors import (
@@ -23,11 +25,14 @@ from shoal.errors import (
     no_route_to_neighbours,
     set_the_clock,
 )
+from shoal.net.addresses import is_loopback, what_to_do
+from shoal.net.tcp.connect import connect, family_of
+from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
+from shoal.net.tcp.proxies import Proxies, ProxyError, connect_through
+from shoal.net.tcp.stream import close_socket
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.addresses import is_loopback, what_to_do
-from shoal.p2p.badges import ANY_ROLE
-from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
-from shoal.p2p.joining import (
+from shoal.p2p.joining import advise_on_private, explain_unreachable
+from shoal.reach.checkup import (
     CALL_BACK_SECONDS,
     MAX_BULK_BYTES,
     Bulk,
@@ -35,15 +40,9 @@ from shoal.p2p.joining import (
     Checkup,
     Description,
     Question,
-    advise_on_private,
     describe_software,
-    explain_unreachable,
 )
-from shoal.p2p.presence import check_identity_is_free
-from shoal.p2p.proxies import Proxies, ProxyError, connect_through
-from shoal.p2p.tcp_connect import connect, family_of
-from shoal.p2p.tcp_stream import close_socket
-from shoal.tasks import run_in_worker
+from shoal.reach.presence import check_identity_is_free
 
 ANSWER_SECONDS = 5.0
 ROUND_TRIPS = 5

@@ -6,15 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+from shoal.access.badges import ANY_ROLE
+from shoal.base.logs import one_line
 from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.cli.doctor.peer import ANSWER_SECONDS, NO_ANSWER, measure, milliseconds
 from shoal.errors import P2PHandlerError
-from shoal.logs import one_line
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.badges import ANY_ROLE
-from shoal.p2p.identity import circuit_address
-from shoal.p2p.relay_messages import RelayCode, Reserve, Reserved
-from shoal.p2p.relaying import RelayServer
+from shoal.peers.identity import circuit_address
+from shoal.reach.relay.messages import RelayCode, Reserve, Reserved
+from shoal.reach.relay.server import RelayServer
 
 RESERVE_SECONDS = 10.0
 RUN_ONE = "run 'shoal dht' on a machine that others can call"

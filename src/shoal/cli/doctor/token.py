@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from shoal.access.membership import ADVICE, Membership
+from shoal.access.tokens import DAY
+from shoal.base.clock import get_clock
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
-from shoal.clock import get_clock
 from shoal.errors import NotAMemberError, P2PDaemonError
 from shoal.metrics import Metrics
 from shoal.p2p import P2P, Identity
-from shoal.p2p.membership import ADVICE, Membership
-from shoal.p2p.tokens import DAY
 
 TOKEN = "token"
 DAYS_TO_RENEW = 3

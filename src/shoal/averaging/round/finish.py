@@ -1,0 +1,460 @@
+"""The second half of a round: every member gets every average, even if some members have died.
+
+Each member keeps a call open to the *coordinator* from the beginning of the round. The coordinator is the first member
+that accepts connections. If a member dies, the end of its call shows that at once; a member that has nothing to say
+sends a sign of life now and then. When a member has exchanged all its parts, it reports how many averages it holds from
+each reducer. When all living members have reported, the coordinator either commits the round, or fills the gaps:
+
+- if some member holds the average of a part, the coordinator fetches it and passes it on unchanged;
+- if no member holds it, the coordinator reduces the part again, from the values of all living members.
+
+Then all members report again. So all survivors end with the same values for every part. If the coordinator dies, the
+next member in order takes over. So it does if the coordinator lives and does nothing: a member that has waited for it
+for ``reducer_timeout`` seconds asks the others, and gives it up if all of them only wait for it, too. If members have
+left the round by then, they answer that it was committed.
+
+A connection may break without a death. So if the coordinator commits without some members that have not left on
+purpose, it keeps the result for them for a while. A member that comes after that, or that finds only others that have
+left, averages nothing again, because its averages would differ from those of the others.
+
+With a quorum the round does not wait for all members. When enough of them have sent everything, the others get a time
+of grace. Then the coordinator goes on as if the late members were dead, but keeps the result for them. A coordinator
+that is late itself resigns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from shoal.averaging.finite import all_finite
+from shoal.averaging.messages import (
+    ALIVE_PER_TIMEOUT,
+    PEER_FAILURES,
+    RoundKind,
+    RoundMessage,
+    RoundStatus,
+    SharedCall,
+    StatusRequest,
+    reason_of,
+    show_life,
+)
+from shoal.averaging.redialling import REDIAL_PAUSE, open_again
+from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.members import RoundMember
+from shoal.averaging.round.pair import MAX_RESUMES
+from shoal.averaging.round.stragglers import Missed, Resigned
+from shoal.base.tasks import cancel_and_wait, first_completed, wait_at_most
+from shoal.errors import DialError, ProtocolError, StreamClosedError
+from shoal.p2p import Call, PeerID
+
+if TYPE_CHECKING:
+    from shoal.averaging.round.exchange import AllReduce
+
+# The least time to wait for the coordinator's answer. It covers the way there and back: a coordinator whose answer is
+# still under way is not late.
+MIN_ANSWER_SECONDS = 1.0
+
+
+class Participation:
+    """A member's side: it follows the coordinators of one round, one after another if they die.
+
+    It reports to the coordinator, and sends and takes the parts that the coordinator asks for.
+
+    Args:
+        allreduce: the round's exchange of parts.
+    """
+
+    def __init__(self, allreduce: AllReduce) -> None:
+        self.allreduce = allreduce
+        self.vector, self.group, self.roster = allreduce.vector, allreduce.group, allreduce.roster
+        self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
+        self._changed = asyncio.Event()
+        # The latest assignment of the coordinator, and whether work on it has yet to begin.
+        self._assignment: RoundMessage | None = None
+        self._is_assigned = asyncio.Event()
+        self._reported_at = self.first_report_at = math.inf
+
+    def has_waited(self, seconds: float) -> bool:
+        """Whether this member reported so many seconds ago, and was asked for nothing since."""
+        return asyncio.get_running_loop().time() - self._reported_at >= seconds
+
+    async def run(self, call: Call) -> None:
+        """Follow the coordinator at the other end of a call until the round is committed.
+
+        Raises:
+            Resigned: the coordinator is late itself.
+            Missed: the round was committed without this member, and its result is not kept.
+            ProtocolError: the coordinator breaks the protocol.
+            P2PDaemonError, P2PHandlerError, TimeoutError: the coordinator failed.
+        """
+        hello = RoundMessage(
+            kind=RoundKind.HELLO,
+            round_id=self.allreduce.round_id,
+            weight=self.allreduce.weight,
+            late=self.roster.own.late,
+            missed=self.roster.missed,
+            norms=[*self.allreduce.book.own.norms],
+            statements=[statement] if (statement := self.allreduce.book.own.statement) else [],
+        )
+        shared, coordinator = SharedCall(call), self.group.peer_ids.index(call.remote)
+        await shared.send(hello)
+        helpers = [
+            asyncio.ensure_future(work)
+            for work in (
+                show_life(shared, self._silence),
+                self._say_when_delivered(shared),
+                self._report_when_ready(shared),
+                self._fulfil_the_latest(shared),
+            )
+        ]
+        try:
+            await self._receive_first(call)
+            self.allreduce.heard_of(coordinator)
+            while True:
+                async with asyncio.timeout(self._silence):
+                    message = await _receive(call)
+                    self.allreduce.heard_of(coordinator)
+                    if message.kind == RoundKind.PART:
+                        await self._take_part(call, message)
+                if message.kind == RoundKind.COMMIT:
+                    self._check_seals(message, coordinator)
+                    self._drop(message.members)
+                    self.allreduce.weights = self._check_weights(message.weights)
+                    self.roster.note_told(message, coordinator)
+                    self.allreduce.book.take_proofs(message.untrue, message.statements)
+                    if self.allreduce.notary is not None:
+                        self.allreduce.notary.take_commit(message, self.allreduce.round_id, self.group, coordinator)
+                    return
+                if message.kind == RoundKind.RESIGNED:
+                    raise Resigned("is late itself")
+                if message.kind == RoundKind.LATE:
+                    # All senders hold all averages, so this member's result is the right one and may be in use.
+                    if self.roster.all_complete.is_set():
+                        return
+                    await self.allreduce.abandon()
+                    await shared.send(RoundMessage(kind=RoundKind.LATE))
+                elif message.kind == RoundKind.FAILED:
+                    self._drop(message.members)
+                elif message.kind == RoundKind.VOID:
+                    self._forget(message, coordinator)
+                    await self._report(shared)
+                elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
+                    # An older assignment sees that it was replaced, and stops between two parts.
+                    self._assignment, self._reported_at = message, math.inf
+                    self._is_assigned.set()
+                    self._changed.set()
+        finally:
+            self._reported_at = math.inf
+            await cancel_and_wait(*helpers)
+
+    async def _receive_first(self, call: Call) -> None:
+        """Wait for the coordinator's answer to the greeting.
+
+        With a quorum, the coordinator is late if it has not answered some time after this member has delivered.
+
+        Raises:
+            Resigned: the coordinator is late.
+            Missed: the coordinator has committed the round.
+            TimeoutError: the coordinator does not answer.
+        """
+        answer = asyncio.ensure_future(_receive(call))
+        try:
+            async with asyncio.timeout(self._silence):
+                if self._quorum is not None:
+                    await first_completed(asyncio.shield(answer), self.roster.delivered.wait())
+                    grace = max(self.allreduce.settings.quorum_grace, MIN_ANSWER_SECONDS)
+                    await first_completed(asyncio.shield(answer), timeout=grace)
+                    if not answer.done():
+                        raise Resigned("has not begun in time")
+                kind = (await answer).kind
+                if kind == RoundKind.OVER:
+                    raise Missed("has finished the round without this member")
+                if kind != RoundKind.ALIVE:
+                    raise ProtocolError("not an answer to a greeting")
+        finally:
+            await cancel_and_wait(answer)
+
+    def _check_weights(self, weights: list[float]) -> list[float]:
+        if len(weights) != self.group.group_size or not all(0 <= weight < math.inf for weight in weights):
+            raise ProtocolError("the coordinator's list of weights is malformed")
+        return [self.group.limited(index, weight) for index, weight in enumerate(weights)]
+
+    def _check_seals(self, commit: RoundMessage, coordinator: int) -> None:
+        """Check the signatures that show that all other living members have the same averages as this one.
+
+        Raises:
+            ProtocolError: a signature is missing or covers other averages.
+        """
+        roster, verification = self.roster, self.allreduce.verification
+        if verification is None or not roster.is_sender:
+            return
+        before = roster.coordinators[: roster.coordinators.index(coordinator)]
+        others = [i for i in roster.senders if i != roster.own.index and i not in commit.members]
+        # Under an earlier coordinator that has died since, some members may have finished, and no longer report.
+        if any(roster.members[index].failed for index in before):
+            others = [i for i in others if i < len(commit.seals) and commit.seals[i]]
+        verification.check_seals(commit.seals, others)
+
+    def _forget(self, message: RoundMessage, coordinator: int) -> None:
+        """Forget the averages that the coordinator wants to replace.
+
+        Raises:
+            ProtocolError: the coordinator gives no valid reason.
+        """
+        verification = self.allreduce.verification
+        if verification is None or not all(0 <= index < self.group.group_size for index in message.members):
+            raise ProtocolError("wants something forgotten that it must not")
+        self._assignment = message
+        if message.hashes:
+            reducer = verification.check_proof(message)
+            self.allreduce.convict(reducer)
+            if reducer == coordinator:
+                raise ProtocolError("gave different averages to different members")
+        for reducer in message.members:
+            verification.forget(reducer)
+
+    def _drop(self, members: list[int]) -> None:
+        for member in members if not self.roster.own.late else ():
+            if 0 <= member < self.group.group_size and member != self.roster.own.index:
+                self.roster.fail(member, "the coordinator has lost it", is_hearsay=True)
+
+    async def _say_when_delivered(self, shared: SharedCall) -> None:
+        if self._quorum is not None:
+            await self.roster.delivered.wait()
+            await shared.send(RoundMessage(kind=RoundKind.DELIVERED))
+
+    async def _report_when_ready(self, shared: SharedCall) -> None:
+        await self.allreduce.exchanged.wait()
+        await self._report(shared)
+
+    async def _report(self, shared: SharedCall) -> None:
+        report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held)
+        report.not_finite, report.left_out = sorted(self.roster.seen_not_finite), sorted(self.roster.left_out)
+        report.statements = self.allreduce.book.report()
+        if self.allreduce.verification is not None:
+            self.allreduce.verification.complete_report(report)
+        await shared.send(report)
+        self._reported_at = asyncio.get_running_loop().time()
+        self.first_report_at = min(self.first_report_at, self._reported_at)
+
+    async def _fulfil_the_latest(self, shared: SharedCall) -> None:
+        """One assignment at a time: a coordinator could give any number of them, and take no answers."""
+        while True:
+            await self._is_assigned.wait()
+            self._is_assigned.clear()
+            if (assignment := self._assignment) is not None and assignment.kind != RoundKind.VOID:
+                await self._fulfil(shared, assignment)
+
+    async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
+        """Send the parts that the coordinator wants, wait for those that it has promised, and report."""
+        for reducer, start, stop in assignment.send:
+            for index in range(start, stop):
+                if self._assignment is not assignment:
+                    return
+                part, is_known = self.vector.parts[reducer][index], self.vector.has_average(reducer, index)
+                part = part.returned if index < self.vector.held[reducer] else part
+                await shared.send_part((reducer, index), self.vector.encode(part) if is_known else None)
+        while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
+            self._changed.clear()
+            await self._changed.wait()
+            if self._assignment is not assignment:
+                return
+        await self._report(shared)
+
+    async def _take_part(self, call: Call, message: RoundMessage) -> None:
+        reducer, index, header = message.reducer, message.index, message.part
+        if header is None or not 0 <= reducer < self.group.group_size or index != self.vector.held[reducer]:
+            raise ProtocolError("the coordinator sent a part that is not due")
+        if index >= len(self.vector.parts[reducer]):
+            raise ProtocolError("the coordinator sent a part that does not exist")
+        [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index].returned])
+        if values is not None and not all_finite(values):
+            self.roster.seen_not_finite.add(self.group.peer_ids.index(call.remote))
+            raise ProtocolError("the coordinator sent an average that is not finite")
+        self.vector.take(reducer, index, values)
+        self._changed.set()
+
+
+async def _receive(call: Call) -> RoundMessage:
+    message = await call.receive(RoundMessage)
+    if message is None:
+        raise ProtocolError("the coordinator ended without a decision")
+    return message
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_FIRST_DIALS = 3
+
+
+class Completion:
+    """Brings one round to its end. Lives as long as the round.
+
+    Args:
+        allreduce: the round's exchange of parts.
+    """
+
+    def __init__(self, allreduce: AllReduce) -> None:
+        self.allreduce, self.roster = allreduce, allreduce.roster
+        self._participation, self._coordination = Participation(allreduce), Coordination(allreduce)
+        self._quorum = allreduce.settings.quorum
+        # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
+        self._has_given_up = False
+        self._left: set[PeerID] = set()  # the coordinators that this member does not follow any more
+        self.is_outdated = asyncio.Event()
+        """Set when members that are late would not find their way back into the run by this result any more."""
+        self._began_at = asyncio.get_running_loop().time()
+
+    async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
+        """Hold the call of a member that follows this one as its coordinator."""
+        await self._coordination.serve(call, hello, self.roster.members[member])
+
+    def release(self) -> None:
+        """The tensors go back to their user, although some calls have not ended."""
+        self._coordination.latecomers.release(keep=self.roster.closed_early)
+
+    async def linger(self, seconds: float) -> None:
+        """Wait until all living members know the result; if some were late, wait for them so many seconds at most."""
+        await self._coordination.wait_until_confirmed()
+        if self.roster.closed_early:
+            await wait_at_most(self.is_outdated, seconds)
+
+    async def run(self) -> None:
+        """Run until every living member that is not late has every average that could be saved."""
+        try:
+            await self._run()
+        finally:
+            self._coordination.close()
+
+    async def _run(self) -> None:
+        for index in self.roster.coordinators:
+            candidate = self.roster.members[index]
+            if candidate is self.roster.own:
+                if await self._coordinate_unless_late():
+                    return
+            elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
+                # Some members could not reach that coordinator and have called this one: they get the result here.
+                if not self.roster.own.late:
+                    await self._coordination.run(wait_for_absent=False)
+                return
+            self._left.add(candidate.peer_id)
+        await self.allreduce.exchanged.wait()
+
+    async def _coordinate_unless_late(self) -> bool:
+        """Coordinate the round. Returns ``False`` if this member is late itself and has to follow another one."""
+        try:
+            await self._coordination.run(wait_for_absent=True)
+        except Resigned:
+            is_late = True
+        else:
+            # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
+            # hold the result for it.
+            has_results = any(self.allreduce.vector.held) or not self.roster.is_sender  # an auxiliary never gets any
+            is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
+        if is_late:
+            await self.allreduce.abandon()
+        return not is_late
+
+    def _is_worth_following(self, candidate: RoundMember) -> bool:
+        """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
+        return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
+
+    async def _follow_unless_silent(self, coordinator: RoundMember) -> bool:
+        """Follow a coordinator, but stop as soon as the watch finds it silent.
+
+        Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
+        """
+        following = asyncio.ensure_future(self._follow(coordinator))
+        await first_completed(following, coordinator.silent.wait(), self._wait_until_stuck(coordinator))
+        return not following.cancelled() and following.result()
+
+    def follows_another_than(self, coordinator: PeerID) -> bool:
+        """Whether this member has followed this coordinator, or tried to, and follows another one now."""
+        return coordinator in self._left
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this member has nothing left to do but to wait for its coordinator, or has given that one up."""
+        pairs = [pair for index, pair in self.allreduce.pairs.items() if not self.roster.members[index].failed]
+        has_given_all = all(pair.traffic.averages_out.is_taken for pair in pairs)
+        return has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
+
+    async def _wait_until_stuck(self, coordinator: RoundMember) -> None:
+        """Give a coordinator up that does not end the round, although all others only wait for that."""
+        limit, roster = self.allreduce.settings.reducer_timeout, self.roster
+        # Clients cannot be asked. One member that does not wait is enough, and is asked first the next time.
+        others = [roster.members[index] for index in roster.coordinators]
+        others = [member for member in others if member not in (roster.own, coordinator)]
+        busy: RoundMember | None = coordinator
+        while busy is not None and not self._is_overdue:
+            await asyncio.sleep(limit / ALIVE_PER_TIMEOUT)
+            if self.is_waiting and self._participation.has_waited(limit):
+                others.sort(key=lambda member: member is not busy)
+                busy = await self._first_busy(others)
+        self._has_given_up = True
+        self.roster.on_stuck(coordinator.index, limit)
+        self.roster.fail(coordinator.index, "does not end the round, for which all others wait")
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether the round would be over even if a gap had to be filled after each death, whatever others say."""
+        settings, reported_at = self.allreduce.settings, self._participation.first_report_at
+        seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self._began_at
+        now = asyncio.get_running_loop().time()
+        return now - reported_at > (1 + len(self.roster.failed)) * seconds
+
+    async def _first_busy(self, members: list[RoundMember]) -> RoundMember | None:
+        for member in members:
+            if await self._is_busy(member):
+                return member
+        return None
+
+    async def _is_busy(self, member: RoundMember) -> bool:
+        """Whether the coordinator may be waiting for another member, which perhaps has failed only here."""
+        question, stub = StatusRequest(round_id=self.allreduce.round_id), self.allreduce.get_stub(member.peer_id)
+        try:
+            reply = await stub.rpc_round_status(question, timeout=self.allreduce.settings.sender_timeout)
+        except PEER_FAILURES as e:
+            logger.debug("asked %s whether it waits for the coordinator: %r", member.peer_id, e)
+            return not member.failed
+        return not reply.is_waiting and reply.status in (RoundStatus.RUNNING, RoundStatus.UNKNOWN)
+
+    async def _follow(self, coordinator: RoundMember) -> bool:
+        """Follow a coordinator; returns whether the round was committed."""
+        reason, loop = "", asyncio.get_running_loop()
+        deadline = loop.time() + self.allreduce.settings.sender_timeout
+        stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
+        pair = self.allreduce.pairs[coordinator.index]
+        while breaks <= MAX_RESUMES:
+            try:
+                async with open_again(stub.rpc_complete, pair) if breaks else stub.rpc_complete() as call:
+                    with pair.link.watching(call):
+                        await self._participation.run(call)
+                    await call.send_end()
+                return True
+            except Resigned as e:
+                # This member follows the next coordinator. The one that resigned will come back for the result, so it
+                # has to be kept.
+                self.roster.closed_early, reason = True, str(e)
+                break
+            except Missed as e:
+                self.roster.missed, reason = True, str(e)
+                break
+            except StreamClosedError as e:
+                # A connection may break without a death, so this coordinator is tried again.
+                reason, breaks = reason_of(e), breaks + 1
+                stub.dial_anew()
+                await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
+            except DialError as e:
+                reason, dials = reason_of(e), dials + 1
+                if breaks or dials == _MAX_FIRST_DIALS or loop.time() >= deadline:
+                    break
+                await asyncio.sleep(dials * REDIAL_PAUSE)
+            except PEER_FAILURES as e:
+                reason = reason_of(e)
+                break
+        self.roster.fail(coordinator.index, reason)
+        return False

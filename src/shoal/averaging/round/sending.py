@@ -1,0 +1,197 @@
+"""How parts and averages are cut into messages, which any number of connections take one after another.
+
+*Bundles.* Several small parts travel in one message. Models have many tensors of some hundred values, and with codecs
+that look at a tensor as a whole each of them is a part of its own. A message for each would cost more than its bytes.
+
+*Slices.* Over long links a large part travels in slices, over several connections at once. Connections that share a
+slow link are slow. If each carried whole parts, the last parts would end at very different times, and the link would be
+half idle meanwhile. With slices all connections end together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+from shoal.averaging.messages import DescribedPart, PartMessage
+from shoal.base.logs import quoted
+from shoal.errors import ProtocolError
+from shoal.net.transport import Buffer
+from shoal.p2p import Call
+
+# The length of a TLS record.
+SLICE_BYTES = 2**14
+# Parts that take no more than this together travel in one message.
+BUNDLE_BYTES = 2**19
+# The most parts in one message: their descriptions have to fit into its header.
+BUNDLE_PARTS = 256
+
+
+Piece = tuple[PartMessage, "tuple[Buffer, ...]"]
+
+
+class OutgoingParts:
+    """Parts for one receiver, in order. Any number of connections take them piece by piece.
+
+    Args:
+        sizes: the size of each part in bytes.
+        encode: encodes the part with a given index; does not wait if the part is there.
+        is_there: tells whether the part with a given index can be encoded now.
+        wait: waits until it can.
+        on_sent: called when all pieces have been sent.
+        is_average: whether these are averages, rather than parts to reduce.
+        is_urgent: tells whether the part with a given index must go before everything else.
+        held: tells how many averages of the receiver this member holds, see :class:`PartMessage`.
+        left_out: tells whose values averages lack, see there, too.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[float],
+        encode: Callable[[int], Awaitable[DescribedPart]],
+        is_there: Callable[[int], bool],
+        wait: Callable[[int], Awaitable[object]],
+        on_sent: Callable[[], None],
+        *,
+        is_average: bool,
+        is_urgent: Callable[[int], bool] = lambda index: False,
+        held: Callable[[], int] = lambda: 0,
+        left_out: Callable[[], Iterable[int]] = lambda: (),
+    ) -> None:
+        self._is_average, self._is_urgent, self._held, self._left_out = is_average, is_urgent, held, left_out
+        self._sizes = sizes
+        self.count = len(sizes)
+        """The number of all parts."""
+        self._encode, self._is_there, self._wait, self._on_sent = encode, is_there, wait, on_sent
+        self.in_slices = False
+        """Large parts are cut into slices, because they travel over several connections."""
+        # Parts that no connection has taken, in order.
+        self._ranges = deque([range(self.count)] if self.count else [])
+        self._untaken = self.count
+        # Parts of which the receiver lacks only some slices, which these bits tell.
+        self._lacking: dict[int, int] = {}
+        # The pieces of the bundle that was encoded last.
+        self._pieces: deque[Piece] = deque()
+        self._pieces_per_part = 1
+        self._under_way = 0
+        self.bytes_sent = 0
+        """Of all payloads so far."""
+
+    @property
+    def left(self) -> float:
+        """The number of parts that no connection has taken, with a fraction for the one that is partly taken."""
+        return self._untaken + len(self._pieces) / self._pieces_per_part
+
+    @property
+    def _next(self) -> int:
+        return self._ranges[0].start if self._ranges else self.count
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether connections have taken all pieces."""
+        return not self._ranges and not self._pieces
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next piece can be sent now."""
+        return bool(self._pieces) or (bool(self._ranges) and self._is_there(self._next))
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the next piece must go before everything else. It must be ready."""
+        return self._is_urgent(self._next)
+
+    async def wait(self) -> None:
+        """Wait until the next piece is ready."""
+        await self._wait(self._next)
+
+    async def send_next(self, call: Call) -> None:
+        """Send the next piece, which must be ready."""
+        if not self._pieces:
+            # Moved before anything is awaited, so that no other connection takes the same parts.
+            taken = self._take_bundle()
+            pieces = list(self._cut(taken.start, [await self._encode(index) for index in taken]))
+            if not pieces:
+                raise ProtocolError(f"has begun part {taken.start}, but lacks no slice of it")
+            self._pieces.extend(pieces)
+            self._pieces_per_part = len(pieces)
+        message, payload = self._pieces.popleft()
+        message.held, message.left_out = self._held(), sorted(self._left_out())
+        self._under_way += 1
+        await call.send(message, *payload)
+        self._under_way -= 1
+        self.bytes_sent += sum(len(each) for each in payload)
+        if self.is_taken and not self._under_way:
+            self._on_sent()
+
+    def repeat(self, gaps: Sequence[tuple[int, int]], begun: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Send these parts from now on, and nothing else; no connection may be sending any.
+
+        Args:
+            gaps: ranges of parts.
+            begun: some of these parts, and the slices of each that are to be sent, as bits from the lowest on.
+
+        Raises:
+            ProtocolError: there are no such parts.
+        """
+        borders = [0, *(border for gap in gaps for border in gap), self.count]
+        if borders != sorted(borders):
+            raise ProtocolError(f"lacks parts {quoted(gaps)} of {self.count}")
+        self._ranges = deque(range(start, stop) for start, stop in gaps if start < stop)
+        self._untaken = sum(map(len, self._ranges))
+        self._lacking = {index: int.from_bytes(bits, "little") for index, bits in begun}
+        self._pieces.clear()
+        self._under_way = 0
+        if self.is_taken:
+            self._on_sent()
+
+    def _take_bundle(self) -> range:
+        """Take the next part, and those after it that travel in one message with it."""
+        together = self._ranges.popleft()
+        end = self._end_of_bundle(together)
+        taken, rest = range(together.start, end), range(end, together.stop)
+        if rest:
+            self._ranges.appendleft(rest)
+        self._untaken -= len(taken)
+        return taken
+
+    def _end_of_bundle(self, together: range) -> int:
+        left = (SLICE_BYTES if self.in_slices else BUNDLE_BYTES) - self._sizes[together.start]
+        end = min(together.stop, together.start + BUNDLE_PARTS)
+        for index in range(together.start + 1, end):
+            left -= self._sizes[index]
+            if left < 0 or not self._is_there(index):
+                return index
+        return end
+
+    def _cut(self, first: int, encoded: Sequence[DescribedPart]) -> Iterator[Piece]:
+        headers = [header for header, _ in encoded]
+        payload = tuple(buffer for _, buffers in encoded for buffer in buffers)
+        if not self.in_slices or len(headers) > 1 or headers[0].nbytes <= SLICE_BYTES:
+            yield PartMessage(first, headers, self._is_average), payload
+            return
+        whole = memoryview(payload[0])
+        lacking = self._lacking.get(first, -1)
+        for offset in (offset for offset in range(0, len(whole), SLICE_BYTES) if lacking >> offset // SLICE_BYTES & 1):
+            yield PartMessage(first, headers, self._is_average, offset), (whole[offset : offset + SLICE_BYTES],)
+
+
+async def send_all(call: Call, *sources: OutgoingParts, before: Callable[[], Awaitable[object]] | None = None) -> None:
+    """Send pieces on one connection until the connections have taken them all.
+
+    A ready piece of the first source goes first, unless another source has an urgent one.
+
+    Args:
+        before: called before each piece; may wait.
+    """
+    while waiting := [source for source in sources if not source.is_taken]:
+        ready = [source for source in waiting if source.is_ready]
+        if not ready:
+            await waiting[0].wait()
+            continue
+        chosen = max(ready, key=lambda source: source.is_urgent)
+        if before is not None:
+            await before()
+            if not chosen.is_ready:  # meanwhile another connection has taken it
+                continue
+        await chosen.send_next(call)

@@ -1,0 +1,506 @@
+"""Rounds of a group, one after another; and all rounds of an averager, by id.
+
+A step runs one or more phases in the group that was found for it (:class:`GroupSession`). Each phase is a
+:class:`Round`: an exchange of parts, then its completion. In :class:`ActiveRounds` the calls of other members find
+their round, even if they come before it begins here or after it has its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
+from shoal.averaging.finite import name_not_finite
+from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, RoundStatus
+from shoal.averaging.round.combining import share_norms
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.finish import Completion
+from shoal.averaging.round.parts import RoundVector, rescale_shares
+from shoal.averaging.round.receipts import Notary
+from shoal.base.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.errors import AllreduceException, ProtocolError
+from shoal.p2p import Call, PeerID, StubBase
+from shoal.peers.scores import PeerScores
+
+logger = logging.getLogger(__name__)
+
+# A call for a round that has not begun here waits for it. The limit keeps strangers from filling the memory with these.
+MAX_WAITING_CALLS = 1024
+# The most rounds for which one peer may wait here. An honest member is a phase or two ahead.
+MAX_UNKNOWN_ROUNDS = 8
+# The ids of so many finished rounds are kept, so that late calls for them are refused at once.
+MAX_REMEMBERED_ROUNDS = 256
+
+
+@dataclass(frozen=True)
+class AllReduceSettings:
+    """How a group averages."""
+
+    codec: CompressionBase
+    part_size_bytes: int
+    alpha: float
+    """Local values move by this fraction of the way to the average."""
+    sender_timeout: float
+    """A sender is given up after so many seconds without the next part."""
+    reducer_timeout: float
+    """A reducer is given up after so many seconds without the next average."""
+    quorum: int | None = None
+    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    quorum_grace: float = 0.0
+    aggregation: Aggregation | None = None
+    """``None``: the weighted mean."""
+    verify_reducers: bool = False
+    """Whether members compare the averages that they get, see :mod:`shoal.averaging.round.verification`."""
+
+
+class RoundIsCommitted(AllreduceException):
+    """A call is too late for a round, which has ended with a result."""
+
+
+class Round:
+    """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
+
+    def __init__(self, allreduce: AllReduce) -> None:
+        self.allreduce, self.completion = allreduce, Completion(allreduce)
+        self._work: asyncio.Future[None] | None = None
+
+    async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
+        """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
+
+        Args:
+            failed_before: positions of members that failed in an earlier phase; nobody waits for them.
+
+        Raises:
+            AllreduceException: nothing at all was averaged; the tensors are as they were.
+        """
+        started = asyncio.get_running_loop().time()
+        for member in failed_before:
+            self.allreduce.roster.fail(member, "failed in an earlier phase", is_hearsay=True)
+        # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
+        # dial would hear of the end later than the others.
+        self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
+        try:
+            # When all senders hold all averages the result is final; finish() waits for the calls to end.
+            await first_completed(asyncio.shield(work), self.allreduce.roster.all_complete.wait())
+            if work.done():
+                work.result()
+            else:
+                self.completion.release()
+        except BaseException:
+            self.allreduce.roster.held_up_by = self.allreduce.reducer.find_who_holds_up()
+            await cancel_and_wait(work)
+            raise
+        return self.allreduce.result(asyncio.get_running_loop().time() - started)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether all members that stayed to the end have the same averages, as far as this member knows."""
+        return bool(self.allreduce.weights) or self.allreduce.roster.all_complete.is_set()
+
+    async def _complete(self) -> None:
+        try:
+            await self.completion.run()
+        finally:
+            self.allreduce.end()
+
+    async def finish(self, linger: float) -> None:
+        """Serve the other members until they have all that they need. The tensors are not touched any more.
+
+        Args:
+            linger: seconds for which late members may come for the result.
+        """
+        if self._work is None:
+            return
+        try:
+            await asyncio.wait([self._work])
+            await self.completion.linger(linger)
+        finally:
+            await cancel_and_wait(self._work)
+            self.allreduce.vector.let_go()
+
+    async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
+        """Serve the call of a member that sends the parts which this one reduces."""
+        await self.allreduce.serve(call, begin, sender)
+
+    async def serve_member(self, call: Call, hello: RoundMessage, member: PeerID) -> None:
+        """Serve the call of a member that follows this one as its coordinator.
+
+        Raises:
+            ProtocolError: the caller is not a member, or breaks the protocol.
+        """
+        peers = self.allreduce.group.peer_ids
+        if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
+            raise ProtocolError("not the greeting of a member of this round")
+        await self.completion.serve(call, hello, peers.index(member))
+
+
+class ActiveRounds:
+    """The rounds in which this averager takes part, by id. Calls of other members may come before the round begins.
+
+    The id of a round is the id of its group followed by the number of its phase.
+
+    Args:
+        is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
+        most_kept: the results of so many groups are kept for late members; each takes as much memory as the tensors.
+    """
+
+    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False, most_kept: int = 2) -> None:
+        self._is_of_use, self._most_kept = is_of_use, most_kept
+        self.running: dict[bytes, Round] = {}
+        """Rounds that have no result yet."""
+        # By round id: the calls that wait for the round to begin here, and their callers.
+        self._waiting: dict[bytes, dict[asyncio.Future[Round], PeerID]] = {}
+        self.lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
+        """Rounds that have their result but still serve other members."""
+        self.finished: OrderedDict[bytes, bool] = OrderedDict()
+        """Ids of rounds and groups that this averager has left, and whether they were committed, as far as it knows."""
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self._waiting) + len(self.lingering)
+
+    async def run(
+        self, round_id: bytes, current: Round, failed_before: Sequence[int] = (), linger: float = 0.0
+    ) -> RoundResult:
+        """Run a round that others can find by its id; late members can find it ``linger`` seconds longer.
+
+        Raises:
+            AllreduceException: nothing was averaged.
+        """
+        self.running[round_id] = current
+        for call in self._waiting.get(round_id, ()):
+            if not call.done():
+                call.set_result(current)
+        try:
+            return await current.run(failed_before)
+        finally:
+            del self.running[round_id]
+            self._remember(round_id, is_committed=current.is_committed)
+            self.lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
+            groups = [*dict.fromkeys(each[:GROUP_ID_BYTES] for each in self.lingering)]
+            for each, (earlier, _) in self.lingering.items():
+                if each[:GROUP_ID_BYTES] in groups[: -self._most_kept]:
+                    earlier.completion.is_outdated.set()
+
+    async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
+        try:
+            await current.finish(linger)
+        finally:
+            if round_id in self.finished:
+                self.finished[round_id] = current.is_committed
+            self.lingering.pop(round_id, None)
+
+    def leave_group(self, group_id: bytes) -> None:
+        """Note that no further round will begin in this group; calls that wait for one are refused."""
+        for round_id, calls in self._waiting.items():
+            if round_id.startswith(group_id):
+                self._refuse(calls, "this member has left the group")
+        self._remember(group_id)
+
+    async def close(self) -> None:
+        """Refuse all waiting calls and end lingering rounds, because no further round will begin at all."""
+        for calls in self._waiting.values():
+            self._refuse(calls, "this averager was shut down")
+        await cancel_and_wait(*[task for _, task in self.lingering.values()])
+
+    def _refuse(self, calls: Iterable[asyncio.Future[Round]], reason: str) -> None:
+        for call in calls:
+            if not call.done():
+                call.set_exception(AllreduceException(reason))
+
+    def _remember(self, finished_id: bytes, *, is_committed: bool = False) -> None:
+        self.finished[finished_id] = is_committed
+        while len(self.finished) > MAX_REMEMBERED_ROUNDS:
+            self.finished.popitem(last=False)
+
+    def _is_finished(self, round_id: bytes) -> bool:
+        return round_id in self.finished or round_id[:GROUP_ID_BYTES] in self.finished
+
+    async def find(self, round_id: bytes, caller: PeerID, patience: float) -> Round:
+        """The round that another member means; waits for it if it has not begun here.
+
+        Args:
+            caller: the member that has called.
+            patience: seconds to wait for the beginning of the round.
+
+        Raises:
+            RoundIsCommitted: the round is over, with a result.
+            AllreduceException: the round is over without a result, or too many calls wait for unknown rounds.
+            TimeoutError: the round did not begin in time.
+        """
+        if round_id in self.running:
+            return self.running[round_id]
+        if round_id in self.lingering:
+            return self.lingering[round_id][0]
+        if self.finished.get(round_id):
+            raise RoundIsCommitted("this member has finished the round already")
+        if self._is_finished(round_id):
+            raise AllreduceException("this member has finished the round already, or has left it")
+        unknown = [known_id for known_id, calls in self._waiting.items() if caller in calls.values()]
+        if len(unknown) >= MAX_UNKNOWN_ROUNDS and round_id not in unknown:
+            raise AllreduceException(f"{caller} means {len(unknown)} rounds already that this member does not know")
+        if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
+            self._give_up_longest_waiting()
+        call: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
+        calls = self._waiting.setdefault(round_id, {})
+        calls[call] = caller
+        try:
+            async with asyncio.timeout(None if math.isinf(patience) else patience):
+                return await call
+        finally:
+            del calls[call]
+            if not calls:
+                self._waiting.pop(round_id, None)
+
+    def _give_up_longest_waiting(self) -> None:
+        """Refuse the stranger that has waited longest, or raise an error. A call for a real round waits briefly."""
+        waiting = ((call, peer) for calls in self._waiting.values() for call, peer in calls.items())
+        refused = next((call for call, peer in waiting if not call.done() and not self._is_of_use(peer)), None)
+        if refused is None:
+            raise AllreduceException("too many calls wait for rounds that this member does not know")
+        self._refuse([refused], "too many calls wait for rounds that this member does not know")
+
+    def status(self, round_id: bytes) -> RoundStatus:
+        """The status of a round at this member."""
+        if round_id in self.running:
+            return RoundStatus.RUNNING
+        if self.finished.get(round_id) or round_id in self.lingering:
+            return RoundStatus.FINISHED
+        return RoundStatus.LEFT if self._is_finished(round_id) else RoundStatus.UNKNOWN
+
+
+# The phase is the last byte of a round's id.
+MAX_PHASES = 256
+# Work on vectors larger than this would hold up the event loop, so it is done in a worker.
+LARGE_VECTOR = 2**20
+
+
+class GroupSession:
+    """What a step does in the group that was found for it.
+
+    Most averagers run one all-reduce of their tensors. Others run several, one per phase. PowerSGD, for example,
+    averages something in its second phase that depends on the first average. All members call :meth:`all_reduce`
+    equally often, with tensors of the same shapes. If a member fails in one phase, the later ones do not wait for it.
+
+    Args:
+        group: as agreed.
+        own: this peer.
+        weight: this member's weight.
+        settings: how the group averages.
+        rounds: where other members find the phases.
+        get_stub: makes a stub of the averager protocol for a member.
+        sign: signs with this peer's key.
+        accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
+        notary: makes receipts; ``None``: there are none.
+    """
+
+    def __init__(
+        self,
+        group: GroupInfo,
+        own: PeerID,
+        weight: float,
+        settings: AllReduceSettings,
+        rounds: ActiveRounds,
+        get_stub: Callable[[PeerID], StubBase],
+        sign: Callable[[bytes], bytes],
+        accuse: Callable[[PeerID, str], None],
+        notary: Notary | None = None,
+    ) -> None:
+        self.group, self.own_index = group, group.peer_ids.index(own)
+        self.weight = group.limited(self.own_index, weight)
+        if self.weight < weight:
+            logger.info(
+                "in this round %g of this peer's weight of %g count: who leads it has not seen this peer bring so much "
+                "before. From the next round on it will count more",
+                self.weight,
+                weight,
+            )
+        self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
+        self._sign, self._accuse, self._notary = sign, accuse, notary
+        self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
+        """Called with a coordinator that has not ended a round for so many seconds, perhaps later than the session."""
+        self.not_finite: str | None = None
+        """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
+        self.seen_not_finite: set[PeerID] = set()
+        """Members that have sent this one values that are not finite."""
+        self.told_not_finite: set[PeerID] = set()
+        """Members of which others say so."""
+        self.overstating: dict[PeerID, float] = {}
+        """Members that have claimed a larger weight than their leader allows, and which."""
+        # What this member has seen itself, see :class:`~shoal.averaging.round.members.Roster`.
+        self._seen_failing, self._seen_withholding = set[PeerID](), dict[PeerID, float]()
+        self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
+        self._is_cut_short = False
+        self._began_at = math.nan
+        self._phases: list[RoundResult] = []
+        # By phase: its tensors, and the vector that knows how much of them is averaged.
+        self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
+        # The weights of all members, only of phases that use the weights of the step.
+        self._main_weights: list[tuple[float, ...]] = []
+
+    @property
+    def mode(self) -> AveragingMode:
+        """The mode of this member in the group."""
+        return AveragingMode(self.group.modes[self.own_index])
+
+    def show_gathered(self, gathered: Sequence[bytes]) -> None:
+        """Replace what the members gave by what the user may see of it, because they also gave data for internal use.
+
+        Args:
+            gathered: one serialized value for each member.
+        """
+        self.group = dataclasses.replace(self.group, gathered=tuple(gathered))
+
+    @property
+    def result(self) -> RoundResult:
+        """The result of all phases together."""
+        assert self._phases, "no all-reduce has been run in this group"
+        return RoundResult.of_phases(self._phases, self._main_weights or [self._phases[0].weights])
+
+    async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:
+        """Whether all values of this member are finite; if not, its weight in this step is 0 from now on.
+
+        :meth:`all_reduce` checks its own tensors. Call this for other tensors from which those are made.
+        """
+        if self.mode is AveragingMode.AUX:  # an auxiliary has no values of its own
+            return True
+        is_large = sum(tensor.numel() for tensor in tensors) > LARGE_VECTOR
+        bad = await run_in_worker(name_not_finite, tensors, infos) if is_large else name_not_finite(tensors, infos)
+        if bad is not None:
+            self.weight, self.not_finite = 0.0, self.not_finite or bad
+        return bad is None
+
+    async def all_reduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        infos: Sequence[CompressionInfo] | None = None,
+        alpha: float | None = None,
+        weight: float | None = None,
+    ) -> RoundResult:
+        """Replace tensors by their weighted mean over the members.
+
+        Args:
+            tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
+            infos: one for each tensor, for the codec.
+            alpha: move values by this fraction of the way to the mean; default: the averager's setting.
+            weight: this member's weight in this phase; default: its weight in the step. If some of the values are not
+                finite, the weight is 0.
+
+        Raises:
+            AllreduceException: nothing was averaged; the tensors are as they were.
+        """
+        phase = len(self._phases)
+        assert phase < MAX_PHASES, f"a step has at most {MAX_PHASES} phases"
+        if not self._vectors:
+            self._began_at = asyncio.get_running_loop().time()
+        infos = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+        settings = self._settings if alpha is None else dataclasses.replace(self._settings, alpha=alpha)
+        round_id = self.group.group_id + bytes([phase])
+        shares = rescale_shares(self.group.shares, sum(tensor.numel() for tensor in tensors))
+        group = dataclasses.replace(self.group, shares=shares)
+        direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
+        # All values are checked before the first byte is sent, so the member does not contribute to some parts only.
+        is_spoilt = not await self.check_values(working, infos)
+        own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
+        allreduce = AllReduce(
+            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt, self._sign
+        )
+        # A receipt shows the weights of members. If a phase has weights of its own, these say nothing about members.
+        allreduce.notary = self._notary if weight is None else None
+        allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
+        allreduce.roster.on_stuck = lambda member, seconds: self.on_stuck(group.peer_ids[member], seconds)
+        await self._claim_norms(allreduce)
+        self._vectors.append((working, allreduce.vector))
+        try:
+            result = await self._rounds.run(
+                round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
+            )
+        finally:
+            roster = allreduce.roster
+            self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
+            self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
+            self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
+            self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
+            self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
+            self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
+            self._seen_withholding |= {group.peer_ids[member]: at for member, at in roster.seen_withholding.items()}
+        self._phases.append(result)
+        if weight is None:
+            self._main_weights.append(result.weights)
+        if not direct and self.mode is not AveragingMode.AUX:
+            self._vectors.append((tensors, allreduce.vector))
+            await run_in_worker(_copy_back, working, tensors)
+        return result
+
+    async def _claim_norms(self, allreduce: AllReduce) -> None:
+        """Announce the norms of this member's shares, if the rule needs them. Must come before anything is sent."""
+        if allreduce.book.is_needed_of(self.own_index):
+            is_large = sum(allreduce.group.shares) > LARGE_VECTOR
+            arguments = allreduce.vector, self.own_index
+            norms = await run_in_worker(share_norms, *arguments) if is_large else share_norms(*arguments)
+            allreduce.book.claim(self.own_index, norms, self._sign)
+
+    def share_averaged(self, tensors: Sequence[torch.Tensor]) -> float:
+        """The share of the values that holds an average by now, from 0 to 1, even if a phase was cut short.
+
+        Args:
+            tensors: the phases that work on any of these count, and the largest share among them.
+        """
+        wanted = set(map(id, tensors))
+        return max(
+            (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
+        )
+
+    def let_go(self) -> None:
+        """The step is over: do not keep its tensors alive any longer."""
+        self._vectors = [([], vector) for _, vector in self._vectors]
+
+    def blame_slow_members(self) -> None:
+        """The time for the whole round is over: count the senders as failed for which this member waited as a reducer.
+
+        If there are none, count reducers whose averages had not come. Otherwise these have waited for the same senders.
+        """
+        self._is_cut_short = True
+        self._seen_failing |= self._cut_off
+        self._seen_withholding |= dict.fromkeys(self._cut_off, asyncio.get_running_loop().time())
+
+    def tell(self, behaviour: PeerScores) -> None:
+        """Report to ``behaviour`` how each of the other members has done."""
+        if self._vectors:
+            others = [peer for index, peer in enumerate(self.group.peer_ids) if index != self.own_index]
+            # With a small vector some members have a share but get no part. They have shown nothing.
+            reducers = {
+                peer
+                for _, vector in self._vectors
+                for peer, parts in zip(self.group.peer_ids, vector.parts, strict=True)
+                if parts
+            }
+            seconds = asyncio.get_running_loop().time() - self._began_at
+            waited = {peer: at - self._began_at for peer, at in self._seen_withholding.items()}
+            behaviour.note_round(others, self._seen_failing, reducers, waited, seconds)
+            for peer in self._held_up_by if self._is_cut_short else ():
+                behaviour.note_delay(peer, seconds)
+
+    def _failed_members(self) -> list[int]:
+        failed = {peer for phase in self._phases for peer in phase.failed_peers}
+        return [index for index, peer in enumerate(self.group.peer_ids) if peer in failed]
+
+
+def _copies_on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _copy_back(working: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for source, target in zip(working, tensors, strict=True):
+            target.copy_(source)

@@ -1,0 +1,442 @@
+"""What two members of a round send each other: parts to the reducer, averages back to the sender.
+
+*Repetition.* When a connection breaks, what was under way on it may be lost. Then the two members tell each other which
+parts and averages have not come, or which slices of them, and these are sent again. So averages are kept until the
+receiver has said that it holds them. Parts need not be kept: until the average of a part comes, the vector still holds
+its values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shoal.averaging.finite import all_finite
+from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
+from shoal.averaging.round.flow_control import FlowControl, Runner
+from shoal.averaging.round.parts import Averages, Part, RoundVector
+from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, OutgoingParts, send_all
+from shoal.base.logs import quoted
+from shoal.compression.base import SerializedTensor, bytes_of
+from shoal.errors import ProtocolError
+from shoal.p2p import Call
+
+
+@dataclass
+class _Slices:
+    """A part of which some slices have come."""
+
+    buffer: memoryview
+    due: set[int]
+    """Offsets of the slices that have not begun to come."""
+    left: int
+    """The number of bytes that have not come."""
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Slices:
+        """Memory for a part whose first slice is about to be read."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
+
+    @property
+    def count(self) -> int:
+        """Of all its slices."""
+        return -(-len(self.buffer) // SLICE_BYTES)
+
+    def mask(self) -> bytes:
+        """Which slices are still to come, as bits from the lowest on."""
+        bits = sum(1 << offset // SLICE_BYTES for offset in self.due)
+        return bits.to_bytes(-(-self.count // 8), "little")
+
+
+class IncomingParts:
+    """The parts or averages of one member as they arrive."""
+
+    def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
+        self._vector, self._parts = vector, parts
+        self.missing = set(range(len(parts)))
+        """Indices of the parts that are not completely here."""
+        self._begun: dict[int, _Slices] = {}
+
+    async def receive(self, call: Call, message: PartMessage) -> Averages:
+        """Receive the payload that belongs to a message.
+
+        Returns:
+            The values of the parts that are complete now; ``None`` for "unchanged".
+
+        Raises:
+            ProtocolError: the message holds something that is not due.
+        """
+        indices = range(message.index, message.index + len(message.parts))
+        if not self.missing.issuperset(indices):
+            raise ProtocolError(f"sent parts {indices}, which are not due")
+        if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
+            return await self._receive_slice(call, message)
+        parts = [self._parts[index] for index in indices]
+        is_too_large = len(parts) > 1 and sum(part.nbytes for part in parts) > BUNDLE_BYTES
+        if is_too_large or len(parts) > BUNDLE_PARTS or not self._begun.keys().isdisjoint(indices):
+            raise ProtocolError(f"sent parts {indices} as a whole")
+        self.missing.difference_update(indices)
+        try:
+            return await self._vector.receive(call, message.parts, parts)
+        except BaseException:
+            self.missing.update(indices)
+            raise
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The parts that are not completely here, as ranges in order."""
+        gaps: list[tuple[int, int]] = []
+        for index in sorted(self.missing):
+            if gaps and gaps[-1][1] == index:
+                gaps[-1] = (gaps[-1][0], index + 1)
+            else:
+                gaps.append((index, index + 1))
+        return gaps
+
+    def begun(self) -> list[tuple[int, bytes]]:
+        """Parts of which some slices are here, each with bits that tell which slices are not."""
+        return [(index, slices.mask()) for index, slices in sorted(self._begun.items())]
+
+    def drop_slices(self) -> None:
+        """Forget slices that may not fit to those that come again: with a lossy codec, or of very large parts.
+
+        These parts come again as a whole.
+        """
+        for index, slices in list(self._begun.items()):
+            if self._parts[index].codec.lossy or slices.count > MAX_SLICES:
+                del self._begun[index]
+
+    async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
+        index, header, offset = message.index, message.parts[0], message.offset
+        part = self._parts[index]
+        self._vector.check(header, part)
+        if index not in self._begun:
+            self._begun[index] = _Slices.of(header.nbytes)
+        slices = self._begun[index]
+        size = min(SLICE_BYTES, header.nbytes - offset)
+        if header.nbytes != len(slices.buffer) or offset not in slices.due or call.payload_size != size:
+            raise ProtocolError(f"sent a slice of part {index} which is not due")
+        slices.due.remove(offset)
+        try:
+            await call.read_payload_into(slices.buffer[offset : offset + size])
+        except BaseException:
+            slices.due.add(offset)
+            raise
+        slices.left -= size
+        if slices.left:
+            return []
+        del self._begun[index]
+        self.missing.remove(index)
+        return [self._vector.decode(header, part, slices.buffer)]
+
+
+# So many bytes of averages are kept for one receiver that has not said that it holds them. Much more are never under
+# way: parts and averages keep in step.
+KEPT_BYTES = 2**26
+
+
+class SentAverages:
+    """Averages that one receiver has been sent, as they were sent, until it says that it holds them.
+
+    Those of exact codecs are not among them if the vector of this member holds them, too.
+    """
+
+    def __init__(self) -> None:
+        self._averages: dict[int, DescribedPart] = {}
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._averages)
+
+    def get(self, index: int) -> DescribedPart | None:
+        return self._averages.get(index)
+
+    def add(self, index: int, average: DescribedPart) -> None:
+        self._averages[index] = average
+        self._nbytes += average[0].nbytes
+        while self._nbytes > KEPT_BYTES:
+            self._drop_first()
+
+    def confirm(self, held: int) -> None:
+        """The receiver holds so many averages, from the first one on."""
+        while self._averages and next(iter(self._averages)) < held:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        self._nbytes -= self._averages.pop(next(iter(self._averages)))[0].nbytes
+
+
+# The most bytes that wait unsent on a call that shares its work with others. Little, so that all calls end together.
+BACKLOG_BYTES = 2**15
+
+
+class Traffic:
+    """All parts and averages between this member and another one, on the calls of both.
+
+    On short links a member's parts travel on its own calls, and their averages come back on the same calls. On a long
+    link every call carries whatever is to be sent next. So all connections are busy from the beginning, when there are
+    no averages yet, to the end, when no parts are left. Parts go first, because the other side needs them to make
+    averages; but if too many averages wait here, these go first.
+
+    Args:
+        vector: this member's values.
+        reducer: averages the parts that this member reduces.
+        own, other: positions of the two members.
+        gives: whether this member sends parts.
+        takes: whether the other member sends parts.
+        pace: keeps all receivers of this member in step; ``None``: none of them is held back.
+        on_not_finite: called when an average is not finite.
+        on_delivered: called when all parts are sent.
+        on_received: called when all averages are here.
+    """
+
+    def __init__(
+        self,
+        vector: RoundVector,
+        reducer: PartReducer,
+        own: int,
+        other: int,
+        *,
+        gives: bool,
+        takes: bool,
+        pace: FlowControl | None,
+        on_not_finite: Callable[[], None],
+        on_delivered: Callable[[], None],
+        on_received: Callable[[], None],
+    ) -> None:
+        self.vector, self._reducer, self.other = vector, reducer, other
+        self._pace, self._on_received, self._on_not_finite = pace, on_received, on_not_finite
+        self._runner: Runner | None = None
+        theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
+        self.parts_out = OutgoingParts(
+            [part.nbytes for part in theirs],
+            self._encode_part,
+            lambda index: True,
+            _no_wait,
+            on_delivered,
+            is_average=False,
+            held=lambda: vector.held[other],
+        )
+        self._kept = SentAverages()
+        # Averages of exact codecs need not be kept: this member's own vector holds the same.
+        self._own, self._holds_averages = own, gives and vector.alpha == 1
+        self._given = 0
+        self._is_agreed = False
+        self.averages_out = OutgoingParts(
+            [part.returned.nbytes for part in ours],
+            self._encode_average,
+            reducer.is_averaged,
+            reducer.peek,
+            on_sent=lambda: None,
+            is_average=True,
+            is_urgent=reducer.is_crowded,
+            left_out=lambda: reducer.left_out,
+        )
+        self._count = max(1, len(theirs) + len(ours))
+        self.parts_in, self.averages_in = (
+            IncomingParts(vector, ours),
+            IncomingParts(vector, [each.returned for each in theirs]),
+        )
+        # The number of calls on which something may still come: the calls of this member (True) and of the other one.
+        self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
+        # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
+        self._begun = asyncio.Event()
+        self._is_over = False
+        self.heard_at = -math.inf
+        """Loop time of the other member's last message."""
+        self.bytes_received = 0
+        """Of all payloads so far."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all payloads so far."""
+        return self.parts_out.bytes_sent + self.averages_out.bytes_sent
+
+    async def _encode_part(self, index: int) -> DescribedPart:
+        part = self.vector.parts[self.other][index]
+        return describe_part(PartStatus.VALUES, self.vector.encode(part))
+
+    async def _encode_average(self, index: int) -> DescribedPart:
+        if (kept := self._kept.get(index)) is not None:
+            return kept
+        part = self.vector.parts[self._own][index]
+        is_held = self._holds_averages and not part.codec.lossy
+        if is_held and index < self._given:
+            return describe_part(PartStatus.VALUES, await self._encode_again(index, part))
+        encoded, status = await self._reducer.reply(index, self.other)
+        average = describe_part(status, encoded)
+        self._given = max(self._given, index + 1)
+        if not is_held:
+            self._kept.add(index, average)
+        return average
+
+    async def _encode_again(self, index: int, part: Part) -> SerializedTensor | None:
+        if self.vector.held[self._own] > index:
+            has_average = self.vector.has_average(self._own, index)
+            average = self.vector.values(part) if has_average else None
+        else:
+            average = await self._reducer.peek(index)  # it waits for this member, too
+        return None if average is None else part.compress(average)
+
+    def begin(self, calls: int, *, own: bool) -> None:
+        """Note that so many calls begin: this member's own ones, or those of the other member."""
+        self._calls[own] = calls
+        if not own:
+            self._begun.set()
+        if calls > 1 and not self.parts_out.in_slices:
+            self.parts_out.in_slices = self.averages_out.in_slices = True
+            self._runner = self._pace.add(self._share_left) if self._pace else None
+
+    def begin_anew(self, *, own: bool, others: bool) -> None:
+        """Prepare for new calls after a connection has broken. All old ones must have ended.
+
+        Args:
+            own: whether this member will make calls again.
+            others: whether the other one will, as far as this member knows.
+        """
+        self.parts_in.drop_slices()
+        self.averages_in.drop_slices()
+        self._calls = {True: math.inf if own else 0, False: math.inf if others else 0}
+        self._is_agreed = False
+        if self._runner:
+            self._runner.fall_behind()
+
+    def is_incomplete(self) -> bool:
+        """Whether the other member still has something to send."""
+        return bool(self.parts_in.missing or self.averages_in.missing)
+
+    def gaps(self) -> Resume:
+        """What the other member has to send again, or has not sent yet."""
+        parts, averages = self.parts_in, self.averages_in
+        return Resume(parts.gaps(), averages.gaps(), parts.begun(), averages.begun())
+
+    def send_missing(self, gaps: Resume) -> bool:
+        """Send what the other member lacks, and nothing else; returns ``False`` if that is known already.
+
+        Raises:
+            ProtocolError: the other member cannot lack that.
+        """
+        if self._is_agreed:
+            return False
+        self.averages_out.repeat(gaps.missing_averages, gaps.begun_averages)
+        self.parts_out.repeat(gaps.missing_parts, gaps.begun_parts)
+        # The average of a part takes the place of its values, so these cannot be sent a second time.
+        for start, stop in gaps.missing_parts:
+            if not self.averages_in.missing.issuperset(range(start, stop)):
+                raise ProtocolError("wants parts again that it has averaged")
+        self._is_agreed = True
+        return True
+
+    def _share_left(self) -> float:
+        """The share of all parts and averages that is still to be sent, from 0 to 1."""
+        left = 0.0 if self._is_over else self.parts_out.left + self.averages_out.left
+        return left / self._count
+
+    def stop(self) -> None:
+        """Refuse averages that come from now on, and hold no other receiver back for this one."""
+        self._is_over = True
+        self._note_progress()
+
+    async def send(self, call: Call, usual: OutgoingParts, calls: int) -> None:
+        """Send on one of several calls until nothing is left.
+
+        Args:
+            usual: what travels on this call if it is the only one.
+            calls: the number of calls that share the work.
+        """
+        if calls == 1:
+            await send_all(call, usual)
+            return
+        stream = call.connection.stream
+        stream.limit_backlog(BACKLOG_BYTES)
+        try:
+            await send_all(call, self.parts_out, self.averages_out, before=self._keep_pace)
+        finally:
+            stream.limit_backlog(None)
+            self._note_progress()
+
+    async def _keep_pace(self) -> None:
+        self._note_progress()
+        if self._runner:
+            await self._runner.wait_for_others()
+
+    def _note_progress(self) -> None:
+        if self._runner:
+            self._runner.note_progress()
+
+    async def receive(self, call: Call, limit: Callable[[], float]) -> PartMessage | None:
+        """Receive parts and averages on one call until the other side has no more to send on it.
+
+        Args:
+            limit: tells after how many seconds without the next message to give up.
+
+        Returns:
+            The last message, which has no parts; ``None``: the other side has ended the call.
+
+        Raises:
+            ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the other member failed.
+        """
+        while True:
+            async with asyncio.timeout(limit()):
+                message = await call.receive(PartMessage)
+            self.heard_at = asyncio.get_running_loop().time()
+            if message is None or not message.parts:
+                return message
+            if message.held:
+                self._kept.confirm(message.held)
+            incoming = self._expect(message)
+            if incoming is self.parts_in:
+                await self._begun.wait()
+                await self._reducer.wait_for_room(message.index)
+            async with asyncio.timeout(limit()):
+                nbytes = call.payload_size
+                complete = await incoming.receive(call, message)
+            self.bytes_received += nbytes
+            self._take(message, complete)
+
+    def _expect(self, message: PartMessage) -> IncomingParts:
+        incoming = self.averages_in if message.is_average else self.parts_in
+        statuses = {header.status for header in message.parts}
+        is_due = message.is_average or statuses <= {PartStatus.VALUES, PartStatus.UNCHANGED}
+        if message.index not in incoming.missing or not is_due:
+            raise ProtocolError(f"sent part {message.index} with status {quoted(statuses)}, which is not due")
+        return incoming
+
+    def _take(self, message: PartMessage, complete: Averages) -> None:
+        if complete and message.is_average and self._is_over:
+            raise ProtocolError("sent an average that is not waited for any more")
+        if message.is_average:
+            self._reducer.left_out.update(index for index in message.left_out if index < len(self.vector.parts))
+        for index, (header, values) in enumerate(zip(message.parts, complete, strict=False), message.index):
+            if message.is_average:
+                self._check_finite(values)
+                self.vector.take(self.other, index, values, is_delta=header.status == PartStatus.DELTA)
+            else:
+                self._reducer.deliver(self.other, index, values)
+        if message.is_average and not self.averages_in.missing:
+            self._on_received()
+
+    def _check_finite(self, average: torch.Tensor | None) -> None:
+        if average is not None and not all_finite(average):
+            self._on_not_finite()
+            raise ProtocolError("sent an average that is not finite")
+
+    def end(self, *, own: bool) -> None:
+        """Note that nothing more comes on one call.
+
+        Raises:
+            ProtocolError: this was the last call, but parts or averages are missing.
+        """
+        self._calls[own] -= 1
+        missing = len(self.parts_in.missing) + len(self.averages_in.missing)
+        if missing and not sum(self._calls.values()):
+            raise ProtocolError(f"ended before {missing} of its parts and averages")
+
+
+async def _no_wait(index: int) -> None:
+    await asyncio.sleep(0)

@@ -1,0 +1,10 @@
+"""Streams and calls between two peers that know each other's address.
+
+- :mod:`~.addresses` knows which addresses of other peers work, :mod:`~.own_addresses` those of this machine;
+  :mod:`~.pasted` reads addresses as people paste them.
+- A transport makes streams of bytes (:mod:`~.transport`): :mod:`~.tcp` with TLS, and :mod:`~.memory` within a process.
+- A message on a stream is a small header and a payload that goes straight to where it belongs. A :mod:`~.connection`
+  carries one call at a time; a :mod:`~.dialler` makes connections, and a :mod:`~.connection_pool` keeps and reuses
+  them.
+- A :mod:`~.service` is a class whose ``rpc_`` methods others call; :mod:`~.server` runs them, within :mod:`~.limits`.
+"""

@@ -1,0 +1,388 @@
+"""Connections to other peers, each used by one call at a time and kept for the next one.
+
+A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
+peer share a few dials: the call that has waited longest takes the first connection that becomes free. Direct
+connections are preferred to those through relays, which end when there are direct ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+from collections.abc import Awaitable, Callable
+
+from shoal.errors import (
+    DialError,
+    InterruptedDialError,
+    P2PDaemonError,
+    ShoalError,
+)
+from shoal.net.connection import Connection
+from shoal.net.pooled_peer import BARREN_SECONDS, MAX_PARALLEL_DIALS, PooledPeer, Turn
+from shoal.net.transport import Stream
+from shoal.peers.identity import PeerID
+
+# Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
+MAX_IDLE_PER_PEER = 12
+MAX_IDLE = 256
+# Older connections are replaced, because each new one begins with an exchange of addresses and of the time.
+MAX_AGE_SECONDS = 900.0
+
+
+class ConnectionPool:
+    """Connections by peer.
+
+    Args:
+        dial: makes a new connection to a peer.
+        idle_timeout: seconds after which an unused connection is closed.
+    """
+
+    def __init__(self, dial: Callable[[PeerID], Awaitable[Connection]], idle_timeout: float) -> None:
+        self._dial = dial
+        self._idle_timeout = idle_timeout
+        self._peers: dict[PeerID, PooledPeer] = {}
+        self._idle_since: dict[Connection, float] = {}  # idle for longest first
+        self._sweep: asyncio.TimerHandle | None = None
+        self._spare: set[asyncio.Task[Connection]] = set()
+        self._closed = False
+        self.on_circuit: Callable[[PeerID], object] = lambda peer: None
+        """Called with a peer to which there is a new connection through a relay, or one that a relay has arranged."""
+        self.on_broken: Callable[[PeerID], object] = lambda relay: None
+        """Called with a relay through which a connection has broken."""
+
+    def __contains__(self, peer: object) -> bool:
+        """Whether there are connections to this peer, or soon will be."""
+        return peer in self._peers
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle_since)
+
+    @property
+    def in_use_count(self) -> int:
+        return sum(len(peer.in_use) for peer in self._peers.values())
+
+    def count_of(self, peer_id: PeerID) -> int:
+        """Connections to a peer that are idle, or soon will be."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None else len(peer.idle) + peer.dialling
+
+    def streams_to(self, peer_id: PeerID) -> list[Stream]:
+        """What the connections to a peer run on, idle or in use."""
+        peer = self._peers.get(peer_id)
+        return [] if peer is None else [each.stream for each in (*peer.idle, *peer.in_use)]
+
+    @property
+    def dialling_count(self) -> int:
+        return sum(peer.dialling for peer in self._peers.values())
+
+    @property
+    def waiting_count(self) -> int:
+        return sum(len(peer.waiting) for peer in self._peers.values())
+
+    # --- taking and giving back ---------------------------------------------------------------------------------------
+
+    async def acquire(self, peer_id: PeerID) -> Connection:
+        """A connection for the caller alone, to be given back with :meth:`release`.
+
+        Raises:
+            DialError: the peer cannot be reached.
+            P2PDaemonError: this peer is shut down.
+        """
+        while True:
+            self._check_open()
+            peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
+            connection = self._take_idle(peer)
+            if connection is None and peer.may_dial:
+                peer.dialling += 1
+                connection = await self._dial_or_wait(peer)
+            elif connection is None:
+                connection = await self._wait_for_turn(peer)
+            if not connection.closed:
+                return connection
+            # The connection ended between two calls.
+            self.release(connection, reusable=False)
+
+    def release(self, connection: Connection, *, reusable: bool) -> None:
+        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side.
+
+        A relayed one is not kept as well, if there are direct ones to that peer.
+        """
+        peer = self._peers[connection.remote]
+        stream = connection.stream
+        if not reusable and connection.closed and stream.via is not None:
+            self.on_broken(stream.via)
+        oldest = asyncio.get_running_loop().time() - MAX_AGE_SECONDS
+        is_old = connection.opened_at < oldest and not stream.is_arranged
+        if not reusable or connection.closed or self._closed or is_old:
+            connection.abort()
+            del peer.in_use[connection]
+            self._let_next_dial(peer)
+            return
+        turn = peer.next_in_line()
+        if turn is not None:
+            turn.set_result(connection)
+            return
+        del peer.in_use[connection]
+        if stream.via is not None and peer.has_direct:
+            connection.abort()
+        else:
+            self._keep(peer, connection)
+
+    async def prepare(self, peer_id: PeerID, count: int) -> None:
+        """Dial until ``count`` connections are idle, for calls that will be made soon.
+
+        Raises:
+            DialError: the peer cannot be reached.
+        """
+        self._check_open()
+        peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
+        try:
+            while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
+                peer.dialling += 1
+                connection = await self._dial_new(peer)
+                if connection.closed or connection.stream.via is None:
+                    self.release(connection, reusable=True)
+                else:  # it would not be kept beside direct ones
+                    del peer.in_use[connection]
+                    self._keep(peer, connection)
+        finally:
+            self._forget_if_possible(peer)
+
+    def add(self, connection: Connection) -> None:
+        """Take over a connection that was made elsewhere and is idle."""
+        peer = self._peers.setdefault(connection.remote, PooledPeer(connection.remote))
+        turn = None if self._closed else peer.next_in_line()
+        if turn is not None:
+            peer.in_use[connection] = None
+            turn.set_result(connection)
+        else:
+            self._keep(peer, connection)
+        self._tell_of(connection)
+
+    def expect(self, peer_id: PeerID, count: int) -> Callable[[], None]:
+        """So many connections are being made elsewhere and will be added: calls wait for them rather than dial.
+
+        Returns:
+            What ends that, at once or after the first ones have come; calls that still wait may dial then.
+        """
+        peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
+        peer.dialling += count
+        peer.expected += count
+
+        def end() -> None:
+            nonlocal count
+            peer.dialling -= count
+            peer.expected -= count
+            for _ in range(MAX_PARALLEL_DIALS if count else 0):
+                self._let_next_dial(peer)
+            count = 0
+
+        return end
+
+    def _tell_of(self, connection: Connection) -> None:
+        if connection.stream.via is not None or connection.stream.is_arranged:
+            self.on_circuit(connection.remote)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise P2PDaemonError("this peer is shut down")
+
+    # --- idle connections ---------------------------------------------------------------------------------------------
+
+    def _keep(self, peer: PooledPeer, connection: Connection) -> None:
+        if len(peer.idle) >= MAX_IDLE_PER_PEER and connection.stream.via is None:
+            self._end_idle(next((each for each in peer.idle if each.stream.via is not None), connection))
+        if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
+            connection.abort()
+            self._forget_if_possible(peer)
+            return
+        if len(self._idle_since) >= MAX_IDLE:
+            self._end_idle(next(iter(self._idle_since)))
+        peer.idle.append(connection)
+        self._idle_since[connection] = asyncio.get_running_loop().time()
+        connection.stream.on_closed(functools.partial(self._end_idle, connection))
+        self._schedule_sweep()
+
+    def _take_idle(self, peer: PooledPeer) -> Connection | None:
+        if not peer.idle:
+            return None
+        connection = peer.idle[-1]
+        if connection.stream.via is not None:
+            connection = next((each for each in reversed(peer.idle) if each.stream.via is None), connection)
+        peer.idle.remove(connection)
+        del self._idle_since[connection]
+        connection.stream.on_closed(None)
+        peer.in_use[connection] = None
+        return connection
+
+    def _end_idle(self, connection: Connection) -> None:
+        """Cut an idle connection. Nothing is in flight on it, so there is nothing to wait for."""
+        if self._idle_since.pop(connection, None) is None:
+            return
+        peer = self._peers[connection.remote]
+        peer.idle.remove(connection)
+        connection.abort()
+        self._forget_if_possible(peer)
+
+    @property
+    def peers(self) -> list[PeerID]:
+        """The peers that have connections, or soon will."""
+        return list(self._peers)
+
+    def cut(self, is_unwanted: Callable[[Stream], bool]) -> None:
+        """End the connections that are unwanted from now on; calls on them fail."""
+        for connection in [each for each in self._idle_since if is_unwanted(each.stream)]:
+            self._end_idle(connection)
+        for peer in self._peers.values():
+            for connection in [each for each in peer.in_use if is_unwanted(each.stream)]:
+                connection.stream.abort()
+
+    def drop_via(self, relay: PeerID) -> None:
+        """End the connections through a relay that is no more."""
+        self.cut(lambda stream: stream.via == relay)
+
+    def end_idle(self, peer_id: PeerID) -> None:
+        """Close the idle connections to a peer, because what broke another one may have broken these, too."""
+        if peer_id in self._peers:
+            for connection in list(self._peers[peer_id].idle):
+                self._end_idle(connection)
+
+    def renew(self) -> list[PeerID]:
+        """Close idle connections, so that the next call greets again; returns the peers that had connections."""
+        peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
+        # Those that a relay has arranged stay: there may be no relay to arrange others.
+        for connection in [each for each in self._idle_since if not each.stream.is_arranged]:
+            self._end_idle(connection)
+        return peers
+
+    def _forget_if_possible(self, peer: PooledPeer) -> None:
+        if peer.is_forgettable:
+            self._peers.pop(peer.peer_id, None)
+
+    def _schedule_sweep(self) -> None:
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self._idle_timeout, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._sweep = None
+        too_old = asyncio.get_running_loop().time() - self._idle_timeout
+        mortal = {c: since for c, since in self._idle_since.items() if not c.stream.is_arranged}
+        for connection in [c for c, since in mortal.items() if since <= too_old]:
+            self._end_idle(connection)
+        if mortal:
+            self._schedule_sweep()
+
+    # --- new connections ----------------------------------------------------------------------------------------------
+
+    async def _dial_new(self, peer: PooledPeer) -> Connection:
+        """Dial; the caller has already counted the dial in ``peer.dialling``."""
+        try:
+            connection = await self._dial(peer.peer_id)
+            if connection.closed:
+                raise InterruptedDialError(
+                    f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
+                    "more; try again later"
+                )
+        except BaseException as e:
+            peer.dialling -= 1
+            if isinstance(e, ShoalError) and not peer.in_use:
+                self._fail_waiting(peer, e)
+            elif isinstance(e, DialError):
+                peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
+            self._let_next_dial(peer)
+            raise
+        peer.dialling -= 1
+        peer.in_use[connection] = None
+        self._tell_of(connection)
+        self._let_next_dial(peer)
+        if self._closed:
+            self.release(connection, reusable=False)
+            self._check_open()
+        return connection
+
+    async def _dial_or_wait(self, peer: PooledPeer) -> Connection:
+        """Dial. Where relays arrange connections, take what comes or is given back meanwhile, if that is earlier."""
+        if not (peer.has_arranged_in_use or peer.expected):
+            return await self._dial_new(peer)
+        loop = asyncio.get_running_loop()
+        dial = loop.create_task(self._dial_new(peer))
+        turn = loop.create_task(self._wait_for_turn(peer, dial))
+        taken: asyncio.Task[Connection] | None = None
+        try:
+            await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
+            is_vain = dial.done() and isinstance(dial.exception(), DialError) and peer.has_arranged_in_use
+            taken = turn if turn.done() or is_vain else dial
+            self._let_next_dial(peer)  # perhaps this very call, later
+            return await taken
+        except asyncio.CancelledError:
+            taken = None
+            dial.cancel()
+            raise
+        finally:
+            turn.cancel()
+            for task in {dial, turn} - {taken}:
+                self._spare.add(task)
+                task.add_done_callback(self._take_back)
+
+    def _take_back(self, task: asyncio.Task[Connection]) -> None:
+        """A connection that came when nobody waited for it any more."""
+        self._spare.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            self.release(task.result(), reusable=True)
+
+    async def _wait_for_turn(self, peer: PooledPeer, own_dial: asyncio.Task[Connection] | None = None) -> Connection:
+        while True:
+            turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+            peer.waiting[turn] = own_dial
+            try:
+                connection = await turn
+            except asyncio.CancelledError:
+                self._pass_on(peer, turn)
+                raise
+            try:
+                return await self._dial_or_wait(peer) if connection is None else connection
+            except DialError:
+                if not peer.has_arranged_in_use:
+                    raise
+
+    def _pass_on(self, peer: PooledPeer, turn: asyncio.Future[Turn]) -> None:
+        """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
+        if turn.cancelled():
+            peer.waiting.pop(turn, None)
+            self._forget_if_possible(peer)
+        elif turn.exception() is None:
+            connection = turn.result()
+            if connection is not None:
+                self.release(connection, reusable=True)
+            else:
+                peer.dialling -= 1
+                self._let_next_dial(peer)
+
+    def _let_next_dial(self, peer: PooledPeer) -> None:
+        if peer.may_dial and not self._closed:
+            turn = peer.next_in_line(to_dial=True)
+            if turn is not None:
+                peer.dialling += 1
+                turn.set_result(None)
+        self._forget_if_possible(peer)
+
+    def _fail_waiting(self, peer: PooledPeer, error: ShoalError) -> None:
+        """Fail all waiting calls. Their dials would fail just as late, so do not let timeouts queue up."""
+        turn = peer.next_in_line()
+        while turn is not None:
+            # Each caller gets a traceback of its own.
+            turn.set_exception(copy.copy(error))
+            turn = peer.next_in_line()
+
+    def close(self) -> None:
+        """Cut every connection; calls in progress fail."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for task in self._spare:
+            task.cancel()
+        self.cut(lambda stream: True)
+        for peer in list(self._peers.values()):
+            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))

@@ -1,0 +1,451 @@
+"""Answering calls: one task per accepted connection, and limits on what the peers behind them may take.
+
+Only connections in use keep their place. A connection counts as unused between two calls, before the first message of
+a call, and in a call about something that does not exist here yet. Then it gives way to others when all places are
+taken. One timer checks all connections every few seconds, so that no message costs a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shoal.access.badges import ANY_ROLE
+from shoal.access.membership import ADVICE, Membership
+from shoal.base.logs import Seldom, quoted
+from shoal.errors import NotAMemberError, P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
+from shoal.metrics import Metrics
+from shoal.net.addresses import host_of
+from shoal.net.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, Connection, Failure
+from shoal.net.limits import Limits, more_files
+from shoal.net.service import Gate, Handler, P2PContext, receive_only, serve_streams
+from shoal.net.transport import Kind, Stream, pack
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
+from shoal.peers.scores import PeerScores
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_CHARACTERS = 200
+MEMBERS_ONLY = "only members may call this: give the DHT of this process the authorizer of the swarm"
+# Bytes of a stranger that are taken off the wire, unread, while it reads why it is refused.
+STRANGER_BYTES = 2**16
+# The number of checks within the shortest time limit.
+SWEEPS = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Serving:
+    """A call in progress, and when the caller last gave a sign of life."""
+
+    call: Call
+    is_patient: bool
+    heard_at: float
+    received: int
+    """Bytes that had arrived on its connection at the last check."""
+
+    def note_signs_of_life(self, now: float) -> None:
+        """A caller that nobody waits for may be silent. Before its first message, single bytes do not count."""
+        stream = self.call.connection.stream
+        if not stream.is_awaited or (self.call.has_received and stream.received != self.received):
+            self.heard_at = now
+        self.received = stream.received
+
+
+class Server:
+    """Serves the calls of other peers on connections that they have opened.
+
+    Args:
+        peer_id: the peer that serves.
+        connect: wraps an accepted stream.
+        limits: what one peer, and all peers together, may take.
+        knows: whether this peer itself calls another peer, or has trained with it.
+        behaviour: remembers what others take.
+    """
+
+    def __init__(
+        self,
+        peer_id: PeerID,
+        metrics: Metrics,
+        limits: Limits,
+        connect: Callable[[Stream], Connection],
+        knows: Callable[[PeerID], bool],
+        behaviour: PeerScores,
+    ) -> None:
+        self._peer_id = peer_id
+        self._metrics = metrics
+        self._limits = limits
+        self._connect = connect
+        self._knows = knows
+        self._behaviour = behaviour
+        self.handlers: dict[str, Handler] = {}
+        """Handlers by their names on the wire."""
+        self.gate: Gate | None = None
+        """Decides who may call them; without it everybody may."""
+        self.membership: Membership | None = None
+        """The private run to which others must belong; ``None``: the run is open."""
+        self._tasks: dict[Connection, asyncio.Task[None]] = {}
+        self._by_peer: dict[PeerID, dict[Connection, None]] = {}
+        # Found when somebody asks, and forgotten when a connection of that peer comes or goes.
+        self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}
+        self._idle_since: dict[Connection, float] = {}  # idle for longest first
+        self._serving: dict[Connection, _Serving] = {}
+        # Dropped, but the task has not ended yet: they take no place any more, and cannot give theirs to another one.
+        self._leaving: set[Connection] = set()
+        self._refusals: dict[Stream, asyncio.Task[None]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._warn_seldom = Seldom(logger.warning)
+
+    def connections(self) -> list[Connection]:
+        """Accepted connections that may carry calls."""
+        return list(self._tasks)
+
+    @property
+    def connection_count(self) -> int:
+        """How many of them there are."""
+        return len(self._tasks)
+
+    @property
+    def idle_count(self) -> int:
+        """Those that carry none at the moment."""
+        return len(self._idle_since)
+
+    @property
+    def refusal_count(self) -> int:
+        """Connections that are still being told that they are refused."""
+        return len(self._refusals)
+
+    @property
+    def peers(self) -> list[PeerID]:
+        """The peers that have connected."""
+        return list(self._by_peer)
+
+    def connections_of(self, peer: PeerID) -> list[Connection]:
+        """Accepted connections of one peer."""
+        return list(self._by_peer.get(peer, ()))
+
+    def addresses_of(self, peer: PeerID) -> tuple[Multiaddr, ...]:
+        """Where the direct connections of a peer come from, the latest first: a relayed one comes from its relay."""
+        addresses = self._addresses.get(peer)
+        if addresses is None and (connections := self._by_peer.get(peer)) is not None:
+            streams = [connection.stream for connection in reversed(connections)]
+            direct = [None if stream.is_relayed else stream.remote_address for stream in streams]
+            addresses = self._addresses[peer] = tuple(address for address in direct if address is not None)
+        return addresses or ()
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The tasks that serve or refuse connections."""
+        return [*self._tasks.values(), *self._refusals.values()]
+
+    # --- handlers -----------------------------------------------------------------------------------------------------
+
+    def add_handlers(self, handlers: Mapping[str, Handler]) -> None:
+        """Serve handlers by name.
+
+        Raises:
+            P2PDaemonError: one of the names is taken.
+        """
+        for name in handlers:
+            if name in self.handlers:
+                raise P2PDaemonError(f"handler {name} is registered already: use another namespace or prefix")
+        self.handlers.update(handlers)
+
+    def remove_handlers(self, names: Iterable[str]) -> None:
+        """Stop serving these handlers; calls in progress go on."""
+        for name in names:
+            self.handlers.pop(name, None)
+
+    def needs_proof(self, connection: Connection, handle: str) -> bool:
+        """Whether both sides must still prove that they are members before this handler is called on a connection."""
+        return self.gate is not None and not connection.is_member and self.gate.guards(handle)
+
+    # --- accepting ----------------------------------------------------------------------------------------------------
+
+    def accept(self, stream: Stream) -> None:
+        """Serve a peer that has connected, or tell it why it is refused."""
+        self._note(stream, connects=True)
+        if self.membership is not None:
+            try:
+                stream.badge = self.membership.admit(stream.remote, stream.shown_badge, dialled=False)
+            except NotAMemberError as e:
+                self.membership.note_stranger(stream.remote, e)
+                self._refuse(stream, "not a member", _tell_stranger(stream, e))
+                return
+        connection = self._connect(stream)
+        reason = self._reason_to_refuse(connection.remote)
+        if reason is not None:
+            logger.debug("refused a connection of %s: %s", connection.remote, reason)
+            self._refuse(stream, reason.partition(":")[0], self._tell_refusal(connection, reason))
+            return
+        self._by_peer.setdefault(connection.remote, {})[connection] = None
+        self._addresses.pop(connection.remote, None)
+        self._tasks[connection] = self._start(stream, self.serve(connection), partial(self._forget, connection))
+        self._schedule_sweep()
+
+    def _note(self, stream: Stream, **what: Any) -> None:
+        """What somebody does whom this peer does not know."""
+        if not self._knows(stream.remote):
+            address = stream.remote_address
+            self._behaviour.note_stranger(host_of(stream.remote, () if address is None else (address,)), **what)
+
+    def _start(
+        self, stream: Stream, coroutine: Coroutine[Any, Any, None], forget: Callable[[asyncio.Task[None]], object]
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(forget)
+        stream.on_closed(task.cancel)
+        return task
+
+    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
+        if not connection.closed:  # the task was cancelled before it began
+            connection.abort()
+        del self._tasks[connection]
+        self._leaving.discard(connection)
+        self._note(connection.stream, nbytes=connection.stream.received)
+        self._idle_since.pop(connection, None)
+        self._addresses.pop(connection.remote, None)
+        others = self._by_peer[connection.remote]
+        del others[connection]
+        if not others:
+            del self._by_peer[connection.remote]
+
+    def _reason_to_refuse(self, peer: PeerID) -> str | None:
+        limits = self._limits
+        if len(self._by_peer.get(peer, ())) >= limits.connections_per_peer:
+            return f"too many connections of one peer: the limit is {limits.connections_per_peer}"
+        places = limits.connections if self._knows(peer) else limits.connections_of_strangers
+        if len(self._tasks) - len(self._leaving) >= places and not self._close_longest_idle():
+            self._metrics.troubles["no place for a connection"] += 1
+            # Not one line for each peer: a crowd of strangers has as many names as it likes.
+            self._warn_seldom(
+                "no place for a connection of peer %s: the limit is %d, and all are in use. If the swarm is that "
+                "large: %s",
+                peer,
+                places,
+                more_files(),
+            )
+            return f"too many connections: the limit is {places}, and all are in use"
+        return None
+
+    def _close_longest_idle(self) -> bool:
+        """Close an unused connection, preferably a stranger's; returns whether there was one."""
+        unused = [c for c, serving in self._serving.items() if serving.call.yields]
+        idle = [each for each in (*self._idle_since, *unused) if not each.closed]
+        if not idle:
+            return False
+        connection = next((each for each in idle if not self._knows(each.remote)), idle[0])
+        self._drop(connection, "idle while others wanted to connect")
+        return True
+
+    def _refuse(self, stream: Stream, kind: str, refusal: Coroutine[Any, Any, None]) -> None:
+        """Let a coroutine tell a peer why it is refused."""
+        self._count_drop(stream, kind)
+        if len(self._refusals) >= self._limits.refusals:
+            refusal.close()
+            stream.abort()
+            return
+        self._refusals[stream] = self._start(stream, refusal, partial(self._forget_refusal, stream))
+
+    def _forget_refusal(self, stream: Stream, _: asyncio.Task[None]) -> None:
+        del self._refusals[stream]
+        if not stream.closed:  # the task was cancelled before it began
+            stream.abort()
+
+    def _count_drop(self, stream: Stream, reason: str) -> None:
+        self._metrics.connections_dropped[reason] += 1
+        self._note(stream, is_dropped=True)
+
+    async def _tell_refusal(self, connection: Connection, reason: str) -> None:
+        call = Call(connection)
+        try:
+            await call.send_failure(Failure(code=REFUSED, text=reason, is_final=True))
+            await call.drain()
+        except (ShoalError, asyncio.CancelledError):
+            return  # the peer has left, or sends nonsense: nobody is there to read the reason
+        finally:
+            connection.abort()
+
+    # --- serving ------------------------------------------------------------------------------------------------------
+
+    async def serve(self, connection: Connection) -> None:
+        """Serve calls on one connection until it ends. Its end cancels this task and the handler that is running."""
+        try:
+            while await self._serve_call(connection, await self._next_call(connection)):
+                pass
+            connection.close()
+        except ProtocolError as e:
+            self._count_drop(connection.stream, "broke the protocol")
+            logger.debug("dropped the connection of %s: %s", connection.remote, e)
+            connection.close()  # not abort: the reason is still on its way to the peer
+        except (StreamClosedError, asyncio.CancelledError):
+            connection.abort()
+
+    async def _next_call(self, connection: Connection) -> str:
+        self._idle_since[connection] = asyncio.get_running_loop().time()
+        try:
+            return await connection.receive_open()
+        finally:
+            self._idle_since.pop(connection, None)
+
+    def _refusal(self, connection: Connection, name: str) -> Failure | None:
+        """The reason not to serve this call, or ``None``."""
+        if name not in self.handlers:
+            return Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
+        if self.gate is not None and self.needs_proof(connection, name):
+            self._metrics.calls_refused["not a member"] += 1
+            logger.debug("%s, called by %s: it has not proven that it is a member", name, connection.remote)
+            return Failure(type=PermissionError.__name__, text=MEMBERS_ONLY)
+        if self.membership is not None:
+            try:
+                self.membership.check(connection.stream.badge, self.handlers[name].method.roles, dialled=False)
+            except NotAMemberError as e:
+                self._metrics.calls_refused[e.reason] += 1
+                logger.debug("%s, called by %s: %s", name, connection.remote, e)
+                return Failure(code=NOT_A_MEMBER, type=e.reason, text=f"{e}. {ADVICE}")
+        return None
+
+    async def _serve_call(self, connection: Connection, name: str) -> bool:
+        """Serve one call; returns whether the connection may carry another one."""
+        call = Call(connection)
+        refusal = self._refusal(connection, name)
+        if refusal is not None:
+            await call.send_failure(refusal)
+            await call.drain()
+            return call.clean
+        self._metrics.calls_served += 1
+        connection.handler = name
+        badge = connection.stream.badge
+        roles = ANY_ROLE if badge is None else badge.roles
+        context = P2PContext(handle_name=name, local_id=self._peer_id, remote_id=connection.remote, roles=roles)
+        handler, now = self.handlers[name], asyncio.get_running_loop().time()
+        self._serving[connection] = _Serving(call, handler.method.is_patient, now, connection.stream.received)
+        try:
+            await _run_handler(handler, call, context)
+        except ProtocolError as e:
+            await call.send_failure(Failure.of_error(e, is_final=True))
+            raise  # nothing that follows on this connection can be parsed
+        except Exception as e:
+            if connection.closed:
+                raise StreamClosedError("the caller has left") from e
+            self._log_handler_error(name, connection.remote, e)
+            await call.send_failure(Failure.of_error(e))
+        finally:
+            del self._serving[connection]
+        await call.drain()
+        return call.clean
+
+    def _log_handler_error(self, name: str, caller: PeerID, error: Exception) -> None:
+        """Errors that shoal raises on purpose concern the caller; anything else is a defect on this side."""
+        expected = isinstance(error, ShoalError)
+        log = logger.debug if expected else self._warn_seldom
+        log("%s, called by %s: %s", name, caller, quoted(error))
+        if not expected:
+            logger.debug("traceback of %s", name, exc_info=error)
+
+    # --- patience -----------------------------------------------------------------------------------------------------
+
+    def _schedule_sweep(self) -> None:
+        if self._sweep is None and self._tasks:
+            limits = self._limits
+            shortest = min(
+                limits.seconds_for_first_message,
+                limits.seconds_of_silence,
+                limits.seconds_for_header,
+                limits.seconds_for_write,
+                limits.seconds_idle,
+            )
+            self._sweep = asyncio.get_running_loop().call_later(shortest / SWEEPS, self._drop_who_takes_too_long)
+
+    def _drop_who_takes_too_long(self) -> None:
+        self._sweep = None
+        now, limits = asyncio.get_running_loop().time(), self._limits
+        for connection in list(self._tasks):
+            serving, badge = self._serving.get(connection), connection.stream.badge
+            if self.membership is not None and badge is not None and self.membership.has_expired(badge, dialled=False):
+                self._drop(connection, "its badge has expired")
+            elif 0 < connection.header_since < now - limits.seconds_for_header:
+                self._drop(connection, "too slow with a header")
+            elif serving is not None and self._is_silent(serving, now):
+                self._drop(connection, "silent in a call")
+            elif 0 < connection.writing_since < now - limits.seconds_for_write:
+                self._drop(connection, "does not read")
+            elif 0 < self._idle_since.get(connection, 0) < now - limits.seconds_idle and not (
+                connection.stream.is_arranged  # the caller may be unable to make another one
+            ):
+                self._drop(connection, "idle for too long")
+        self._schedule_sweep()
+
+    def _is_silent(self, serving: _Serving, now: float) -> bool:
+        """Whether a caller has said nothing for too long while its handler waits for it."""
+        serving.note_signs_of_life(now)
+        if not serving.call.has_received:
+            # If the first message has begun to arrive, the time limit of its header applies.
+            has_begun = serving.call.connection.header_since > 0
+            return not has_begun and serving.heard_at < now - self._limits.seconds_for_first_message
+        return not serving.is_patient and serving.heard_at < now - self._limits.seconds_of_silence
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        self._count_drop(connection.stream, reason)
+        logger.debug("dropped the connection of %s: %s", connection.remote, reason)
+        self._leaving.add(connection)
+        connection.stream.abort()  # this cancels the task that serves the connection
+
+    def has_arranged(self) -> bool:
+        """Whether somebody who cannot dial this peer by itself has a direct connection to it."""
+        return any(each.stream.is_arranged and not each.closed for each in self._tasks)
+
+    def cut(self, is_unwanted: Callable[[Stream], bool], reason: str) -> None:
+        """End the connections that are unwanted from now on; the handlers on them are cancelled."""
+        for connection in [each for each in self._tasks if is_unwanted(each.stream)]:
+            self._drop(connection, reason)
+
+    def cut_idle(self, peer: PeerID) -> None:
+        """End the connections of a peer that carry no call, so that its next call greets this peer anew."""
+        for connection in self.connections_of(peer):
+            if connection in self._idle_since:
+                connection.stream.abort()
+
+    async def close(self) -> None:
+        """Cut every connection and cancel its task."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        tasks = [task for task in self.tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tell_stranger(stream: Stream, error: NotAMemberError) -> None:
+    """Tell a peer that is no member why it is refused: nothing of this peer but that, and read nothing of it."""
+    failure = Failure(code=NOT_A_MEMBER, type=error.reason, text=f"{error}. {ADVICE}", is_final=True)
+    try:
+        async with asyncio.timeout(DRAIN_TIMEOUT):
+            await stream.write(pack(Kind.ERROR, failure, end=True))
+            # Closing with unread bytes would reset the connection, and the reason would be lost on its way.
+            await stream.read_exactly_into(memoryview(bytearray(STRANGER_BYTES)))
+    except (TimeoutError, StreamClosedError, asyncio.CancelledError):
+        return  # it has left, or says too much
+    finally:
+        stream.on_closed(None)
+        stream.abort()
+
+
+async def _run_handler(handler: Handler, call: Call, context: P2PContext) -> None:
+    method = handler.method
+    if method.request_type is None:
+        await handler.function(call, context)
+        await call.send_end()
+        return
+    if method.is_streaming:
+        await serve_streams(handler, call, context)
+        return
+    request = await receive_only(call, method.request_type, context.handle_name)
+    response = await handler.function(request, context)
+    if response is None:
+        raise P2PDaemonError(f"{context.handle_name} does not answer this peer")
+    await call.send(response, end=True)

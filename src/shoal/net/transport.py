@@ -1,0 +1,481 @@
+"""What every transport offers, and the messages on it.
+
+A transport makes authenticated, ordered, reliable, flow-controlled byte streams between two peers. Everything else
+uses only :class:`Stream` and :class:`Transport`, so a new way to reach a peer (a relay, QUIC, a simulated network) is
+one more implementation and no change elsewhere.
+
+A message is a fixed prefix, a small typed header, and a payload that is never parsed::
+
+    version  kind  flags   header length  payload length
+    u8       u8    u16     u32            u32              big-endian, 12 bytes
+    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes of it: only an end
+    payload: raw bytes, such as a part of a tensor, sent from and received into the caller's memory
+
+Sizes are checked before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from shoal.base.logs import one_line
+from shoal.errors import ProtocolError
+from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
+from shoal.peers.multiaddr import Multiaddr
+
+if TYPE_CHECKING:
+    from shoal.access.badges import Badge
+    from shoal.access.membership import Membership
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+"""Bytes to send. A memoryview must be contiguous and of format ``B``."""
+
+VERSION = 1
+# A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
+MAX_HEADER_BYTES = 2**20
+MAX_PAYLOAD_BYTES = 2**31
+# Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm.
+WRITE_PIECE_BYTES = 2**18
+# Memory beyond this grows with the bytes that have arrived, not with what the other side claims to send.
+READ_STEP_BYTES = 2**16
+
+_PREFIX = struct.Struct(">BBHII")
+PREFIX_BYTES = _PREFIX.size
+
+
+class Stream(ABC):
+    """One two-way byte pipe to a peer whose identity has been proven. One task may read while another one writes."""
+
+    remote: PeerID
+    remote_address: Multiaddr | None
+    """Where the other side is seen from here, as far as the transport knows."""
+    shown_badge: bytes = b""
+    """What the other side has shown as its badge, if it has dialled; not checked yet."""
+    badge: Badge | None = None
+    """Its badge, once that was found good; ``None`` in an open run."""
+    local_address: Multiaddr | None = None
+    """This end's address and port as this machine sees them, as far as the transport knows."""
+    received = 0
+    """How many bytes have arrived: it shows a waiting reader whether more are coming."""
+    via: PeerID | None = None
+    """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
+
+    is_arranged = False
+    """It is direct, but a relay has brought it about: while no relay can, there will be no other like it."""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass through a relay."""
+        return self.via is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader here waits for bytes that have not arrived."""
+        return False
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """The connection is over: nothing can be written, and only bytes that have arrived can be read."""
+
+    @abstractmethod
+    async def write(self, *buffers: Buffer) -> None:
+        """Send buffers, waiting while the other side is slow. The caller may change them as soon as this returns.
+
+        Raises:
+            StreamClosedError: the connection ended.
+        """
+
+    def write_if_free(self, data: bytes) -> bool:
+        """Send a few bytes unless that would have to wait for earlier ones; returns whether they are sent.
+
+        Nobody may be writing.
+        """
+        return False
+
+    @abstractmethod
+    async def read_exactly_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer (format ``B``, writable) with the next bytes.
+
+        Raises:
+            StreamClosedError: the connection ended before the buffer was full.
+        """
+
+    def take(self, size: int) -> bytearray | None:
+        """The next bytes if all of them have arrived; otherwise ``None``, and nothing is taken.
+
+        A small message that came in one piece is read this way without the cost of waiting.
+        """
+        return None
+
+    def limit_backlog(self, nbytes: int | None) -> None:  # noqa: B027
+        """Let at most about this many bytes wait unsent while the other side is slow; ``None`` restores the default.
+
+        For work that is shared among several streams: no other stream can take over bytes that wait here.
+        """
+
+    @abstractmethod
+    def on_closed(self, callback: Callable[[], object] | None) -> None:
+        """Set a callback for the end of the connection, called once; replaces the previous one.
+
+        It is called soon if the connection has ended already.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection after what was written has been sent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection now; unsent data is dropped."""
+
+
+OnStream = Callable[[Stream], None]
+
+COOKIE_BYTES = 32
+COOKIE_SECONDS = 10.0
+"""How long the listener waits for the session that a cookie announces."""
+
+
+ROUND_TRIP = 0.1
+"""Seconds, where nobody has measured it."""
+
+
+class Session(ABC):
+    """A raw two-way byte pipe on which nobody has proven anything yet.
+
+    It is opened towards an ordinary listening port with a cookie that the listener has given away before, or results
+    from a punch. Later it is read as a stream (:meth:`Transport.authenticate`, :meth:`Transport.receive`) or joined to
+    another one (:meth:`Transport.join`); each of these takes it over.
+    """
+
+    local_address: Multiaddr | None
+    """This end's address and port, as this machine sees them."""
+    remote_address: Multiaddr | None
+    """Where the other end is seen from here, behind a router the router's address and port."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Send some bytes.
+
+        Raises:
+            StreamClosedError: the connection ended.
+        """
+
+    @abstractmethod
+    async def read_exactly(self, size: int) -> bytes:
+        """The next bytes; not one more is taken off the wire, because what follows may be for somebody else.
+
+        Raises:
+            StreamClosedError: the connection ended before.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection now. Does nothing to a session that has been taken over."""
+
+
+def _ignore() -> None:
+    """Nobody is interested."""
+
+
+ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_ignore)
+"""Called by :meth:`Transport.dial` when a machine has answered at the address, so that only the handshake is left."""
+
+
+MAY_CONNECT: ContextVar[Callable[[Multiaddr], bool] | None] = ContextVar("MAY_CONNECT", default=None)
+"""Asked by :meth:`Transport.dial` and :meth:`Transport.open_session` about each IP address, also about those to which a
+host name leads; ``None``: every address may be connected to."""
+
+
+class Throttle(ABC):
+    """The rate that several joined pairs of sessions share; see :meth:`Transport.join`."""
+
+    @abstractmethod
+    def take(self, nbytes: int) -> float:
+        """Count bytes that have arrived on one half; returns the seconds for which that half must not read on."""
+
+
+class Transport(ABC):
+    """A way to reach peers, on behalf of one identity."""
+
+    identity: Identity
+    membership: Membership | None = None
+    """The private run that this peer takes part in; ``None`` for an open one."""
+    is_behind_routers = False
+    """It is one of real networks, whose routers may be asked to forward a port."""
+    is_proxied = False
+    """Connections to the outside go through a proxy, so that nobody can punch."""
+    arrivals = 0
+    """How many connections others have made to this peer, whether or not they have proven who they are."""
+    on_addresses_changed: Callable[[], object] | None = None
+    """Called when the addresses of this peer have changed, so that others know outdated ones."""
+
+    @abstractmethod
+    def supports(self, address: Multiaddr) -> bool:
+        """Whether this transport understands such addresses."""
+
+    def listens_by_default(self) -> list[str]:
+        """The addresses to listen on if the user gives none."""
+        return ["/ip4/0.0.0.0/tcp/0"]
+
+    @abstractmethod
+    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
+        """Accept streams from other peers; ``on_stream`` gets each one after the dialler has proven who it is.
+
+        Returns:
+            The addresses where others may reach this peer, without ``/p2p``.
+
+        Raises:
+            P2PDaemonError: this peer cannot listen there; the text says why.
+        """
+
+    @abstractmethod
+    def addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where others may reach this peer at present, the best first, without ``/p2p``; empty if it does not listen.
+
+        Args:
+            latest: look at the networks now; otherwise a recent look is good enough.
+        """
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
+        what hosts elsewhere can reach."""
+        return True
+
+    def is_here(self, address: Multiaddr) -> bool:
+        """Whether an address is one of this machine itself."""
+        return True
+
+    def is_elsewhere(self, address: Multiaddr) -> bool:
+        """Whether an address is a private one of a network that this machine is not part of."""
+        return False
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here, in the order to try them.
+
+        Args:
+            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+        """
+        return [address for address in addresses if self.supports(address)]
+
+    @abstractmethod
+    async def dial(self, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
+        """Connect to a peer and check that it is the expected one.
+
+        Args:
+            expected_peer: ``None``: any peer; the stream says which one has proven to be there.
+
+        Raises:
+            IdentityMismatchError: another peer answered.
+            DialError: the peer could not be reached, or is no shoal peer; the text says why.
+        """
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def new_cookie(self) -> bytes:
+        """A cookie that nobody can guess."""
+        return secrets.token_bytes(COOKIE_BYTES)
+
+    @abstractmethod
+    def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
+        """From now on, accept one session with this cookie. Cancelling the future ends that.
+
+        Nothing else answers to a cookie: it is good for one session. Whoever has given it away no longer waits after
+        :data:`COOKIE_SECONDS`; then the future is cancelled.
+        """
+
+    @abstractmethod
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
+        """Open a session towards the listening port of somebody who has given away this cookie.
+
+        Args:
+            punchable: from a fresh local port that :meth:`punch` can use meanwhile.
+            beside: from the local port of this punchable session.
+
+        Raises:
+            DialError: nobody answers there.
+        """
+
+    @abstractmethod
+    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
+        """Copy bytes between two sessions until one of them ends, or neither moves for ``idle_seconds``; end both."""
+
+    @abstractmethod
+    async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
+        """Shake hands as the dialler, on a session whose other end calls :meth:`receive`.
+
+        A failure ends the session, and is raised as by :meth:`dial`.
+        """
+
+    @abstractmethod
+    def receive(self, session: Session, on_stream: OnStream) -> None:
+        """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
+
+    @abstractmethod
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
+        """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Args:
+            session: whoever it belongs to by now.
+            seconds: after which it ends.
+            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
+
+        Yields:
+            Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop listening and drop every connection that is still being made."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1  # facts about the sender; the first message of each side
+    OPEN = 2  # start of a call; names the handler
+    ITEM = 3  # one message of the call
+    ERROR = 4  # the call has failed; ends the sender's side
+    ALIVE = 5  # nothing else is to be said at present: shows that the connection works
+
+
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
+
+
+class Flag(IntEnum):
+    NONE = 0
+    END = 1  # the sender's last message of this call
+
+
+_END = int(Flag.END)  # arithmetic with members of an enum is slow
+
+
+class Prefix(NamedTuple):
+    kind: Kind
+    is_end: bool
+    header_bytes: int
+    payload_bytes: int
+
+
+class Header(msgspec.Struct):
+    """Base class of everything typed that peers send each other.
+
+    Fields may be added later, with defaults: an older peer ignores fields that it does not know.
+    """
+
+
+# Types of fields: decoding refuses values that no honest peer can mean, NaN and infinity among them. Beyond this
+# number, a float can no longer count in ones.
+MOST = 2**53
+Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
+Moment = Amount
+"""DHT time."""
+PeerIDBytes = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PEER_ID_BYTES)]
+
+H = TypeVar("H", bound=Header)
+_encoder = msgspec.msgpack.Encoder()
+
+
+@functools.cache
+def _decoder(header_type: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(header_type)
+
+
+def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
+    """Parse a header.
+
+    Raises:
+        ProtocolError: the data is not such a header.
+    """
+    try:
+        header: H = _decoder(header_type).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"invalid {header_type.__name__}: {one_line(str(e))}") from None
+    return header
+
+
+def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
+    """Prefix and header of a message; the payload is to follow. Without a header, the message is only an end.
+
+    Raises:
+        ValueError: the message is too large to send.
+    """
+    encoded = b"" if header is None else _encoder.encode(header)
+    if len(encoded) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(
+            f"a message of {len(encoded)} + {payload_bytes} bytes is over the limit of {MAX_HEADER_BYTES} for its "
+            f"header or {MAX_PAYLOAD_BYTES} for its payload: send it in parts"
+        )
+    return _PREFIX.pack(VERSION, kind, Flag.END if end else Flag.NONE, len(encoded), payload_bytes) + encoded
+
+
+def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
+    """The pieces to write one by one: the head and small buffers together, large buffers in parts."""
+    waiting: list[Buffer] = [head]
+    room = WRITE_PIECE_BYTES
+    for buffer in payload:
+        view = memoryview(buffer)
+        while len(view):
+            piece, view = view[:room], view[room:]
+            waiting.append(piece)
+            room -= len(piece)
+            if not room:
+                yield waiting
+                waiting, room = [], WRITE_PIECE_BYTES
+    if waiting:
+        yield waiting
+
+
+def parse_prefix(raw: bytes | bytearray) -> Prefix:
+    """Check a prefix.
+
+    Raises:
+        ProtocolError: the bytes are no message of this protocol.
+    """
+    version, kind, flags, header_bytes, payload_bytes = _PREFIX.unpack(raw)
+    if version != VERSION:
+        raise ProtocolError(f"message of protocol version {version}, this peer speaks version {VERSION}")
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"message of unknown kind {kind}")
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"message of {header_bytes} + {payload_bytes} bytes is over the limits")
+    # Prefix(...) takes three times as long, which adds up over all messages.
+    return tuple.__new__(Prefix, (known, bool(flags & _END), header_bytes, payload_bytes))
+
+
+async def read_new(stream: Stream, size: int, take_memory: Callable[[int], object] | None = None) -> bytearray:
+    """Receive a number of bytes into new memory, which grows only as they arrive.
+
+    Args:
+        take_memory: called before memory beyond the first step, which every peer may have, is taken. It gets the size,
+            never more than has arrived already, and raises if that is too much.
+    """
+    data = bytearray(min(size, READ_STEP_BYTES))
+    filled = 0
+    while True:
+        with memoryview(data) as whole, whole[filled:] as rest:
+            await stream.read_exactly_into(rest)
+        filled = len(data)
+        if filled == size:
+            return data
+        more = min(filled, size - filled)
+        if take_memory is not None:
+            take_memory(more)
+        data.extend(bytes(more))

@@ -1,0 +1,240 @@
+"""What a checkpoint of low-communication training holds, beside the model and the state of the inner optimizers.
+
+The result of a round that is over, but that the model does not have yet, is in it, too. A round under way is not: it
+counts as missed. A checkpoint is read as a whole before anything of it is put in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.averaging import RoundResult
+from shoal.optim.diloco.compressor import Contribution
+from shoal.optim.diloco.in_flight import Flight, VersionRelation
+from shoal.optim.diloco.schedule import Schedule
+from shoal.optim.diloco.weights import Effort
+from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.optim.diloco.fragment_updates import FragmentUpdates
+
+_LENGTHS = ("sync_every", "target_batch_size")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a peer is in its run."""
+
+    slot: int
+    steps: int
+    """Inner steps in this slot, and their samples."""
+    samples: int
+    inner_steps: int
+
+    def __post_init__(self) -> None:
+        _check_counts(**asdict(self))
+
+
+@dataclass(frozen=True)
+class SavedFragment:
+    """One fragment of a checkpoint, which fits the fragment of this peer."""
+
+    metadata: Mapping[str, Any]
+    tensors: list[torch.Tensor]
+    effort: Effort
+    age: int
+    is_fresh: bool
+    flight: Flight | None
+    """A round whose result the model did not have yet."""
+    vector: torch.Tensor | None
+    """That result."""
+    error: torch.Tensor | None
+    """What messages have left out."""
+
+    def put_in_place(self, own: FragmentUpdates, vector: torch.Tensor) -> None:
+        """Go on from here. The tensors of the checkpoint are copied.
+
+        Args:
+            vector: for the result of a round.
+        """
+        own.restore(self.metadata, self.tensors, self.effort, self.age, is_fresh=self.is_fresh)
+        own.flight = self.flight
+        if own.compressor is not None:
+            own.compressor.load_state_dict({"error": self.error})
+        if self.vector is not None:
+            vector.copy_(self.vector)
+
+
+@dataclass(frozen=True)
+class OuterCheckpoint:
+    """All of it."""
+
+    position: Position
+    fragments: list[SavedFragment]
+    differences: str
+    """In what its run differs from this peer's, in words; empty if it does not."""
+
+    @staticmethod
+    def dump(
+        position: Position,
+        average: str,
+        schedule: Schedule,
+        fragments: Sequence[FragmentUpdates],
+        vectors: Sequence[torch.Tensor],
+    ) -> dict[str, Any]:
+        """Plain values and tensors, which are not copied.
+
+        Args:
+            average: what the peers of the run average.
+            schedule: says how long slots are.
+            fragments: all of them.
+            vectors: where the results of their rounds are.
+        """
+        return {
+            **asdict(position),
+            "average": average,
+            **{name: getattr(schedule, name) for name in _LENGTHS},
+            "fragments": [_dump_fragment(each, vector) for each, vector in zip(fragments, vectors, strict=True)],
+        }
+
+    @classmethod
+    def parse(
+        cls, state: Any, average: str, schedule: Schedule, fragments: Sequence[FragmentUpdates]
+    ) -> OuterCheckpoint:
+        """Read what :meth:`dump` has made.
+
+        Raises:
+            ValueError: it does not fit this peer, or is none.
+        """
+        try:
+            if state["average"] != average:
+                raise ValueError(
+                    f"the checkpoint is of a run with average={state['average']!r}, and this peer has "
+                    f"average={average!r}: give the same"
+                )
+            if len(state["fragments"]) != len(fragments):
+                raise ValueError(
+                    f"the checkpoint has {len(state['fragments'])} fragments, and this peer {len(fragments)}: give "
+                    "fragments= as when it was saved"
+                )
+            position = Position(*(state[name] for name in ("slot", "steps", "samples", "inner_steps")))
+            saved = [_parse_fragment(each, own) for each, own in zip(state["fragments"], fragments, strict=True)]
+            lengths = [(name, state[name], getattr(schedule, name)) for name in _LENGTHS]
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"the checkpoint is malformed, or of another version of shoal: {e!r}") from e
+        told = [f"{name} was {before} and is {now}" for name, before, now in lengths if before != now]
+        if any(each.error is not None for each in saved) and all(own.compressor is None for own in fragments):
+            told.append("there was error feedback and is none, so that what messages had left out is lost")
+        return cls(position, saved, ", ".join(told))
+
+
+def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any]:
+    metadata, tensors = each.dump()
+    return {
+        **metadata,
+        "tensors": tensors,
+        "layout": _layout_of(each),
+        "effort": list(astuple(each.effort)),
+        "age": each.age,
+        "is_fresh": each.is_fresh,
+        "error": None if each.compressor is None else each.compressor.error,
+        "flight": _dump_flight(each, vector),
+    }
+
+
+def _layout_of(each: FragmentUpdates) -> list[Any]:
+    """Where each parameter begins, and its shape."""
+    fragment = each.fragment
+    places = zip(fragment.offsets, fragment.parameters, strict=True)
+    return [[offset, list(parameter.shape)] for offset, parameter in places]
+
+
+def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] | None:
+    flight = each.flight
+    if flight is None or not flight.has_arrived or flight.standing is not VersionRelation.GOOD:
+        return None
+    result = flight.result
+    if result is not None and not flight.has_most(result.weights):
+        return None  # this peer makes no update of it, now or later
+    names = ("slot", "left", "is_finite", "weight", "steps_since", "samples", "sent")
+    return {
+        **{name: getattr(flight, name) for name in names},
+        "effort": list(astuple(flight.effort)),
+        "own": each.own if flight.own is None else flight.own.to_bytes(),
+        "left_out": None if flight.outgoing is None else flight.outgoing.left,
+        "vector": vector,
+        "round": None if result is None else _dump_result(result),
+    }
+
+
+def _dump_result(result: RoundResult) -> dict[str, Any]:
+    names = ("group_id", "weights", "share_averaged", "late", "duration")
+    return {**{name: getattr(result, name) for name in names}, "peers": [peer.to_bytes() for peer in result.peers]}
+
+
+def _parse_fragment(state: Mapping[str, Any], own: FragmentUpdates) -> SavedFragment:
+    layout = _layout_of(own)
+    if [shape for _, shape in state["layout"]] != [shape for _, shape in layout]:
+        raise ValueError(
+            f"fragment {own.number} of the checkpoint has other parameters than this peer's: it is of another model, "
+            "or fragments= was another one when it was saved"
+        )
+    if state["layout"] != layout:
+        raise ValueError(
+            f"fragment {own.number} of the checkpoint is laid out for another codec: give compression= as when it was "
+            "saved"
+        )
+    tensors = [tensor.detach().to("cpu") for tensor in state["tensors"]]
+    own.check(state, tensors)
+    _check_counts(age=state["age"])
+    flight, vector = (None, None) if state["flight"] is None else _parse_flight(state["flight"], own)
+    effort, error = Effort(*state["effort"]), _own_copy(state["error"], own)
+    return SavedFragment(state, tensors, effort, state["age"], state["is_fresh"], flight, vector, error)
+
+
+def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Flight, torch.Tensor]:
+    _check_counts(**{name: state[name] for name in ("slot", "steps_since", "samples")})
+    vector, left_out = _own_copy(state["vector"], own), _own_copy(state["left_out"], own)
+    if vector is None:
+        raise ValueError("a round in the checkpoint has no result")
+    flight = Flight(
+        state["slot"],
+        Effort(*state["effort"]),
+        _own_copy(state["sent"], own),
+        state["left"],
+        state["is_finite"],
+        state["weight"],
+        Contribution(vector, None, left_out),
+        steps_since=state["steps_since"],
+        samples=state["samples"],
+        saved_result=None if state["round"] is None else _parse_result(state["round"]),
+        own=PeerID(state["own"]),
+    )
+    return flight, vector
+
+
+def _parse_result(state: Mapping[str, Any]) -> RoundResult:
+    peers, weights = tuple(map(PeerID, state["peers"])), tuple(state["weights"])
+    share, late = state["share_averaged"], state["late"]
+    return RoundResult(state["group_id"], peers, (), weights, share, (), late, state["duration"])
+
+
+def _own_copy(vector: torch.Tensor | None, own: FragmentUpdates) -> torch.Tensor | None:
+    if vector is None:
+        return None
+    if vector.shape != own.state.values.shape:
+        raise ValueError(
+            f"a vector in the checkpoint has {vector.numel()} values, and fragment {own.number} of this peer "
+            f"{own.state.values.numel()}"
+        )
+    return vector.detach().to(device="cpu", dtype=torch.float32, copy=True)
+
+
+def _check_counts(**counts: object) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"a checkpoint cannot have {name} = {value!r}")

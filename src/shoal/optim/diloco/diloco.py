@@ -1,0 +1,564 @@
+"""An optimizer for slow lines: each peer makes many inner steps of its own between two exchanges with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.averaging.state.download import State
+from shoal.base import standby
+from shoal.base.clock import get_dht_time
+from shoal.base.closeable import at_the_door
+from shoal.compression import CompressionBase, Float16Compression
+from shoal.compression.base import bytes_of
+from shoal.dht.dht import check_dht
+from shoal.optim.diloco.catching_up import CatchingUp, Giving
+from shoal.optim.diloco.extra import ExtraTensors
+from shoal.optim.diloco.fragment_updates import FragmentUpdates
+from shoal.optim.diloco.fragments import Fragments
+from shoal.optim.diloco.in_flight import OuterRound
+from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
+from shoal.optim.diloco.outer_averager import OuterAverager
+from shoal.optim.diloco.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
+from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.rounds import OuterRounds
+from shoal.optim.diloco.schedule import Schedule, SlotCounter
+from shoal.optim.diloco.settings import OuterSettings
+from shoal.optim.diloco.slot_tracker import make_tracker
+from shoal.optim.diloco.version_history import OuterVersion, hash_of
+from shoal.optim.diloco.weights import Staleness
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
+from shoal.optim.progress.company import Company, check_on_mismatch
+from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
+from shoal.optim.recovery.synchronization import Retries
+from shoal.optim.report import Reporting
+from shoal.optim.setup.optimizer_state import zero_gradients
+from shoal.optim.setup.schedules import describe_schedule
+from shoal.optim.setup.training_setup import Parameters, ParamGroups, SchedulerFactory, default_silence
+from shoal.optim.setup.training_state import OWN
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_COMPRESSION = Float16Compression()
+
+# Seconds that a peer waits at most to learn how far the swarm is, and until others know it.
+FIRST_LOOK_SECONDS = 5.0
+
+
+class DiLoCo(JointOptimizer):
+    """Trains a model together with all peers of a run, and exchanges little.
+
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
+    have moved away from the *outer* parameters, on which all agree. The mean of that is a gradient for the outer
+    optimizer, which all peers step alike, and from its result they go on.
+
+    Args:
+        dht: connected DHT of this peer.
+        run_id: name of the training run; no dots.
+        optimizer: makes the inner steps: a torch optimizer, a list of them, or a function of parameter groups.
+        params: parameters or groups; required with a function.
+        scheduler: schedule of the inner learning rate, or a function that makes it. With ``sync_every`` it counts the
+            inner steps of the run, otherwise the slots.
+        outer_optimizer: a function of parameters that makes the outer optimizer. Default:
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``;
+            for ``TopKCompression`` ``SGD(lr=0.7)``.
+        outer_scheduler: a function that makes a schedule of an outer optimizer's learning rate. It counts updates of
+            a fragment.
+        sync_every: inner steps between two exchanges of the same parameters.
+        target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
+        batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
+        fragments: exchange the parameters in so many fragments, one after another; or for each fragment its parameters.
+        fragment_sync_delay: apply the result of an exchange only after so many further inner steps, and train on
+            meanwhile. ``None``: as soon as it is there.
+        fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
+            keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
+        compression: codec of what peers send.
+        return_compression: codec of averages. Default: the same, or ``BlockwiseQuantization`` if that is coarse. Where
+            messages are short, reducers pass them on instead.
+        error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
+            with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
+        sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
+        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
+        average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
+            and groups need not be the whole swarm.
+        weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
+        straggler_patience: for how many seconds the first peer that has made its steps waits for the others. Default:
+            ``matchmaking_time``.
+        staleness: by how many versions a contribution is old, the factor that makes it smaller.
+        max_staleness: older contributions do not count.
+        share_inner_state: newcomers begin with the statistics of another peer's inner optimizers.
+        matchmaking_time: for how many seconds a group waits for members that do not come.
+        averaging_timeout: a round is given up after this many seconds.
+        allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
+        next_chunk_timeout: a member is given up after this many seconds of silence. Default: ``matchmaking_time``, but
+            between a quarter and a third of ``averaging_timeout``.
+        load_state_timeout: a download of the state is given up after this many seconds.
+        load_state_compression: codec for downloads of the state.
+        extra_tensors: further tensors, such as the running means of batch norms. They are averaged as they are, and
+            without loss, whenever the first fragment is exchanged.
+        client_mode: connect to others, but accept no connections; default: as in the DHT.
+        auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
+        guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
+            faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
+            which costs a fast newcomer its first rounds. The same in all peers.
+        on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+        averager_opts: further options of the averager.
+        tracker_opts: further options of the progress tracker.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        verbose: log what happens at level INFO.
+
+    Raises:
+        ValueError: options contradict each other.
+        TypeError: an option has a wrong type.
+        ReactorError: the DHT is shut down.
+    """
+
+    kind = "DiLoCo"
+    _company: Company | None = None
+    instead_of_a_copy = "save its state_dict()"
+
+    @at_the_door
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        optimizer: InnerOptimizer | Sequence[InnerOptimizer],
+        params: Parameters | ParamGroups | None = None,
+        scheduler: Any | None = None,
+        outer_optimizer: OuterOptimizerFactory | None = None,
+        outer_scheduler: SchedulerFactory | None = None,
+        sync_every: int | None = None,
+        target_batch_size: int | None = None,
+        batch_size_per_step: int | None = None,
+        fragments: int | Sequence[Iterable[torch.Tensor]] = 1,
+        fragment_sync_delay: int | None = 0,
+        fragment_update_alpha: float | str | None = None,
+        compression: CompressionBase | None = DEFAULT_COMPRESSION,
+        return_compression: CompressionBase | None = None,
+        error_feedback: float | None = None,
+        sparse_mean: str = "senders",
+        average: str = "pseudo_gradients",
+        weighting: str = "batch",
+        straggler_patience: float | None = None,
+        staleness: Staleness | None = None,
+        max_staleness: int = 4,
+        check_every: int = 10,
+        share_inner_state: bool = True,
+        matchmaking_time: float = 15.0,
+        averaging_timeout: float = 60.0,
+        allreduce_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        load_state_timeout: float = 600.0,
+        load_state_compression: CompressionBase | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        client_mode: bool | None = None,
+        auxiliary: bool = False,
+        averager_opts: dict[str, Any] | None = None,
+        tracker_opts: dict[str, Any] | None = None,
+        performance_ema_alpha: float = 0.1,
+        shutdown_timeout: float = 5.0,
+        verbose: bool = False,
+        guard: str = "members",
+        on_mismatch: str = "raise",
+    ) -> None:
+        check_dht(dht)
+        check_may_train(dht)
+        self._on_mismatch = check_on_mismatch(on_mismatch)
+        client_mode = dht.client_mode if client_mode is None else client_mode
+        if target_batch_size is not None:
+            target_batch_size = count_of_samples("target_batch_size", target_batch_size)
+        self.settings = settings = OuterSettings.resolve(locals())
+        self.inner = InnerOptimizers(optimizer, params, scheduler)
+        """The optimizers that make the inner steps."""
+        parts = Fragments(self.inner.parameters, fragments, settings.codec.block or 1)
+        self.schedule = Schedule(len(parts), sync_every, target_batch_size)
+        extra = ExtraTensors(extra_tensors, self.inner.parameters)
+        self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
+        self._shutdown_timeout, self._closing = shutdown_timeout, threading.Event()
+        self._counter, lock = SlotCounter(self.schedule), threading.RLock()
+        self.inner_steps = 0
+        """Inner steps of this peer."""
+        self.schedulers = self.inner.schedulers
+        """The schedule of each inner optimizer; empty if there are none."""
+        # The model's own parameters, one vector for each fragment, while it holds the outer ones.
+        self._set_aside: list[torch.Tensor] | None = None
+        self._has_looked = False
+        self._retries = Retries(self._closing)
+        factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
+        self._fragments = [
+            FragmentUpdates(
+                number,
+                part,
+                OuterState(part.read(), factory, outer_scheduler),
+                settings.mixing,
+                average,
+                settings.staleness,
+                max_staleness,
+                lock,
+                settings.compressor(part.length),
+                check_every,
+                dht.peer_id.to_bytes(),
+            )
+            for number, part in enumerate(parts)
+        ]
+        self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
+        """The optimizer of each fragment's outer parameters."""
+        warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
+        defaults: dict[str, Any] = {
+            "client_mode": client_mode,
+            "start": False,
+            "performance_ema_alpha": performance_ema_alpha,
+            "guard": guard,
+        }
+        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
+        giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
+        if next_chunk_timeout is None:
+            next_chunk_timeout = default_silence(matchmaking_time, averaging_timeout)
+        self.averager = OuterAverager(
+            [part.length for part in parts],
+            extra.length,
+            settings.agreement(self.schedule, parts.fingerprint),
+            self._fragments,
+            giving.everything,
+            giving.part,
+            giving.check,
+            dht,
+            prefix=f"{run_id}_outer_averager",
+            start=False,
+            compression=extra.codec(settings.codec) if extra else settings.codec,
+            state_compression=load_state_compression,
+            min_matchmaking_time=matchmaking_time,
+            allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+            next_chunk_timeout=next_chunk_timeout,
+            shutdown_timeout=shutdown_timeout,
+            client_mode=self.client_mode,
+            auxiliary=auxiliary,
+            **(averager_opts or {}),
+        )
+        self._rounds = OuterRounds(
+            dht,
+            settings,
+            self._counter,
+            self._fragments,
+            self.inner,
+            self.tracker,
+            self.averager,
+            extra,
+            lock,
+            matchmaking_time,
+            logging.INFO if verbose else logging.DEBUG,
+        )
+        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
+        self._auxiliary = self._rounds.helping() if auxiliary else None
+        rounds = self._rounds
+        target = target_batch_size or 0
+        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target)
+        self._become_torch_optimizer({})
+        self._begin()
+
+    def _begin(self) -> None:
+        """From now on others hear of this peer."""
+        try:
+            self.averager.run_in_background()
+            sharing = self.averager.node.state_sharing
+            for each in self._fragments:
+                each.kept.serves_newcomers = lambda: sharing.is_busy
+            self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
+            if self.tracker.guard == "open":
+                self._rounds.deeds.advise(self.averager.node)
+            self._company = Company(self.run_id, self._describe(), self._on_mismatch)
+            self.tracker.compare_settings(self._company)
+            self.tracker.run_in_background()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _describe(self) -> RunSettings:
+        """What other peers must have in common with this one."""
+        settings, schedule = self.settings, self.schedule
+        outer = self._fragments[0].state
+        shared = {
+            "sync_every": schedule.sync_every,
+            "guard": self.tracker.guard,
+            "target_batch_size": schedule.target_batch_size,
+            "outer_optimizer": describe_optimizer(outer.optimizer),
+            "outer_scheduler": describe_schedule(outer.scheduler),
+        }
+        return settings_of(
+            self.kind,
+            self.averager.node,
+            self.inner.parameters,
+            self.inner.names,
+            {},
+            needed={
+                "average": settings.average,
+                "fragments": schedule.fragments,
+                "weighting": settings.weighting,
+            },
+            shared={} if self.auxiliary else shared,
+        )
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @at_the_door
+    @uncompiled
+    def step(
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """Make an inner step, and exchange parameters with the others when it is time.
+
+        Args:
+            closure: computes the loss and its gradients, if they have not been computed before.
+            batch_size: number of samples in the batch; default: ``batch_size_per_step``. 0 = no new gradients: only
+                take part in exchanges.
+            grad_scaler: the scaler of the loss, if there is one; a step whose gradients overflow is skipped.
+
+        Returns:
+            The result of the closure.
+
+        Raises:
+            RuntimeError: the model holds the outer parameters.
+            SettingsMismatch: this peer's settings are not those of its run.
+        """
+        self._check_open()
+        self.tracker.look_at_company()
+        if self._auxiliary is not None:
+            if closure is not None or batch_size is not None or grad_scaler is not None:
+                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
+            self._auxiliary.step()
+            return None
+        if self._set_aside is not None:
+            raise RuntimeError(
+                "the model holds the outer parameters, which only exchanges may change: leave use_outer_parameters(), "
+                "or call show_own_parameters(), before step()"
+            )
+        self._note_thread()
+        batch_size = self.settings.batch_size(batch_size)
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
+        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if batch_size and self.inner.has_no_gradients():
+            return loss
+        if self._catch_up():
+            return loss
+        if batch_size:
+            self._make_inner_step(batch_size, scaler)
+        slot = self.local_epoch
+        with self._reporting.joint_work(), standby.standing_by(self):
+            if self._slot_is_over() and not self._catching_up.is_needed_before_round():
+                self._rounds.end_slot()
+            self._rounds.apply_what_is_due()
+        if self.local_epoch != slot:
+            # Each slot ends with the round of one fragment, whose samples are those of as many slots as there are.
+            done = self.last_round
+            self._reporting.note_step(0.0 if done is None else done.samples / len(self._fragments))
+        return loss
+
+    def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
+        with self._rounds.lock:
+            samples = batch_size if self.inner.step(self, scaler) else 0
+        self.inner_steps += 1
+        self._reporting.count(samples)
+        self._counter.count(samples)
+        for each in self._fragments:
+            each.count(samples)
+        self.inner.move_schedules(self._counter.position)
+        self._rounds.has_trained = True
+        self._rounds.report()
+
+    def _is_awaited(self) -> bool:
+        return self._set_aside is None and self.tracker.is_awaited(self.settings.straggler_patience)
+
+    def _slot_is_over(self) -> bool:
+        if self._counter.is_full:
+            # Nobody would wait for a peer that is not known yet, and it would make more steps than a slot has.
+            deadline = get_dht_time() + FIRST_LOOK_SECONDS
+            while not self.tracker.is_introduced and get_dht_time() < deadline and not self._closing.wait(0.01):
+                pass
+        return self.tracker.should_stop(self.settings.straggler_patience)
+
+    # --- keeping up with the swarm ------------------------------------------------------------------------------------
+
+    @property
+    def local_epoch(self) -> int:
+        """The slot at which this peer is."""
+        return self._counter.slot
+
+    @property
+    def position(self) -> int:
+        """Where schedules of the inner learning rate stand."""
+        return self._counter.position
+
+    def is_synchronized_with_peers(self) -> bool:
+        """Whether this peer lacks nothing that others have, as far as it knows."""
+        is_behind = any(each.lacks_updates for each in self._fragments)
+        return not is_behind and not self._catching_up.is_needed()
+
+    def _catch_up(self) -> bool:
+        if not self._has_looked:
+            self._has_looked = True
+            self._rounds.begin_run()
+            self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        self._catching_up.keep_up()
+        if not self._catching_up.is_needed():
+            return False
+        if self._retries.is_time():
+            logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
+            self._retries.note(succeeded=self._catching_up.run())
+        self.tracker.performance_ema.reset_timer()  # this batch is lost: its time is no part of that of the next one
+        return True
+
+    def load_state_from_peers(self, **options: Any) -> bool:
+        """Download the outer parameters of another peer, and all that belongs to them.
+
+        Args:
+            options: of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits.
+        """
+        return self._catching_up.download(**options)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+        self.inner.name_parameters(model)
+        if self._company is not None:
+            self._company.change(self._describe())
+
+    def load_state(self, state: State) -> None:
+        """Go on from a state as another peer would have given it, such as one from an archive.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._catching_up.adopt(*state[:2])
+
+    @property
+    def last_round(self) -> OuterRound | None:
+        """The outer update that was applied last."""
+        return self._rounds.last
+
+    # --- as a torch optimizer -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def use_outer_parameters(self) -> Iterator[None]:
+        """Inside this context the model holds the outer parameters, for evaluation and for publishing."""
+        if self._set_aside is not None:
+            yield
+            return
+        self.show_outer_parameters()
+        try:
+            yield
+        finally:
+            self.show_own_parameters()
+
+    def show_outer_parameters(self) -> None:
+        """Put the outer parameters into the model, until :meth:`show_own_parameters`.
+
+        For where a context does not fit, such as callbacks.
+        """
+        if self._set_aside is not None:
+            return
+        self._rounds.begin_run()
+        self._rounds.end_flights()
+        self._set_aside = [each.fragment.read() for each in self._fragments]
+        for each in self._fragments:
+            each.fragment.write(each.state.values)
+
+    def show_own_parameters(self) -> None:
+        """Put this peer's own parameters back into the model, with which it trains on."""
+        if self._set_aside is None:
+            return
+        for each, values in zip(self._fragments, self._set_aside, strict=True):
+            each.fragment.write(values)
+        self._set_aside = None
+
+    def outer_versions(self) -> list[tuple[OuterVersion, bytes]]:
+        """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
+        tell the same hash."""
+        return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
+
+    def _inner_groups(self) -> Sequence[Any]:
+        return self.inner.param_groups
+
+    def _inner_state(self) -> Any:
+        return {key: value for each in self.inner.optimizers for key, value in each.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the last batch."""
+        zero_gradients(self.inner.parameters, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A checkpoint from which this peer can resume the run. Save the model beside it.
+
+        It is the state of the inner optimizer; with a list of them, ``"optimizers"`` has the state of each. Under
+        ``"shoal"`` it has the outer parameters with all that belongs to them, and the schedules. Nothing is waited for:
+        an exchange under way is not in it, and counts as missed when it is loaded. While the model holds the outer
+        parameters, its own ones are in it.
+        """
+        self._rounds.begin_run()
+        own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self.inner.dump_schedules()}
+        if self._set_aside is not None:
+            own["model"] = self._set_aside
+        return {**self.inner.state_dict(), OWN: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a checkpoint from :meth:`state_dict`. The argument is not changed, and neither is the model: load
+        that first. Only if it held the outer parameters when it was saved, its own ones are put into it here.
+
+        The checkpoint of plain torch optimizers works, too: then the outer parameters stay as they are. If the swarm is
+        ahead of the checkpoint, the next step downloads what this peer lacks.
+
+        Raises:
+            ValueError: it is a checkpoint of something else; nothing has been changed.
+        """
+        own = state_dict.get(OWN) or {}
+        saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
+        lengths, model = [each.fragment.length for each in self._fragments], own.get("model")
+        given = lengths if model is None else [values.numel() for values in model]
+        if given != lengths:
+            raise ValueError(f"it is of another model: fragments of {given} values, and this peer's has {lengths}")
+        self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
+        if saved is not None:
+            self._rounds.restore(saved, self._shutdown_timeout)
+            self.inner_steps = saved.position.inner_steps
+            self.inner.move_schedules(self._counter.position)
+            self._set_aside = model
+            self.show_own_parameters()
+
+    def __repr__(self) -> str:
+        return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self.inner.optimizers!r})"
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _takes_part(self) -> bool:
+        return self.averager.is_alive()
+
+    def _leave(self) -> None:
+        """Rounds under way go on without this peer."""
+        try:
+            self._catching_up.let_go()
+            if self._auxiliary is not None:
+                self._auxiliary.let_go_of_rounds()
+            self._rounds.let_go(self._shutdown_timeout)
+        finally:
+            self.tracker.shutdown(self._shutdown_timeout)
+            self.averager.shutdown()

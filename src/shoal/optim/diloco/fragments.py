@@ -1,0 +1,197 @@
+"""Parameters divided into fragments, each of which is exchanged as one flat vector of float32 numbers on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.optim.setup.training_setup import check_parameters
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some of the parameters, and their places in a flat vector."""
+
+    parameters: tuple[torch.Tensor, ...]
+    offsets: tuple[int, ...]
+    """Where each parameter begins in the vector. What lies between two of them is zero."""
+    length: int
+    """Of the vector."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor], block: int = 1) -> Fragment:
+        """Lay parameters out in a vector, in their order.
+
+        Args:
+            block: codecs encode this many values together. A parameter with at least so many begins at a multiple of
+                it, so that its blocks hold no values of others; smaller ones stand behind each other.
+        """
+        parameters, offsets, end = tuple(parameters), [], 0
+        for parameter in parameters:
+            begin = -(-end // block) * block if parameter.numel() >= block else end
+            offsets.append(begin)
+            end = begin + parameter.numel()
+        return cls(parameters, tuple(offsets), end)
+
+    @property
+    def values(self) -> int:
+        """How many values the parameters have."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def new_vector(self) -> torch.Tensor:
+        """A vector of zeros."""
+        return torch.zeros(self.length, dtype=torch.float32, device="cpu")
+
+    def views_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """The part of a vector that belongs to each parameter, in the shape of that parameter."""
+        return [
+            vector[offset : offset + parameter.numel()].view(parameter.shape)
+            for parameter, offset in zip(self.parameters, self.offsets, strict=True)
+        ]
+
+    def unchanged(self, mean: torch.Tensor) -> list[slice]:
+        """Where in a vector the parameters are that nobody has trained: their part of the mean change is zero."""
+        places = [slice(n, n + p.numel()) for n, p in zip(self.offsets, self.parameters, strict=True)]
+        return [place for place in places if not mean[place].any()]
+
+    @torch.no_grad()
+    def read(self, vector: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the parameters into a vector, by default a new one, and return it."""
+        vector = self.new_vector() if vector is None else vector
+        for view, parameter in zip(self.views_of(vector), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        return vector
+
+    @torch.no_grad()
+    def write(self, vector: torch.Tensor) -> None:
+        """Copy a vector into the parameters, rounded to their types."""
+        for view, parameter in zip(self.views_of(vector), self.parameters, strict=True):
+            parameter.detach().copy_(view)
+
+    @torch.no_grad()
+    def rounded(self, vector: torch.Tensor) -> torch.Tensor:
+        """What :meth:`read` would return after :meth:`write`: the values as the parameters' types can hold them."""
+        result = vector.clone()
+        for view, parameter in zip(self.views_of(result), self.parameters, strict=True):
+            if parameter.dtype not in (torch.float32, torch.float64):
+                view.copy_(view.to(parameter.dtype))
+        return result
+
+
+class Fragments(Sequence[Fragment]):
+    """All trained parameters, each in exactly one fragment.
+
+    Args:
+        parameters: those that the inner optimizers train. One that is given twice counts once, and one without
+            gradients or values not at all.
+        fragments: how many fragments of about the same size; or for each fragment, the parameters that belong to it.
+            Parameters that no fragment names go where there is least.
+        block: how many values codecs encode together, see :meth:`Fragment.of`.
+
+    Raises:
+        TypeError, ValueError: they cannot be divided like that.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        fragments: int | Sequence[Iterable[torch.Tensor]] = 1,
+        block: int = 1,
+    ) -> None:
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        check_parameters(unique)
+        trained = [parameter for parameter in unique if parameter.requires_grad and parameter.numel()]
+        if not trained:
+            raise ValueError("no parameter requires gradients: there is nothing to train")
+        for index, parameter in enumerate(unique):
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(f"parameter {index} is of type {parameter.dtype}: only real numbers can be averaged")
+        chosen = _divide(unique, trained, fragments)
+        position = {id(parameter): index for index, parameter in enumerate(trained)}
+        places = [sorted(position[id(parameter)] for parameter in each) for each in chosen]
+        self._fragments = [Fragment.of((trained[index] for index in each), block) for each in places]
+        self._description = ";".join(
+            ",".join(f"{index}:{tuple(trained[index].shape)}" for index in each) for each in places
+        )
+
+    def __len__(self) -> int:
+        return len(self._fragments)
+
+    def __getitem__(self, index: int) -> Fragment:  # type: ignore[override]
+        return self._fragments[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """Peers whose fragments have other parameters, or the same ones elsewhere, have another one."""
+        layout = ";".join(f"{each.offsets}:{each.length}" for each in self._fragments)
+        return hashlib.sha256(f"{self._description}|{layout}".encode()).hexdigest()[:16]
+
+
+def _divide(
+    all_parameters: Sequence[torch.Tensor],
+    trained: Sequence[torch.Tensor],
+    fragments: int | Sequence[Iterable[torch.Tensor]],
+) -> list[list[torch.Tensor]]:
+    """The parameters of each fragment, in any order."""
+    known, given = {id(p) for p in trained}, {id(p) for p in all_parameters}
+    if isinstance(fragments, int):
+        if fragments < 1:
+            raise ValueError(f"there must be at least 1 fragment, got {fragments}")
+        chosen: list[list[torch.Tensor]] = [[] for _ in range(fragments)]
+    else:
+        chosen = []
+        named: set[int] = set()
+        for number, each in enumerate(fragments):
+            own = list({id(parameter): parameter for parameter in each}.values())
+            for parameter in own:
+                if id(parameter) in named:
+                    raise ValueError(f"a parameter of fragment {number} is in another fragment, too: name it once")
+                if id(parameter) not in given and getattr(parameter, "requires_grad", True):
+                    raise ValueError(
+                        f"fragment {number} names a parameter that no inner optimizer trains: leave it out, or give it "
+                        "to the optimizer"
+                    )
+            named.update(map(id, own))
+            chosen.append([parameter for parameter in own if id(parameter) in known])
+    placed = {id(parameter) for each in chosen for parameter in each}
+    sizes = [sum(parameter.numel() for parameter in each) for each in chosen]
+    rest = [parameter for parameter in trained if id(parameter) not in placed]
+    for parameter in sorted(rest, key=lambda p: -p.numel()):  # sorting keeps the order of equal ones
+        emptiest = min(range(len(sizes)), key=lambda index: sizes[index])
+        chosen[emptiest].append(parameter)
+        sizes[emptiest] += parameter.numel()
+    if not all(chosen):
+        raise ValueError(
+            f"{len(chosen)} fragments of {len(trained)} parameters: fragment {chosen.index([])} would be empty: use "
+            "fewer"
+        )
+    return chosen
+
+
+def strided_fragments(modules: Iterable[torch.nn.Module], fragments: int) -> list[list[torch.Tensor]]:
+    """Divide the blocks of a model evenly: block i goes to fragment ``i % fragments``.
+
+    Args:
+        modules: the blocks, in order. What they do not contain, such as embeddings, goes to the smallest fragment.
+        fragments: how many fragments to make.
+
+    Returns:
+        For each fragment its parameters, for ``fragments=`` of the optimizer.
+
+    Raises:
+        ValueError: there are fewer blocks than fragments.
+    """
+    blocks = list(modules)
+    if not 1 <= fragments <= len(blocks):
+        raise ValueError(f"{len(blocks)} blocks can be divided into 1 to {len(blocks)} fragments, not {fragments}")
+    chosen: list[list[torch.Tensor]] = [[] for _ in range(fragments)]
+    placed: set[int] = set()
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if id(parameter) not in placed:  # blocks may share parameters
+                placed.add(id(parameter))
+                chosen[index % fragments].append(parameter)
+    return chosen

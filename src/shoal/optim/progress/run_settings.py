@@ -1,0 +1,311 @@
+"""The settings that all peers of a run must share, and how those of two peers differ.
+
+Peers tell each other a short hash of their settings when they meet. If the hashes differ, they exchange the settings
+themselves, and each of them can name the differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from shoal.averaging.groups.settings import advice_on
+from shoal.base.logs import counted, one_line
+from shoal.compression.base import dtype_name
+from shoal.net.transport import Count
+from shoal.p2p import Header
+
+if TYPE_CHECKING:
+    from shoal.averaging.node import AveragerNode
+
+DIGEST_BYTES = 8
+MAX_NAME_CHARACTERS, MAX_VALUE_CHARACTERS, MAX_SETTINGS = 200, 600, 64
+# More parameters, or more bytes of them, are compared only by the hash of all shapes: a message has at most a megabyte.
+MAX_PARAMETERS, MAX_DIMENSIONS, MAX_PARAMETER_BYTES = 4096, 16, 2**19
+# In an error and in a log line: a model that differs may differ in thousands of parameters.
+PARAMETERS_SHOWN, CHARACTERS_SHOWN = 4, 100
+
+_Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+_Settings = Annotated[dict[_Name, Annotated[str, Meta(max_length=MAX_VALUE_CHARACTERS)]], Meta(max_length=MAX_SETTINGS)]
+
+# These settings are hashes, or repeat what others say in better words: they are shown only if nothing else differs.
+TENSORS, PHASES, STATE_TENSORS = "averaged tensors", "phases", "tensors averaged with the parameters"
+_OPAQUE = {
+    TENSORS: "the shapes, types or roles of the averaged tensors differ",
+    STATE_TENSORS: "what is averaged with the parameters differs: model=, extra_tensors=, average_opt_statistics= or "
+    "offload_optimizer=",
+    PHASES: "the peers average in other phases",
+}
+
+
+# What an averager calls its settings, and what the users of an optimizer call them.
+SCHEMA = "shapes, types and roles of tensors"
+GRADIENT_OPTIONS = {"compression": "grad_compression", "phases": "grad_averager"}
+STATE_OPTIONS = {
+    SCHEMA: STATE_TENSORS,
+    "compression": "state_averaging_compression",
+    "aggregation": "state_aggregation",
+    "phases": "phases of state averaging",
+}
+# Another model usually has others of these, too.
+OPTIMIZER, GROUPS = "optimizer", "size of each parameter group"
+_OF_THE_MODEL = {STATE_TENSORS, OPTIMIZER, GROUPS}
+
+
+class ParameterSettings(msgspec.Struct, array_like=True, frozen=True):
+    """One parameter of the optimizer."""
+
+    name: _Name
+    """Empty if the peer does not know it."""
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    type: Annotated[str, Meta(max_length=32)]
+    is_trained: bool
+
+    def describe(self, number: int) -> str:
+        """The parameter in a text."""
+        return f"parameter {_shown(self.name)!r}" if self.name else f"parameter number {number}"
+
+
+class RunSettings(Header):
+    """The settings of one peer."""
+
+    kind: _Name
+    """``Optimizer``, the same with local updates, or ``DiLoCo``."""
+    needed: _Settings = msgspec.field(default_factory=dict)
+    """Peers that differ in one of these cannot average with each other at all."""
+    shared: _Settings = msgspec.field(default_factory=dict)
+    """Peers that differ in one of these train by other rules, even if they can average; empty for an auxiliary."""
+    declared: _Settings = msgspec.field(default_factory=dict)
+    """What users have declared with ``frozen_base=`` and ``agreement=``; needed, too."""
+    hidden: Count = 0
+    """The number of declared settings that are not shown to the receiver."""
+    parameters: Annotated[list[ParameterSettings], Meta(max_length=MAX_PARAMETERS)] = msgspec.field(
+        default_factory=list
+    )
+    """In the order of the optimizer; empty if there are too many."""
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal settings."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).digest()[:DIGEST_BYTES]
+
+    def shown_to(self, other: RunSettings) -> RunSettings:
+        """These settings without the declared ones that the other peer has not named itself.
+
+        Otherwise anybody could ask just to learn them.
+        """
+        shown = {name: value for name, value in self.declared.items() if name in other.declared}
+        return msgspec.structs.replace(self, declared=shown, hidden=len(self.declared) - len(shown))
+
+    def can_average_with(self, other: RunSettings) -> bool:
+        """Whether the averagers of two peers would form a group."""
+        mine, theirs = (self.kind, self.needed, self.declared), (other.kind, other.needed, other.declared)
+        return mine == theirs and not other.hidden
+
+    def differs_in_options(self, other: RunSettings) -> bool:
+        """Whether peers of one kind differ in an option that does not follow from their models."""
+        if self.kind != other.kind or not (self.shared and other.shared):
+            return False
+        names = (self.shared.keys() | other.shared.keys()) - _OF_THE_MODEL
+        return any(self.shared.get(name) != other.shared.get(name) for name in names)
+
+    def differences(self, other: RunSettings) -> list[str]:
+        """The settings that differ, in words for the user of this peer; empty if both peers fit.
+
+        Args:
+            other: as another peer has told it, so its texts may be hostile.
+        """
+        if self.kind != other.kind:
+            return [f"this peer trains with {self.kind}, and that one with {_shown(other.kind)}"]
+        told = compare_parameters(self.parameters, other.parameters)
+        opaque = list[str]()
+        compared = [(self.needed, other.needed)]
+        compared += [(self.shared, other.shared)] if self.shared and other.shared else []
+        for own, theirs in compared:
+            for name in sorted(own.keys() | theirs.keys()):
+                mine, given = own.get(name), theirs.get(name)
+                if mine != given:
+                    opaque += [_OPAQUE[name]] if name in _OPAQUE else []
+                    told += [] if name in _OPAQUE else [_difference(name, mine, given)]
+        for name in sorted(self.declared.keys() | other.declared.keys()):
+            mine, given = self.declared.get(name), other.declared.get(name)
+            if mine is not None and mine != given:
+                advice = advice_on(name)
+                told.append(_difference(name, mine, given) + (f" ({advice})" if advice else ""))
+            elif mine is None:
+                told.append(f"{_shown(name)} is not declared here")
+        if other.hidden:
+            told.append(f"{counted(other.hidden, 'setting')} of agreement= or frozen_base= there, and not here")
+        if not told and TENSORS in self.needed and self.needed.get(TENSORS) != other.needed.get(TENSORS):
+            told = compare_types(self.parameters, other.parameters)
+        return list(dict.fromkeys(told or opaque))
+
+
+def _difference(name: str, own: str | None, other: str | None) -> str:
+    mine, theirs = ("not set" if value is None else _shown(value) for value in (own, other))
+    return f"{_shown(name)} is {mine} here and {theirs} there"
+
+
+def _shown(text: str) -> str:
+    """A text from another peer: on one line, and short."""
+    line = one_line(text)
+    return line if len(line) <= CHARACTERS_SHOWN else f"{line[:CHARACTERS_SHOWN]}…"
+
+
+def compare_parameters(own: Sequence[ParameterSettings], other: Sequence[ParameterSettings]) -> list[str]:
+    """How the parameters of two peers differ in number, order, shape, or in what is frozen."""
+    if not own or not other:
+        return []
+    names, their_names = [each.name for each in own], [each.name for each in other]
+    has_names = all((*names, *their_names)) and len(set(their_names)) == len(their_names)
+    if [(p.shape, p.is_trained) for p in own] == [(p.shape, p.is_trained) for p in other]:
+        # Wrappers rename parameters. Only if the names themselves are the same, their order means something.
+        is_moved = has_names and names != their_names and Counter(names) == Counter(their_names)
+        return [_order(names, their_names)] if is_moved else []
+    if has_names and set(names) & set(their_names):
+        return _limited(_compare_by_name(own, other)) or [_order(names, their_names)]
+    return _limited(_compare_by_position(own, other))
+
+
+def compare_types(own: Sequence[ParameterSettings], other: Sequence[ParameterSettings]) -> list[str]:
+    """How the types of the values differ, where all else is equal."""
+    pairs = enumerate(zip(own, other, strict=False))
+    return _limited(
+        f"{mine.describe(n)} has values of type {mine.type} here and {_shown(theirs.type)} there"
+        for n, (mine, theirs) in pairs
+        if mine.type != theirs.type
+    )
+
+
+def _order(own: Sequence[str], other: Sequence[str]) -> str:
+    number = next(n for n, (mine, theirs) in enumerate(zip(own, other, strict=True)) if mine != theirs)
+    mine, theirs = _shown(own[number]), _shown(other[number])
+    return f"the parameters have another order: number {number} is {mine!r} here and {theirs!r} there"
+
+
+def _compare_by_name(own: Sequence[ParameterSettings], other: Sequence[ParameterSettings]) -> Iterable[str]:
+    theirs = {each.name: each for each in other}
+    for number, mine in enumerate(own):
+        given = theirs.pop(mine.name, None)
+        yield from _compare(mine, given, number)
+    for given in theirs.values():
+        yield f"{given.describe(0)} of shape {given.shape} is missing here"
+
+
+def _compare_by_position(own: Sequence[ParameterSettings], other: Sequence[ParameterSettings]) -> Iterable[str]:
+    if len(own) != len(other):
+        yield f"the optimizer has {counted(len(own), 'parameter')} here and {len(other)} there"
+    for number, (mine, given) in enumerate(zip(own, other, strict=False)):
+        yield from _compare(mine, given, number)
+
+
+def _compare(own: ParameterSettings, other: ParameterSettings | None, number: int) -> Iterable[str]:
+    which = own.describe(number)
+    if other is None:
+        yield f"{which} of shape {own.shape} is missing there"
+    elif own.shape != other.shape:
+        yield f"{which} has the shape {own.shape} here and {other.shape} there"
+    elif own.is_trained != other.is_trained:
+        yield f"{which} is {_state(own)} here and {_state(other)} there"
+
+
+def _state(parameter: ParameterSettings) -> str:
+    return "trained" if parameter.is_trained else "frozen"
+
+
+def _limited(texts: Iterable[str]) -> list[str]:
+    told = list(texts)
+    rest = len(told) - PARAMETERS_SHOWN
+    return told if rest <= 1 else [*told[:PARAMETERS_SHOWN], f"{rest} more parameters differ"]
+
+
+# --- what this peer has ---------------------------------------------------------------------------------------------
+
+
+def settings_of(
+    kind: str,
+    averager: AveragerNode,
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    options: Mapping[str, str],
+    *,
+    needed: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+) -> RunSettings:
+    """The settings of this peer.
+
+    Args:
+        averager: the one without which peers do not train together.
+        parameters: all that the optimizer has, in its order.
+        names: of the parameters; empty if they are not known.
+        options: by the averager's own names of its settings, what users call them.
+        needed, shared: further settings, see :class:`RunSettings`.
+    """
+    declared = averager.config.agreement
+    described = [
+        ParameterSettings(
+            _plain(name)[:MAX_NAME_CHARACTERS],
+            tuple(parameter.shape)[:MAX_DIMENSIONS],
+            dtype_name(parameter.dtype)[:32],
+            parameter.requires_grad,
+        )
+        for name, parameter in zip(names or [""] * len(parameters), parameters, strict=True)
+    ]
+    is_short = len(described) <= MAX_PARAMETERS and len(msgspec.msgpack.encode(described)) <= MAX_PARAMETER_BYTES
+    return RunSettings(
+        kind,
+        _texts({**settings_of_averager(averager, options), **(needed or {})}),
+        _texts(shared or {}),
+        _texts(declared),
+        parameters=described if is_short else [],
+    )
+
+
+def settings_of_averager(averager: AveragerNode, options: Mapping[str, str]) -> dict[str, str]:
+    """What an averager compares before it forms a group, without what users have declared.
+
+    Args:
+        options: by the averager's names, what users call the settings.
+    """
+    tensors, found = hashlib.sha256(), dict[str, str]()
+    for lane in averager.lanes.values():
+        for name, value in lane.matchmaking.settings.agreed.items():
+            if name == SCHEMA:
+                tensors.update(value.encode())
+            elif name not in averager.config.agreement:
+                found[options.get(name, name)] = value
+    return {**found, options.get(SCHEMA, TENSORS): tensors.hexdigest()[:16]}
+
+
+# Other values, such as whether it is fused, do not change its steps.
+_MATTER = ("lr", "momentum", "dampening", "nesterov", "betas", "eps", "weight_decay")
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer that must make the same steps in all peers."""
+    given = {name: optimizer.defaults[name] for name in _MATTER if name in optimizer.defaults}
+    kind = next(each for each in type(optimizer).__mro__ if not each.__module__.startswith("shoal."))
+    return f"{kind.__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without those of wrappers around the model."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as short texts. What is too long ends with a hash, so that it stays different."""
+    return {name[:MAX_NAME_CHARACTERS]: _cut(str(value)) for name, value in settings.items()}
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_VALUE_CHARACTERS:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{text[: MAX_VALUE_CHARACTERS - 20]}… {digest}"

@@ -1,0 +1,1 @@
+"""One peer of several processes: :mod:`~.multi_process`, for whole models and for shards of one (:mod:`~.shards`)."""

@@ -1,0 +1,1 @@
+"""The user's model, optimizer and schedule: what they are, and their state, taken apart and put together."""

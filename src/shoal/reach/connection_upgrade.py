@@ -1,0 +1,139 @@
+"""Better and more connections for peers that only relays lead to, made while the present ones are in use.
+
+Where there are relayed connections only, direct ones are tried for again and again. Where there is a direct one, some
+more are made at once: the relay may be gone when they are needed, and then nobody can make others.
+
+When some break in the middle of a round, all that it needs are dialled at once, because each dial takes as long again.
+
+Nothing is moved from one connection to another: calls in progress stay where they are, and the next ones take what the
+pool prefers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
+
+from shoal.base.tasks import cancel_and_wait
+from shoal.errors import NoRelayError, ShoalError
+from shoal.net.connection_pool import MAX_IDLE
+from shoal.net.dialler import CIRCUIT_STAGGER
+from shoal.net.pooled_peer import SPARE
+from shoal.peers.identity import PeerID
+from shoal.reach.relay.messages import MAX_AT_ONCE
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+UPGRADE_SECONDS = 60.0
+"""Between two attempts at direct connections to a peer."""
+ROOM_FOR_SPARES = MAX_IDLE // 2
+"""With more idle connections than this no spare ones are made, for then each takes the place of another peer's."""
+
+
+class ConnectionUpgrades:
+    """Attempts at direct connections, as long as there are only relayed ones, and spare ones as soon as there are any.
+
+    Args:
+        p2p: whose connections these are.
+    """
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        self.tasks: dict[PeerID, asyncio.Task[None]] = {}
+        """One for each peer with relayed connections only, or that was so a little while ago."""
+        self.filling: dict[PeerID, asyncio.Task[None]] = {}
+        """One for each peer to which spare connections are being made."""
+        self.replacing: dict[PeerID, asyncio.Task[None]] = {}
+        """One for each peer to which connections have just broken."""
+        p2p.pool.on_circuit = self.watch
+
+    def watch(self, peer: PeerID) -> None:
+        """A relay has led to a peer: there is a new connection, direct or not."""
+        if not self._p2p.is_alive:
+            return
+        streams = self._p2p.pool.streams_to(peer)
+        if all(stream.is_relayed for stream in streams):
+            self._begin(self.tasks, peer, self._keep_trying)
+        elif len(streams) < SPARE and self._p2p.pool.idle_count < ROOM_FOR_SPARES:
+            self._begin(self.filling, peer, self._fill)
+
+    def _begin(
+        self,
+        tasks: dict[PeerID, asyncio.Task[None]],
+        peer: PeerID,
+        work: Callable[[PeerID], Coroutine[object, object, None]],
+    ) -> None:
+        if peer not in tasks:
+            tasks[peer] = asyncio.get_running_loop().create_task(work(peer))
+            tasks[peer].add_done_callback(lambda _: tasks.pop(peer))
+
+    async def _fill(self, peer: PeerID) -> None:
+        try:
+            await self._p2p.circuits.prepare(peer, 1)
+        except ShoalError as e:
+            logger.debug("no spare connections to %s: %s", peer, e)
+
+    def replace(self, peer: PeerID, count: int) -> None:
+        """Connections that relays have brought about have broken: make so many new ones; calls wait for them."""
+        if peer in self.replacing or not self._p2p.is_alive:
+            return
+        for each in self._p2p.pool.streams_to(peer):
+            if each.via is not None and each.closed:
+                self._p2p.dialler.note_broken(each.via)
+        punching = self._p2p.circuits.punching
+        if punching is not None and punching.expects_success(peer):
+            count = max(count, SPARE)  # or the rest would be made as soon as the first one is there
+        count = min(count, MAX_AT_ONCE)
+        end = self._p2p.pool.expect(peer, count)
+        self._begin(self.replacing, peer, functools.partial(self._dial_at_once, count, end))
+
+    async def _dial_at_once(self, count: int, end: Callable[[], None], peer: PeerID) -> None:
+        # If this relay does not lead there soon, calls try the others.
+        limit = asyncio.get_running_loop().call_later(CIRCUIT_STAGGER, end)
+        try:
+            for address in self._p2p.dialler.circuits(peer):
+                try:
+                    streams = await self._p2p.circuits.dial(address, peer, count)
+                except NoRelayError:  # the connection to the relay itself may have broken, too
+                    continue
+                for stream in streams:
+                    self._p2p.pool.add(self._p2p.greet(stream))
+                return
+        except ShoalError as e:  # calls that dial themselves will see
+            logger.debug("connections to %s that have broken are not replaced at once: %s", peer, e)
+        finally:
+            limit.cancel()
+            end()
+
+    async def _keep_trying(self, peer: PeerID) -> None:
+        while True:
+            await asyncio.sleep(UPGRADE_SECONDS)
+            streams = self._p2p.pool.streams_to(peer)
+            if not streams or not all(stream.is_relayed for stream in streams):
+                return
+            punching = self._p2p.circuits.punching
+            if punching is not None and punching.is_worth_it(peer):
+                try:
+                    await self._try(peer, min(len(streams), MAX_AT_ONCE))
+                except ShoalError as e:
+                    logger.debug("no direct connections to %s: %s", peer, e)
+
+    async def _try(self, peer: PeerID, count: int) -> None:
+        circuits = self._p2p.dialler.circuits(peer)
+        if not circuits:
+            return
+        for stream in await self._p2p.circuits.dial(circuits[0], peer, count):
+            if stream.is_relayed:
+                stream.abort()  # there are enough of these
+            else:
+                self._p2p.pool.add(self._p2p.greet(stream))
+
+    async def close(self) -> None:
+        """Try no more."""
+        await cancel_and_wait(*self.tasks.values(), *self.filling.values(), *self.replacing.values())

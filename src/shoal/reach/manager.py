@@ -1,0 +1,519 @@
+"""Keeps finding out whether others can call this peer, and sees to it that they can.
+
+The conclusions are those of :mod:`~.reachability`; here is where the evidence comes from, and what follows:
+
+- every connection with somebody outside tells something, at no cost; so a swarm that has no outside costs nothing;
+- the first peers of a swarm dial back while this one joins (``rpc_ping`` of the table, see ``shoal.dht.joining``);
+- from then on, two witnesses are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at once
+  after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
+
+While nobody can dial this peer, it asks for reservations at relays. Whoever has connections to it is told of each
+change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
+it: each checks often whether it can be dialled, and asks some others whether they are relays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.base.logs import Seldom
+from shoal.base.tasks import cancel_and_wait, wait_at_most
+from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
+from shoal.net.addresses import Notes, ip_text_of, is_name
+from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.own_addresses import MAX_ANNOUNCED
+from shoal.net.transport import Stream
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.checkup import CallBack, CallMe, Checkup
+from shoal.reach.contacts import Contacts
+from shoal.reach.libp2p_options import Libp2pOptions
+from shoal.reach.nat.port_mapping import PortMapping, forward_port
+from shoal.reach.nat_probe import is_mapping_hard, places_of
+from shoal.reach.presence import greet_anew
+from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 10.0
+# From one check to the next, and how much that varies.
+CHECK_SECONDS = 900.0
+CHECK_SPREAD_SECONDS = 180.0
+# After the first connection with somebody outside; until then the join has usually found out.
+FIRST_CHECK_SECONDS = 5.0
+# Between two checks, whatever happens.
+LEAST_CHECK_SECONDS = 15.0
+# A tick that comes so late means that the machine was asleep.
+SLEPT_SECONDS = 30.0
+WITNESSES_ASKED = 2
+OBSERVERS_ASKED = 4
+# Witnesses dial for four seconds at most.
+WITNESS_SECONDS = 8.0
+# How long a join waits for a reservation.
+RESERVE_SECONDS = 1.5
+LOOK_FOR_RELAYS_SECONDS = 30.0
+# Others who claim to see this machine at another address are listened to so often.
+SEEN_ELSEWHERE_SECONDS = 60.0
+RELAYS_ASKED = 8
+MAX_UNINFORMED = 1024
+SEEN = "seen over"
+"""The beginning of the sources of offers that come from witnesses, who may lie."""
+
+
+class ReachabilityManager:
+    """What a peer knows of how others reach it.
+
+    Args:
+        p2p: the peer.
+        options: what the user wants.
+    """
+
+    def __init__(self, p2p: P2P, options: Libp2pOptions) -> None:
+        self._p2p, self.options = p2p, options
+        self.evidence = Evidence(options.forced)
+        self.on_change: dict[Callable[[], object], None] = {}
+        """Called after each change of what this peer is to others."""
+        self.on_upheaval: dict[Callable[[], object], None] = {}
+        """Called when what was learnt about routers is no longer worth anything."""
+        self.mapping: PortMapping | None = None
+        """The port that the router of this network forwards, if this peer asks for one."""
+        self.is_hard = False
+        """The router gives each connection another outer port."""
+        self._rng = random.Random(p2p.peer_id.to_bytes())
+        self.now = asyncio.get_running_loop().time
+        """The time that the evidence goes by."""
+        self.contacts = Contacts()
+        """The peers with which it has had connections."""
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._had_company = False
+        self._seen: Notes[str] = Notes()
+        self._seen_elsewhere_at = float("-inf")
+        self._checked_at = float("-inf")
+        self._check_due = float("inf")
+        self._looked_for_relays_at = self.now()
+        # What others were told last: what this peer is to them, where, and how.
+        self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
+        self._changed, self._wake = asyncio.Event(), asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
+        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
+        self._uninformed: dict[PeerID, None] = {}
+        self._warn_seldom = Seldom(logger.warning)
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Reachability:
+        """What this peer is to others."""
+        return Reachability.CLIENT if self._p2p.client_mode else self.evidence.state
+
+    @property
+    def reach(self) -> Reach:
+        """The same for greetings."""
+        if self.state is Reachability.PUBLIC:
+            return Reach.PUBLIC
+        if self.state is Reachability.CLIENT:
+            return Reach.CLIENT
+        return Reach.HARD if self.is_hard else Reach.EASY
+
+    @property
+    def relay_rate(self) -> float:
+        """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
+        rates = [held.rate for held in self._p2p.reservations.held.values()]
+        return max(rates) if rates and all(rates) else 0.0
+
+    def seen_at(self) -> list[str]:
+        """The hosts at which others outside see this machine."""
+        return list(dict.fromkeys(self._seen.values()))
+
+    def announced(self, latest: bool = False) -> list[Multiaddr]:
+        """The addresses to tell others; they change as this machine moves from one network to another.
+
+        Args:
+            latest: look at this machine's networks again.
+        """
+        if self._p2p.client_mode:
+            return []
+        self.evidence.own = self._p2p.transport.addresses(latest)
+        return self.evidence.announced(self.now(), self._circuits(), MAX_ANNOUNCED)
+
+    def confirmed(self) -> list[Multiaddr]:
+        """The addresses at which others are known to reach this peer from outside."""
+        return self.evidence.confirmed(self.now())
+
+    def _circuits(self) -> list[Multiaddr]:
+        return self._p2p.reservations.addresses()
+
+    def far_host_of(self, peer: PeerID) -> str:
+        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
+        addresses = self._p2p.server.addresses_of(peer)
+        if not addresses or is_private(addresses[0]) or self._p2p.transport.is_inside(addresses[0]):
+            return ""
+        return addresses[0].values()[0] or ""
+
+    def is_hopeless(self, peer: PeerID) -> bool:
+        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
+
+        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
+        """
+        addresses = self._p2p.address_book.peek(peer)
+        judge = self._p2p.judge_for(self._p2p.seen_of(peer))
+        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
+
+    def outer_hosts(self) -> set[str]:
+        """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
+        offers = [offer for source, offer in self.evidence.offers.items() if not source.startswith(SEEN)]
+        return {host for each in (*self.evidence.announcement, *offers) if (host := ip_text_of(each)) is not None}
+
+    # --- listening ----------------------------------------------------------------------------------------------------
+
+    async def listen(self, hosts: Sequence[Multiaddr], announced: list[Multiaddr]) -> None:
+        """Accept connections.
+
+        Args:
+            hosts: where to listen.
+            announced: what the user tells others in place of these addresses.
+
+        Raises:
+            P2PDaemonError: there is no place to listen.
+        """
+        transport = self._p2p.transport
+        usable = [address for address in hosts if transport.supports(address)]
+        for address in hosts:
+            if address not in usable:
+                logger.info("there is no transport for %s yet, other addresses are used to listen", address)
+        if not usable:
+            raise P2PDaemonError(
+                f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
+            )
+        for address in usable:
+            await transport.listen(address, self._p2p.server.accept)
+        self.evidence.announcement = announced
+        self.begin()
+
+    def begin(self) -> None:
+        """Be called by others from now on: at the addresses where this peer listens, or else through relays."""
+        self._p2p.transport.on_addresses_changed = self._note_move
+        self._p2p.reservations.on_change = self.update
+        self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
+        self._told = self.evidence.state, self.announced(), self.reach
+        self.mapping = forward_port(self._p2p)
+        self.update()
+
+    # --- evidence -----------------------------------------------------------------------------------------------------
+
+    def note_stream(self, stream: Stream) -> None:
+        """There is a connection with another peer."""
+        address, local = stream.remote_address, stream.local_address
+        if address is None or stream.is_relayed or self._p2p.client_mode:
+            return
+        is_outside = not self._p2p.transport.is_inside(address)
+        self.contacts.note(stream.remote, address, is_outside=is_outside)
+        if is_outside:
+            self._streams.add(stream)
+            self.evidence.note_outside(self.now())
+            self._begin()
+        ports = {own.get("tcp") for own in self.evidence.own}
+        if local is not None and local.get("tcp") in ports:
+            is_clear = self.evidence.note_accepted(self.now(), local, is_outside=is_outside)
+            if not is_clear:
+                self.check_soon()
+        if is_outside or self.evidence.state is not Reachability.PUBLIC:
+            self.update()
+
+    def note_called_back(self, witness: PeerID, addresses: Sequence[Multiaddr], *, reached: bool) -> None:
+        """A witness has tried to call this peer at the addresses that it announces, or at some of them."""
+        now, (network, is_outside) = self.now(), self.contacts.place_of(witness)
+        if not is_outside:
+            self.evidence.note_inside(now, reached=reached)
+            self.update()
+            return
+        far = [address for address in addresses if is_global(address)]
+        if not reached or len(far) == 1:
+            for address in far:
+                self.evidence.note_verdict(now, network, address, reached=reached)
+        self.evidence.note_judged()
+        self.update()
+
+    def note_seen(self, witness: PeerID, text: str) -> None:
+        """A witness tells the address from which it sees this peer: in front of it may be a router that forwards."""
+        try:
+            seen = Multiaddr(text)
+        except ValueError:
+            return
+        version = next((version for version in ("ip4", "ip6") if version in seen), None)
+        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
+            return
+        former, host = self._seen.get(witness, ""), str(seen[version])
+        self._seen.note(witness, host)
+        if former not in ("", host) and self.now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+            self._seen_elsewhere_at = self.now()
+            self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
+        port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
+        if port is not None:
+            source, address = f"{SEEN} {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
+            present = self.evidence.offers.get(source)
+            if present in (None, address) or self.evidence.standing(self.now(), present) is not AddressStatus.CONFIRMED:
+                self.offer(source, address)
+            else:  # one liar must not talk this peer out of an address that works
+                self.offer(f"{source} lately", address)
+
+    def offer(self, source: str, address: Multiaddr | None) -> None:
+        """There is another address that may lead here, until others have tried it; ``None``: no longer.
+
+        Args:
+            source: whose idea it is; each source has one address at a time.
+        """
+        if address == self.evidence.offers.get(source):
+            return
+        if address is None:
+            del self.evidence.offers[source]
+        else:
+            self.evidence.offers[source] = address
+            if address not in self.evidence.own and self._life is not None:
+                self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+        self.update()
+
+    # --- consequences -------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Conclude anew, and tell those who are concerned of a change."""
+        if self._p2p.client_mode or not self._p2p.is_alive:
+            return
+        circuits = self._circuits()
+        is_called = bool(circuits) or self._p2p.server.has_arranged()  # which goes on without a relay
+        state = self.evidence.conclude(self.now(), is_reserved=is_called)
+        metrics, reservations = self._p2p.metrics, self._p2p.reservations
+        metrics.reachability, metrics.reservations = state.value, len(reservations.held)
+        self._p2p.relay.is_public = state is Reachability.PUBLIC
+        reservations.reach = self._p2p.circuits.reach = self.reach
+        reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
+        self._warn_of_announcement()
+        now_told = state, self.announced(), self.reach
+        former, self._told = self._told, now_told
+        if former is None or former == now_told:
+            return
+        if former[0] is not state:
+            logger.info("others can call this peer: %s (before: %s)", state.value, former[0].value)
+            self._changed.set()
+            if state is Reachability.CLIENT and former[0] is Reachability.RELAYED:
+                self.warn_client()
+            for callback in list(self.on_change):
+                callback()
+        if former[1] != now_told[1] or Reachability.UNKNOWN not in (former[0], state):
+            self.announce_anew()
+
+    def _note_move(self) -> None:
+        self.note_upheaval("this machine has other addresses")
+        self.announce_anew()
+        self.update()
+
+    def note_upheaval(self, reason: str, *, has_moved: bool = True) -> None:
+        """What was found out about routers and relays may be wrong now.
+
+        Args:
+            has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
+                routers stays, for whoever lost all connections is in a hurry.
+        """
+        if self._life is None:
+            return
+        logger.debug("reachability is checked again: %s", reason)
+        self._remember(self._p2p.pool.renew())  # what is open may be dead already
+        self.check_soon()
+        for callback in list(self.on_upheaval) if has_moved else ():
+            callback()
+
+    def announce_anew(self) -> None:
+        """Tell the peers that have connections to this one where it is now."""
+        if not self._p2p.is_alive:
+            return
+        self._greet(self._p2p.pool.renew())
+
+    def _remember(self, peers: Sequence[PeerID]) -> None:
+        """Note peers that have yet to hear where this one is."""
+        self._uninformed.update(dict.fromkeys(peers))
+        while len(self._uninformed) > MAX_UNINFORMED:
+            del self._uninformed[next(iter(self._uninformed))]
+
+    def _greet(self, peers: Sequence[PeerID]) -> None:
+        """Greet these peers, and all who have not heard of earlier changes."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self._p2p.pool.renew()
+        self._remember(peers)
+        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, self._uninformed))
+
+    async def settle(self) -> Reachability:
+        """Wait until it is clear how others call this peer, now that the first verdicts are there.
+
+        Meanwhile relays are asked, and witnesses dial back where they have seen this peer: a router may forward.
+        """
+        self.update()
+        if self.state is not Reachability.CLIENT:
+            return self.state
+        self._begin()
+        has_offers = any(offer not in self.evidence.own for offer in self.evidence.offers.values())
+        if has_offers:
+            self.check_soon()
+        if has_offers or self.options.use_auto_relay:
+            try:
+                async with asyncio.timeout(RESERVE_SECONDS):
+                    while self.state is Reachability.CLIENT:
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError:
+                pass  # the life goes on looking
+        if self.state is Reachability.CLIENT:
+            self.warn_client()
+        return self.state
+
+    def warn_client(self) -> None:
+        """Tell the user that nobody can call this peer, and what to do."""
+        if self._p2p.client_mode:
+            return
+        if not self._p2p.transport.addresses():
+            self._warn_seldom(
+                "nobody can call this peer: it does not listen (no_listen), and none of %d peers relays. Leave "
+                "no_listen out, or run a public `shoal dht`",
+                len(self.contacts),
+            )
+            return
+        seen = ", ".join(self.seen_at()) or "not known"
+        port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
+        self._warn_seldom(
+            "nobody can call this peer (seen at: %s), and none of %d peers relays. Open TCP port %s, turn on UPnP in "
+            "the router, or run a public `shoal dht`",
+            seen,
+            len(self.contacts),
+            port,
+        )
+
+    def _warn_of_announcement(self) -> None:
+        for address in self.evidence.announcement:
+            if self.evidence.standing(self.now(), address) is AddressStatus.REFUTED:
+                self._warn_seldom(
+                    "others cannot dial this peer at %s, which it announces (announce_maddrs): open or forward the "
+                    "port, or announce another address",
+                    address,
+                    about=address,
+                )
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._life is None and self._p2p.is_alive:
+            self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+            self._life = asyncio.get_running_loop().create_task(self._live())
+
+    async def _live(self) -> None:
+        """Look at the signs every few seconds, and check when it is due."""
+        DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
+        while True:
+            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
+            pause = min(TICK_SECONDS, until_check)
+            due = self.now() + pause
+            self._wake.clear()
+            await wait_at_most(self._wake, pause)
+            if self.now() - due > SLEPT_SECONDS:
+                self.note_upheaval("this machine slept")
+            self._look_at_connections()
+            self._look_for_relays()
+            if self.now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
+                await self.check()
+            self.update()
+
+    def _look_for_relays(self) -> None:
+        """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
+        is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
+        reservations = self._p2p.reservations
+        if is_due and reservations.is_wanted and not reservations.held:
+            self._looked_for_relays_at = self.now()
+            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
+            self.check_soon()
+
+    def check_soon(self) -> None:
+        """Let witnesses dial back soon."""
+        self._check_due = self.now()
+        self._wake.set()
+
+    def _look_at_connections(self) -> None:
+        alive = [stream for stream in self._streams if not stream.closed]
+        if alive:
+            self.evidence.note_outside(self.now())
+        elif self._had_company:
+            self.note_upheaval("all connections are gone", has_moved=False)
+        self._had_company = len({stream.remote for stream in alive}) > 1
+
+    async def check(self) -> None:
+        """Let witnesses dial back."""
+        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
+        self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
+        if not self.options.auto_nat or self.evidence.forced is not None:
+            return
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
+        addresses = self.evidence.to_check() if is_outside else []
+        answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
+        for witness, answer in zip(witnesses, answers, strict=True):
+            if answer is not None:
+                self._note_answer(witness, answer)
+        if answers and all(answer is None for answer in answers):
+            # They may have been busy with others. Not all of whom ask again at the same moment.
+            self._check_due = self.now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+        await self._observe()
+        self.update()
+
+    async def _observe(self) -> None:
+        """Find out what the router does to outgoing ports, if anybody has to know."""
+        if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
+            return
+
+        def may_observe(peer: PeerID) -> bool:
+            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+
+        observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
+        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
+        if is_hard is not None:
+            self.is_hard = is_hard
+            self._p2p.metrics.nat = "hard" if is_hard else "easy"
+
+    async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
+        handle = Checkup.handle_name("rpc_call_back", None)
+        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._p2p.transport
+        before = transport.arrivals
+        try:
+            answer = await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            if any(answer.reached.values()) and transport.arrivals == before:
+                raise ProtocolError("it says that it has reached this peer, and nobody has come")
+            return answer
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            logger.debug("%s bears no witness: %s", witness, e)
+            return None
+
+    def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
+        network, is_outside = self.contacts.place_of(witness)
+        if not is_outside:
+            if answer.reached:  # otherwise there was nothing that it could try
+                self.note_called_back(witness, (), reached=any(answer.reached.values()))
+            return
+        self.note_seen(witness, answer.seen_at)
+        asked = {str(address): address for address in self.evidence.to_check()}
+        for text, reached in answer.reached.items():
+            if text in asked:
+                self.evidence.note_verdict(self.now(), network, asked[text], reached=reached)
+        self.evidence.note_judged()
+
+    async def close(self) -> None:
+        """End all of this."""
+        if self.mapping is not None:
+            await self.mapping.close()
+        tasks = [task for task in (self._life, self._announcing) if task is not None]
+        await cancel_and_wait(*tasks)

@@ -1,0 +1,198 @@
+"""Who is there under an identity, and telling others where this peer is now.
+
+Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
+saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.tasks import cancel_and_wait
+from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.net.connection import Connection
+from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.service import P2PContext, ServicerBase
+from shoal.net.transport import Header
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a start may wait for stale addresses where nobody answers.
+CHECK_SECONDS = 2.0
+
+GREETING_SECONDS = 10.0
+GREETINGS_AT_ONCE = 8
+
+COMPARED_CLOCKS = 8
+"""Peers that are asked for the time when the clock of this machine has jumped."""
+
+
+class PresenceQuery(Header):
+    instance: bytes
+    """The instance of the asking process."""
+    addresses: list[str] = msgspec.field(default_factory=list)
+    """Where it can be called now, if that has changed since it greeted on this connection."""
+    reach: int = -1
+    """Likewise, how; see :class:`~shoal.reach.reachability.Reach`."""
+    relay: bool = False
+    """Likewise, whether it is a relay."""
+
+
+class PresenceReply(Header):
+    instance: bytes
+    """The instance of the answering process."""
+    addresses: list[str] = msgspec.field(default_factory=list)
+    """Where the identity of the asking peer was last seen."""
+    is_connected: bool = False
+    """Another process with that identity is connected to the answering peer."""
+    relay: bool = False
+    """The answering peer is a relay."""
+
+
+class Presence(ServicerBase):
+    """Tells a peer what this one knows about it."""
+
+    roles: ClassVar[Roles] = ANY_ROLE
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+
+    async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
+        own = self._p2p
+        if request.addresses and context.remote_id != own.peer_id:
+            judge = own.judge_for(own.seen_of(context.remote_id))
+            own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER], judge)
+            own.reaches.note(context.remote_id, request.reach)
+            own.reservations.note_greeting(context.remote_id, request.relay)
+        instances = {connection.instance for connection in own.connections_from(context.remote_id)}
+        return PresenceReply(
+            instance=own.instance,
+            addresses=[str(address) for address in own.get_addresses(context.remote_id)],
+            is_connected=bool(instances - {None, request.instance}),
+            relay=own.relay.serves,
+        )
+
+
+async def greet_anew(p2p: P2P, uninformed: dict[PeerID, None]) -> None:
+    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
+
+    Those that a relay has arranged are older than the change, so the call tells them, too. By the same call this peer
+    learns whether the others are relays now.
+
+    Args:
+        uninformed: those to call; whoever has heard it, or cannot be called, is taken out.
+    """
+    DIRECT_ONLY.set(False)  # what has changed may have come about with a call to a relay
+    at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
+    handle = Presence.handle_name("rpc_who_am_i", None)
+
+    async def greet(peer: PeerID) -> None:
+        try:
+            async with at_once:
+                addresses = [str(address) for address in p2p.outlook.announced()]
+                reach, relay = p2p.outlook.reach.value, p2p.relay.serves
+                query = PresenceQuery(instance=p2p.instance, addresses=addresses, reach=reach, relay=relay)
+                reply = await p2p.call(
+                    peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles
+                )
+                p2p.reservations.note_greeting(peer, reply.relay)
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
+        uninformed.pop(peer, None)
+
+    await asyncio.gather(*map(greet, list(uninformed)))
+
+
+async def compare_clocks(p2p: P2P) -> None:
+    """Ask a few of the peers that this one is connected to for the time: the greetings on new connections tell it."""
+    connected = dict.fromkeys([*p2p.pool.peers, *p2p.server.peers])
+    known = [peer for peer in connected if peer != p2p.peer_id and p2p.is_reachable(peer)]
+
+    async def compare(peer: PeerID) -> None:
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                await _ask(p2p, await p2p.dial(peer))
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            logger.debug("could not ask %s for the time: %s", peer, e)
+
+    await asyncio.gather(*map(compare, p2p.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
+
+
+async def check_identity_is_free(
+    p2p: P2P, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
+) -> None:
+    """Make sure that no other process is online with this peer's identity, as far as the witnesses know.
+
+    Args:
+        witnesses: peers that may have seen that identity.
+        addresses: addresses and the peers expected there; one of these peers may have that identity.
+
+    Raises:
+        IdentityTakenError: another process is online with it.
+    """
+    checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
+    own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
+    checks.append(asyncio.ensure_future(_find_double_at(p2p, own)))
+    try:
+        async with asyncio.timeout(CHECK_SECONDS):
+            for check in asyncio.as_completed(checks):
+                where = await check
+                if where is not None:
+                    raise IdentityTakenError(
+                        f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
+                        "it, or start this one with another identity_path"
+                    )
+    except TimeoutError:
+        return  # a process that does not answer in time counts as offline
+    finally:
+        await cancel_and_wait(*checks)
+
+
+async def _find_double(p2p: P2P, witness: PeerID) -> str | None:
+    """Where another process is online with this identity, or ``None``."""
+    try:
+        reply = await _ask(p2p, await p2p.dial_without_greeting(witness))
+    except (ShoalError, ConnectionError):
+        return None
+    if reply.is_connected:
+        return f"and connected to peer {witness}"
+    return await _find_double_at(p2p, reply.addresses[:MAX_ADDRESSES_PER_PEER])
+
+
+async def _find_double_at(p2p: P2P, addresses: Sequence[str]) -> str | None:
+    found = await asyncio.gather(*(_is_double(p2p, text) for text in addresses))
+    return next((f"at {text}" for text, is_double in zip(addresses, found, strict=True) if is_double), None)
+
+
+async def _is_double(p2p: P2P, text: str) -> bool:
+    try:
+        reply = await _ask(p2p, await p2p.dial_without_greeting(p2p.peer_id, Multiaddr(text)))
+    except (ShoalError, ConnectionError, ValueError):
+        return False
+    return reply.instance != p2p.instance
+
+
+async def _ask(p2p: P2P, connection: Connection) -> PresenceReply:
+    call = connection.open_call(Presence.handle_name("rpc_who_am_i", None))
+    try:
+        await call.send(PresenceQuery(instance=p2p.instance), end=True)
+        reply = await call.receive(PresenceReply)
+        if reply is None:
+            raise ProtocolError("no answer")
+        return reply
+    finally:
+        connection.abort()

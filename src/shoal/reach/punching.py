@@ -1,0 +1,348 @@
+"""Direct connections between two peers behind routers, from the ports of the circuits that a relay has joined for them.
+
+Over the first circuit the two tell each other where these ports can perhaps be reached. It is not encrypted: the relay
+knows all of it anyway, and it can forge no identity::
+
+    dialler ► target    Candidates
+    target ► dialler    Candidates    without any host: it will not punch, and that is all
+
+The relay joins both sides at one moment, and both say at once what they have to say, so each hears of the other one
+at nearly the same time. Then it begins: their first packets cross, or those of the earlier side open its router for
+those of the later one. Whatever connects goes through the ordinary handshake, as it does on the circuits at the same
+time; for each port, the first connection that leads to the other peer counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.base.tasks import all_of, cancel_and_wait
+from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
+from shoal.metrics import Metrics
+from shoal.net.addresses import is_loopback
+from shoal.net.frames import receive_frame, send_frame
+from shoal.net.transport import OnStream, Session, Stream, Transport
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.candidates import MAX_PORTS, Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.reach.punch_backoff import Hosts, PunchPolicy
+from shoal.reach.relay.circuit import Circuit
+from shoal.reach.relay.messages import Reach
+
+logger = logging.getLogger(__name__)
+
+PUNCH_SECONDS = 2.5
+"""How long both sides try to connect."""
+LATE_SECONDS = 0.5
+"""A punch that has brought nothing by then hardly will: until its end, nobody waits for another one to that peer."""
+LATE_SHARE = 0.75
+"""The same as a share of the time that the dial had taken before: on long lines and busy machines both take longer."""
+EXCHANGE_SECONDS = 3.0
+"""How long each waits for the other one's part of the exchange."""
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A punch: what is dialled from each port, and what has come of it."""
+
+    targets: list[list[Multiaddr]]
+    round_trip: float
+    hosts: Hosts
+    since: float
+    begun_at: float
+    going_on: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """Of the ports that have failed."""
+    is_given_up: bool = False
+    """Nobody waits for some port any more, so it says nothing about the way."""
+    has_succeeded: bool = False
+
+    def is_late(self, now: float) -> bool:
+        """Whether it should have brought something by now."""
+        return now - self.begun_at > max(LATE_SECONDS, LATE_SHARE * (self.begun_at - self.since))
+
+
+class Puncher:
+    """Finds direct connections for circuits, on both sides.
+
+    Args:
+        transport: of this peer.
+        metrics: counts what came of it.
+        on_stream: gets who has connected to this peer and proven who it is.
+        own_reach: what this peer says of itself.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        metrics: Metrics,
+        on_stream: OnStream,
+        own_reach: Callable[[], Reach],
+    ) -> None:
+        self._transport = transport
+        self._metrics = metrics
+        self._on_stream = on_stream
+        self._own_reach = own_reach
+        self.policy = PunchPolicy(asyncio.get_running_loop().time)
+        """Knows which peers are worth it."""
+        self._punching: set[asyncio.Task[Stream]] = set()
+        self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
+        self._is_closed = False
+
+    def is_worth_it(self, peer: PeerID) -> bool:
+        """Whether to ask for a punch when this peer is dialled."""
+        if self._transport.is_proxied:
+            return False
+        if self.policy.expects_success(peer):
+            return True
+        now = asyncio.get_running_loop().time()
+        is_late = any(whose == peer and plan.is_late(now) for plan, whose in self._unsuccessful.items())
+        return not is_late and self.policy.allows(peer)
+
+    def expects_success(self, peer: PeerID) -> bool:
+        """Whether the routers on both sides have let a connection through before."""
+        return self.policy.expects_success(peer)
+
+    def note_unpunched(self, peer: PeerID, circuits: Sequence[Circuit]) -> None:
+        """There is no punch this time; but circuits show whether one of both sides is elsewhere by now."""
+        self.policy.note_hosts(peer, _hosts_of(circuits))
+
+    async def close(self) -> None:
+        """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        self._is_closed = True
+        await _drop(*self._punching)
+
+    def _are_both_hard(self, reach: Reach) -> bool:
+        return self._own_reach() == Reach.HARD == reach
+
+    # --- the side that dials ------------------------------------------------------------------------------------------
+
+    async def as_dialler(
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
+    ) -> Sequence[asyncio.Future[Stream]]:
+        """Exchange candidates on the first circuit, and begin to punch from the ports of all of them.
+
+        Args:
+            peer: the other one, whose identity is still to be proven.
+            reach: what is known of it.
+            circuits: on which nothing has been sent yet. Afterwards, the handshake begins on each.
+            since: when the dial began, in the time of the loop.
+
+        Returns:
+            For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
+            ``DialError`` if there is none. Whoever cancels it gives up that port. Nothing if there is no punch.
+        """
+        hosts = _hosts_of(circuits)
+        self.policy.note_hosts(peer, hosts)
+        plan = await self._exchange(peer, circuits, self._own_candidates(circuits), since)
+        if plan is None:
+            self._metrics.punches_failed["no exchange"] += 1
+        if self._are_both_hard(reach):
+            self.policy.note_hopeless(peer, hosts)
+        elif plan is not None and not any(plan.targets):
+            self._metrics.punches_failed["no candidates"] += 1
+            self.policy.note_failure(peer, hosts)
+        if plan is None or not any(plan.targets) or self._is_closed:
+            return []
+        return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
+
+    def _begin(self, peer: PeerID, circuit: Circuit, number: int, plan: _Plan) -> asyncio.Future[Stream]:
+        """Begin to punch from the port of a circuit."""
+        targets = plan.targets[number] if number < len(plan.targets) else []
+        if not targets:
+            nothing: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+            nothing.set_exception(DialError(f"no address for a direct connection to peer {peer} is known"))
+            nothing.exception()  # so that nobody has to look at it
+            return nothing
+        plan.going_on += 1
+        self._unsuccessful[plan] = peer
+        direct = asyncio.ensure_future(self._first_direct(peer, circuit.session, targets, plan.round_trip))
+        self._punching.add(direct)
+        direct.add_done_callback(lambda task: self._note_outcome(peer, plan, task))
+        return direct
+
+    def _note_outcome(self, peer: PeerID, plan: _Plan, direct: asyncio.Task[Stream]) -> None:
+        self._punching.discard(direct)
+        plan.going_on -= 1
+        if direct.cancelled():
+            plan.is_given_up = True
+        elif (error := direct.exception()) is not None:
+            plan.reasons.append("no connection" if type(error) is DialError else "not that peer")
+            if not isinstance(error, ShoalError | OSError):
+                logger.error("a punch towards %s has failed", peer, exc_info=error)
+        else:
+            plan.has_succeeded = True
+            self._metrics.seconds_to_direct += asyncio.get_running_loop().time() - plan.since
+            self.policy.note_success(peer, plan.hosts)
+        if plan.has_succeeded or not plan.going_on:
+            self._unsuccessful.pop(plan, None)
+        if not plan.going_on and not plan.has_succeeded and not plan.is_given_up:
+            self._metrics.punches_failed[plan.reasons[-1]] += 1
+            self.policy.note_failure(peer, plan.hosts)
+
+    async def _first_direct(
+        self, peer: PeerID, session: Session, targets: Sequence[Multiaddr], round_trip: float
+    ) -> Stream:
+        """The first connection of one port that leads to the peer.
+
+        Raises:
+            DialError: there was none, or none led there.
+        """
+        proven: list[Stream] = []
+        ends_at = asyncio.get_running_loop().time() + PUNCH_SECONDS
+        try:
+            async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
+                await self._prove_one(peer, sessions, proven)
+        except DialError:
+            # The other side has named these addresses, and must not see from the time whether something listens there.
+            await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
+            raise
+        except BaseException:
+            # It may have been given up while the rest was being dropped: then nobody gets what was found.
+            for stream in proven:
+                stream.abort()
+            raise
+        return proven[0]
+
+    async def _prove_one(self, peer: PeerID, sessions: AsyncGenerator[Session, None], proven: list[Stream]) -> None:
+        """Shake hands on whatever connects, until the peer has proven who it is on one; that is added to ``proven``."""
+        error: BaseException = DialError(f"no direct connection to peer {peer} came about in {PUNCH_SECONDS:g} s")
+        coming: asyncio.Task[Session | None] = asyncio.ensure_future(anext(sessions, None))
+        proving: set[asyncio.Task[Stream]] = set()
+        try:
+            while True:
+                waiting: list[asyncio.Task[Any]] = [coming, *proving]
+                if all(task.done() for task in waiting):
+                    raise error
+                await asyncio.wait([task for task in waiting if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in proving if task.done()]:
+                    if (wrong := task.exception()) is None:
+                        proving.discard(task)
+                        proven.append(task.result())
+                        return
+                    if not isinstance(wrong, ShoalError | OSError):
+                        raise wrong
+                    proving.discard(task)
+                    error = wrong
+                if coming.done() and (found := coming.result()) is not None:
+                    proving.add(asyncio.ensure_future(self._transport.authenticate(found, peer)))
+                    coming = asyncio.ensure_future(anext(sessions, None))
+        finally:
+            await _drop(coming, *proving)
+
+    # --- the side that is dialled -------------------------------------------------------------------------------------
+
+    async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
+        """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
+
+        Returns:
+            The punch: it goes on while it is awaited, and hands on who connects.
+        """
+        own = Candidates() if self._are_both_hard(reach) else self._own_candidates(circuits)
+        plan = await self._exchange(peer, circuits, own, asyncio.get_running_loop().time())
+        return _nothing() if plan is None or not own.hosts else self._punch_as_target(peer, circuits, plan)
+
+    async def _punch_as_target(self, peer: PeerID, circuits: Sequence[Circuit], plan: _Plan) -> None:
+        await all_of(
+            *(
+                self._receive_direct(peer, circuit.session, targets, plan)
+                for circuit, targets in zip(circuits, plan.targets, strict=False)
+                if targets
+            )
+        )
+
+    async def _receive_direct(self, peer: PeerID, session: Session, targets: Sequence[Multiaddr], plan: _Plan) -> None:
+        """Hand on everything that connects to a port, until the dialler has what it wanted."""
+        has_come = asyncio.Event()
+
+        def on_direct(stream: Stream) -> None:
+            if stream.remote == peer:
+                self.policy.note_success(peer, plan.hosts)
+                has_come.set()
+            stream.is_arranged = True
+            self._on_stream(stream)
+
+        receiving = asyncio.ensure_future(self._receive_all(session, targets, plan.round_trip, on_direct))
+        enough = asyncio.ensure_future(has_come.wait())
+        try:
+            await asyncio.wait([receiving, enough], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(receiving, enough)
+        if not receiving.cancelled():
+            receiving.result()
+
+    async def _receive_all(
+        self, session: Session, targets: Sequence[Multiaddr], round_trip: float, on_direct: OnStream
+    ) -> None:
+        async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
+            async for each in sessions:
+                self._transport.receive(each, on_direct)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    async def _exchange(self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float) -> _Plan | None:
+        """Tell the other side where this one can be reached, and hear the same of it; ``None``: it failed to say so."""
+        loop, first = asyncio.get_running_loop(), circuits[0].session
+        begun_at = loop.time()
+        try:
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                await send_frame(first, own)
+                theirs = await receive_frame(first, Candidates)
+        except (TimeoutError, ProtocolError, StreamClosedError) as e:
+            first.abort()  # the two sides may be at different places of it
+            logger.debug("no candidates exchanged with %s: %r", peer, e)
+            return None
+        # Both sides send at one moment, so the wait was one way. If the other side was late, pauses are longer.
+        return self._plan(circuits, theirs, 2 * (loop.time() - begun_at), since)
+
+    def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
+        if self._transport.is_proxied:
+            return Candidates()  # what others see is the proxy, and what goes past it is not wanted
+        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
+        return own_candidates(ports, global_ipv6(self._transport.addresses()))
+
+    def _plan(self, circuits: Sequence[Circuit], theirs: Candidates, round_trip: float, since: float) -> _Plan:
+        targets: list[list[Multiaddr]] = []
+        for number, circuit in enumerate(circuits[:MAX_PORTS]):
+            seen, other, relay = circuit.seen_at, circuit.other_seen_at, circuit.session.remote_address
+            found = worth_punching(
+                theirs.of_port(number),
+                have_same_host=seen is not None and _host_of(seen) == _host_of(other),
+                is_inside=self._transport.is_inside,
+                is_relay_on_loopback=relay is not None and is_loopback(relay),
+            )
+            targets.append([address for address in found if self._transport.supports(address)])
+        return _Plan(targets, round_trip, _hosts_of(circuits), since, asyncio.get_running_loop().time())
+
+
+def _host_of(address: Multiaddr | None) -> str:
+    endpoint = endpoint_of(address)
+    return "" if endpoint is None else endpoint[0]
+
+
+def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
+    """Where the relay sees both sides, by the first circuit."""
+    return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
+
+
+def _has_succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _nothing() -> None:
+    """A punch that there is not."""
+
+
+async def _drop(*work: asyncio.Task[Any]) -> None:
+    """Give up tasks that make streams or sessions, and end what they have made already."""
+    try:
+        await cancel_and_wait(*work)
+    finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+        for task in work:
+            if _has_succeeded(task) and task.result() is not None:
+                task.result().abort()

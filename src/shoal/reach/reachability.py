@@ -1,0 +1,282 @@
+"""Whether others can call this peer, concluded from evidence. Nothing here touches the network or looks at a clock.
+
+A host in one of this machine's own networks is inside, any other is outside. Each address of this peer is unknown,
+confirmed or refuted. The evidence, in the order of its weight:
+
+- a connection that was accepted from outside on the listening port. Nobody ever dials from that port, so no hole in a
+  router can fake it;
+- verdicts of others that have dialled back. Two witnesses on different hosts refute an address together, or one if only
+  one is known; a success outweighs refutations for a while, and only counts if somebody has come since the witness was
+  asked. Witnesses inside say nothing of the outside.
+
+From that follows what this peer is:
+
+```
+              an address is confirmed
+ UNKNOWN ───────────────────────────────► PUBLIC      also while nobody outside is there at all: a swarm on one machine
+    │  checked                           ▲      │     or in one network is public to itself
+    ▼                          confirmed │      │ refuted, but not before a minute has passed
+ CLIENT  ◄──────────────────────────► RELAYED ◄─┘     a relay holds a reservation, or did a minute ago
+            reservations come and go
+```
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from shoal.peers.multiaddr import Multiaddr
+
+# How long an accepted connection speaks for an address.
+ACCEPTED_SECONDS = 1800.0
+# How long a verdict is remembered, and how long a success outweighs the refutations of others.
+VERDICT_SECONDS = 2700.0
+SUCCESS_SECONDS = 600.0
+# PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
+HOLD_SECONDS = 60.0
+# After so long without a connection with anybody outside, this peer's own networks are all there is.
+ALONE_SECONDS = 60.0
+
+WITNESSES_TO_REFUTE = 2
+MAX_WITNESSES_KEPT = 16
+
+
+class Reachability(Enum):
+    """What this peer is to others."""
+
+    UNKNOWN = "unknown"
+    """Nobody outside has tried yet."""
+    PUBLIC = "public"
+    """Others can dial it."""
+    RELAYED = "relayed"
+    """Others can call it through a relay."""
+    CLIENT = "client"
+    """Others cannot call it."""
+
+
+class Reach(IntEnum):
+    """The same in greetings, with what the router of a private peer does to its ports."""
+
+    PUBLIC = 0
+    EASY = 1
+    """Private; its router gives all connections of one local port the same outer port."""
+    HARD = 2
+    """Private; its router gives each connection another outer port."""
+    CLIENT = 3
+
+
+class AddressStatus(Enum):
+    """What is known of one address of this peer."""
+
+    UNKNOWN = "unknown"
+    CONFIRMED = "confirmed"
+    REFUTED = "refuted"
+
+
+@functools.lru_cache(4096)
+def is_global(address: Multiaddr) -> bool:
+    """Whether an address is meant for the whole internet; names are, by intention."""
+    host = address.get("ip4") or address.get("ip6")
+    return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def is_private(address: Multiaddr) -> bool:
+    """Whether an address means something in one network alone."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def network_of(address: Multiaddr) -> str:
+    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
+    host = address.get("ip4") or address.get("ip6")
+    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
+def is_ipv6(address: Multiaddr) -> bool:
+    """Whether an address begins with an IPv6 address."""
+    return "ip6" in address
+
+
+@dataclass
+class _Record:
+    """The evidence about one address."""
+
+    accepted_at: float = -math.inf
+    verdicts: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """By witness: when, and whether it reached this peer."""
+
+    def standing(self, now: float, needed: int) -> AddressStatus:
+        if now - self.accepted_at <= ACCEPTED_SECONDS:
+            return AddressStatus.CONFIRMED
+        fresh = [verdict for verdict in self.verdicts.values() if now - verdict[0] <= VERDICT_SECONDS]
+        success = max((at for at, reached in fresh if reached), default=-math.inf)
+        if now - success <= SUCCESS_SECONDS:
+            return AddressStatus.CONFIRMED
+        if sum(at >= success for at, reached in fresh if not reached) >= needed:
+            return AddressStatus.REFUTED
+        return AddressStatus.CONFIRMED if success > -math.inf else AddressStatus.UNKNOWN
+
+
+class Evidence:
+    """Everything that speaks for or against this peer being callable. All times are those of the caller.
+
+    Args:
+        forced: what the user knows: ``True`` = public, ``False`` = private, ``None`` = find out.
+        announced: addresses that the user announces in place of the own ones. They count as confirmed until others
+            refute them, and are told in any case.
+    """
+
+    def __init__(self, forced: bool | None = None, announced: Sequence[Multiaddr] = ()) -> None:
+        self.forced = forced
+        self.announcement = list(announced)
+        self.own: list[Multiaddr] = []
+        """Where this peer listens, the best first."""
+        self.offers: dict[str, Multiaddr] = {}
+        """Addresses in front of it that may lead here, by where they come from, such as a mapping of the router."""
+        self.witnesses = 0
+        """How many hosts are known that can bear witness."""
+        self.state = Reachability.PUBLIC if forced is not False else Reachability.CLIENT
+        self._records: dict[Multiaddr, _Record] = {}
+        self._outside_at = -math.inf
+        self._reserved_at = -math.inf
+        self._public_at = -math.inf
+        self._shut_inside_at = self._open_inside_at = -math.inf
+        self._is_judged = False
+        self._has_confirmed = False
+
+    # --- evidence -----------------------------------------------------------------------------------------------------
+
+    def note_outside(self, now: float) -> None:
+        """There is a connection with somebody outside."""
+        self._outside_at = now
+
+    def note_accepted(self, now: float, at: Multiaddr, *, is_outside: bool) -> bool:
+        """Somebody has connected to the listening port.
+
+        Args:
+            at: the address of this end, as this machine sees it.
+
+        Returns:
+            Whether it is clear which address that confirms; otherwise a check has to find out.
+        """
+        if not is_outside:
+            self._open_inside_at = now
+            return True
+        offers = [offer for offer in dict.fromkeys(self._offers()) if is_ipv6(offer) == is_ipv6(at)]
+        candidates = [offer for offer in offers if self.standing(now, offer) is not AddressStatus.REFUTED]
+        if is_global(at) or not candidates:
+            candidates = [at]
+        if len(candidates) == 1:
+            self._record(candidates[0]).accepted_at = now
+        return len(candidates) == 1
+
+    def note_verdict(self, now: float, witness: str, address: Multiaddr, *, reached: bool) -> None:
+        """A witness outside has dialled this peer at an address; ``witness`` is the same for all peers of one host."""
+        verdicts = self._record(address).verdicts
+        verdicts.pop(witness, None)
+        verdicts[witness] = now, reached
+        while len(verdicts) > MAX_WITNESSES_KEPT:
+            del verdicts[next(iter(verdicts))]
+
+    def note_judged(self) -> None:
+        """All witnesses that were asked have answered: what is still unknown now has nobody to confirm it."""
+        self._is_judged = True
+
+    def note_inside(self, now: float, *, reached: bool) -> None:
+        """Somebody inside has dialled this peer, or could not: then not even its own networks can call it."""
+        if reached:
+            self._open_inside_at = now
+        elif now - self._open_inside_at > SUCCESS_SECONDS:
+            self._shut_inside_at = now
+
+    def is_shut(self, now: float) -> bool:
+        """Not even this peer's own networks can call it."""
+        return self._shut_inside_at > self._open_inside_at and now - self._shut_inside_at <= ACCEPTED_SECONDS
+
+    def _record(self, address: Multiaddr) -> _Record:
+        if address not in self._records:
+            kept = {*self.own, *self._offers(), *self.announcement}
+            self._records = {known: record for known, record in self._records.items() if known in kept}
+        return self._records.setdefault(address, _Record())
+
+    def _offers(self) -> list[Multiaddr]:
+        """The latest source first."""
+        return [offer for offer in reversed(self.offers.values()) if offer not in self.own]
+
+    # --- conclusions --------------------------------------------------------------------------------------------------
+
+    def standing(self, now: float, address: Multiaddr) -> AddressStatus:
+        """What is known of one address."""
+        record = self._records.get(address)
+        needed = max(1, min(WITNESSES_TO_REFUTE, self.witnesses))
+        found = AddressStatus.UNKNOWN if record is None else record.standing(now, needed)
+        if address in self.announcement and found is AddressStatus.UNKNOWN:
+            return AddressStatus.REFUTED if self.is_shut(now) and not is_global(address) else AddressStatus.CONFIRMED
+        return found
+
+    def to_check(self) -> list[Multiaddr]:
+        """The addresses that witnesses should dial: where this peer may be reached from far away."""
+        if self.announcement:
+            return list(self.announcement)
+        return [*dict.fromkeys([*filter(is_global, self.own), *self._offers()])]
+
+    def is_alone(self, now: float) -> bool:
+        """Nobody outside has been there for a while, and nobody inside has found this peer shut."""
+        return now - self._outside_at > ALONE_SECONDS and not self.is_shut(now)
+
+    def confirmed(self, now: float) -> list[Multiaddr]:
+        """The addresses of this peer that work from outside."""
+        every = dict.fromkeys([*self.announcement, *self.own, *self._offers()])
+        return [address for address in every if self.standing(now, address) is AddressStatus.CONFIRMED]
+
+    def conclude(self, now: float, *, is_reserved: bool) -> Reachability:
+        """What this peer is now.
+
+        Args:
+            is_reserved: a relay holds a reservation.
+        """
+        if is_reserved:
+            self._reserved_at = now
+        confirmed = self.confirmed(now) if self.forced is None else []
+        former, self._has_confirmed = self._has_confirmed, bool(confirmed)
+        if not former and any(address in self._records for address in confirmed):
+            self._public_at = now
+        self.state = self._concluded(now)
+        return self.state
+
+    def _concluded(self, now: float) -> Reachability:
+        if self.forced is not None:
+            if self.forced:
+                return Reachability.PUBLIC
+        elif self._has_confirmed or self.is_alone(now) or now - self._public_at < HOLD_SECONDS:
+            return Reachability.PUBLIC
+        if now - self._reserved_at < HOLD_SECONDS:
+            return Reachability.RELAYED
+        is_open = self.forced is None and not self._is_judged and not self.is_shut(now)
+        return Reachability.UNKNOWN if is_open else Reachability.CLIENT
+
+    def announced(self, now: float, circuits: Iterable[Multiaddr], most: int) -> list[Multiaddr]:
+        """The addresses to tell others, the best first: confirmed global ones, private ones, circuits.
+
+        Before the first verdict all own addresses are told, because witnesses must know what to dial.
+        """
+        if self.announcement:
+            direct = list(self.announcement)
+        elif self.is_alone(now):
+            direct = list(self.own)
+        else:
+            good = set(self.confirmed(now))
+            if self.forced or self.state is Reachability.UNKNOWN:
+                good.update(self.own, self._offers() if self.forced else ())
+            far = [address for address in [*self.own, *self._offers()] if is_global(address) and address in good]
+            near = [address for address in self.own if not is_global(address)]
+            direct = [*sorted(far, key=is_ipv6, reverse=True), *near]
+        behind = [] if self.state is Reachability.PUBLIC else list(circuits)[:most]
+        return [*direct[: most - len(behind)], *behind]

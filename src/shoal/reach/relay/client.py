@@ -1,0 +1,429 @@
+"""Being a guest of relays: how a peer that cannot be called is reached nevertheless.
+
+It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
+is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
+is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
+relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
+
+Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
+long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
+dead one day, and newer ones empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shoal.access.badges import ANY_ROLE
+from shoal.base.tasks import cancel_and_wait
+from shoal.errors import ProtocolError, ShoalError
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
+from shoal.net.connection import Call
+from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.pasted import Target
+from shoal.peers.identity import PeerID, circuit_address, is_circuit
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.relay.messages import Incoming, Notice, Reach, RelayCode, Reserve, Reserved
+from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+WANTED = 2
+ASKED = 8
+"""The number of candidates that are considered at a time, the nearest first."""
+SILENCE_SECONDS = 12.0
+# The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
+DOUBTED_SECONDS = 7.0
+ASK_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 300.0
+# Without any candidate, look for new ones this often.
+LOOK_SECONDS = 5.0
+# A reservation that was held for this long ends for a good reason, and its relay may be asked again at once.
+SETTLED_SECONDS = 60.0
+# A relay that has said nothing of itself for this long may have left.
+RECENT_SECONDS = 600.0
+MAX_KNOWN = 4096
+# Of one relay: an IPv4 and an IPv6 address.
+MAX_PLACES = 2
+
+Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A reservation."""
+
+    relay: PeerID
+    since: float
+    seen_at: str
+    """Where the relay says to see this peer."""
+    rate: float
+    """Bytes per second that all circuits of the relay share; 0 = no limit."""
+    places: tuple[Multiaddr, ...]
+    """Where the relay can be dialled."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What came of asking a relay."""
+
+    again_at: float
+    """When it may be asked again."""
+    pause: float
+    has_refused: bool
+    """It has given nothing when it was asked last."""
+
+
+class RelayClient:
+    """Keeps this peer reachable through relays, while that is wanted.
+
+    Args:
+        p2p: the peer.
+        answer: told by which relay, and with what, somebody wants to reach this peer.
+    """
+
+    def __init__(self, p2p: P2P, answer: Answer) -> None:
+        self._p2p = p2p
+        self.answer = answer
+        """Gets what relays say."""
+        self._now = asyncio.get_running_loop().time
+        self.candidates: Callable[[], Sequence[PeerID]] = tuple
+        """Further peers that may be relays, beside those that have said so."""
+        self.trusted: Sequence[Target] = ()
+        """Relays that are asked before any other one."""
+        self.reach = Reach.EASY
+        """What relays are told of this peer."""
+        self.on_change: Callable[[], object] | None = None
+        """Called when :meth:`addresses` has changed."""
+        self.held: dict[PeerID, Held] = {}
+        """The reservations, the oldest first."""
+        # When a relay counts as dead unless it says something, and when it has said something.
+        self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
+        self._doubted_at = -math.inf
+        # Whether a peer says that it is a relay, and when it said so last.
+        self._said: dict[PeerID, tuple[bool, float]] = {}
+        self._holding: dict[PeerID, asyncio.Task[None]] = {}
+        self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
+        self._asked: dict[PeerID, _Asked] = {}
+        self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
+        self._wake = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        # Finds out which trusted relay is at an address that does not say so.
+        self._meeting: dict[Multiaddr, asyncio.Task[None]] = {}
+
+    def want(self, wanted: bool) -> None:
+        """Begin or end to hold reservations."""
+        if wanted and self._keeper is None and self._p2p.is_alive:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        elif not wanted and self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+            for task in [*self._holding.values(), *self._running_out, *self._meeting.values()]:
+                task.cancel()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether reservations are held, or looked for."""
+        return self._keeper is not None
+
+    def addresses(self) -> list[Multiaddr]:
+        """Where this peer can be reached through its relays, without its own ``/p2p``: all first choices first."""
+        found = [
+            circuit_address(held.places[rank], held.relay)
+            for rank in range(MAX_PLACES)
+            for held in self.held.values()
+            if rank < len(held.places)
+        ]
+        return found[:MAX_ADDRESSES_PER_PEER]
+
+    def note_greeting(self, peer: PeerID, is_relay: bool) -> None:
+        """Another peer has told whether it is a relay."""
+        was_relay, _ = self._said.pop(peer, (False, 0.0))
+        is_news = is_relay and not was_relay
+        self._said[peer] = is_relay, self._now()
+        while len(self._said) > MAX_KNOWN:
+            del self._said[next(iter(self._said))]
+        if is_news:
+            self._wake.set()
+
+    def look(self) -> None:
+        """There may be new candidates."""
+        self._wake.set()
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        while True:
+            self._wake.clear()
+            self._meet_trusted()
+            for relay in self._next():
+                task = asyncio.get_running_loop().create_task(self._hold(relay, self._request_to(relay)))
+                self._holding[relay] = task
+                task.add_done_callback(functools.partial(self._let_go, relay))
+            # Of a relay that has let this peer go, or of new candidates, the event tells.
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _meet_trusted(self) -> None:
+        for place, relay in self.trusted:
+            if relay is None and place not in self._p2p.met and place not in self._meeting:
+                task = asyncio.get_running_loop().create_task(self._meet(place))
+                self._meeting[place] = task
+                task.add_done_callback(functools.partial(self._have_met, place))
+
+    def _have_met(self, place: Multiaddr, task: asyncio.Task[None]) -> None:
+        if self._meeting.get(place) is task:
+            del self._meeting[place]
+        self._wake.set()
+
+    async def _meet(self, place: Multiaddr) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                await self._p2p.meet(place)
+            except (ShoalError, ConnectionError) as e:
+                logger.debug("no relay answers at %s: %s", place, e)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                return
+
+    def _trusted(self) -> list[tuple[Multiaddr, PeerID]]:
+        """Trusted relays, as far as it is known which peers they are."""
+        known = [(place, named or self._p2p.met.get(place)) for place, named in self.trusted]
+        return [(place, relay) for place, relay in known if relay is not None]
+
+    def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
+        self._running_out.pop(task, None)
+        if self._holding.get(relay) is task:
+            del self._holding[relay]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("the reservation at %s ended with a defect", relay, exc_info=error)
+        self._wake.set()
+
+    def _pause(self) -> float | None:
+        if len(self._holding) >= WANTED:
+            return None
+        now = self._now()
+        ends = [asked.again_at - now for asked in self._asked.values() if asked.again_at > now]
+        return min([LOOK_SECONDS, *ends])
+
+    def _next(self) -> list[PeerID]:
+        """The relays to ask now, on other hosts than those that are asked or hold a reservation already."""
+        missing = WANTED - len(self._holding)
+        if missing <= 0:
+            return []
+        candidates = self._in_order()
+        hosts = {self._p2p.host_of(relay) for relay in self._holding}
+        chosen = [relay for relay in self._ask_again if relay not in self._holding][:missing]
+        self._ask_again.clear()
+        hosts.update(self._p2p.host_of(relay) for relay in chosen)
+        for relay in candidates:
+            if len(chosen) < missing and self._p2p.host_of(relay) not in hosts:
+                chosen.append(relay)
+                hosts.add(self._p2p.host_of(relay))
+        # Two on one host are better than one: processes end more often than hosts do.
+        rest = [relay for relay in candidates if relay not in chosen]
+        return [*chosen, *rest][:missing]
+
+    def _request_to(self, relay: PeerID) -> Reserve:
+        is_trusted = any(relay == trusted for _, trusted in self._trusted())
+        return Reserve(
+            reach=int(self.reach),
+            others=len({*self._holding, *self.held} - {relay}),
+            # Who has refused is asked again only when there is nobody else.
+            may_go_elsewhere=not is_trusted and not self._has_refused(relay),
+        )
+
+    def _has_refused(self, relay: PeerID) -> bool:
+        return relay in self._asked and self._asked[relay].has_refused
+
+    def _in_order(self) -> list[PeerID]:
+        """Relays that may be asked now: the trusted ones, then the nearest of those that most likely have room."""
+        now = self._now()
+
+        def may_be_asked(relay: PeerID) -> bool:
+            is_free = relay != self._p2p.peer_id and relay not in self._holding
+            return is_free and (relay not in self._asked or self._asked[relay].again_at <= now)
+
+        for place, relay in self._trusted():
+            self._p2p.add_addresses(relay, [place])
+        trusted = [relay for _, relay in self._trusted()]
+        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
+        dialled = self._p2p.dialler.direct_addresses
+        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
+        of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
+        have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
+
+        def order(relay: PeerID) -> tuple[bool, int, float]:
+            is_recent = have_said.get(relay, -math.inf) > now - RECENT_SECONDS
+            doubts = 0 if is_recent else 1 if relay in of_table else 2
+            return self._has_refused(relay), doubts, self._p2p.round_trip_to(relay) or math.inf
+
+        best = sorted(filter(may_be_asked, {**have_said, **of_table}), key=order)
+        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:ASKED]]))
+
+    # --- holding ------------------------------------------------------------------------------------------------------
+
+    async def _hold(self, relay: PeerID, request: Reserve) -> None:
+        """Ask for a reservation, and hold it as long as it lasts."""
+        DIRECT_ONLY.set(True)
+        why, held = "the relay has ended the call", None
+        try:
+            async with asyncio.timeout(ASK_SECONDS) as limit:
+                async with self._p2p.open_call(
+                    relay, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE
+                ) as call:
+                    # What others begin because of this reservation, such as greetings, has this task's context.
+                    DIRECT_ONLY.set(False)
+                    await call.send(request, end=True)
+                    answer = await call.receive(Reserved)
+                    _check_has_no_payload(relay, call)
+                    if answer is None or answer.code != RelayCode.OK:
+                        why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
+                        return
+                    limit.reschedule(None)
+                    held = self._begin(relay, answer, call)
+                    why = await self._listen(held, call)
+        except asyncio.CancelledError:
+            why = "it is not wanted any more"
+            raise
+        except TimeoutError:
+            why = "no answer"
+        except (ShoalError, ConnectionError) as e:
+            why = str(e)
+        finally:
+            DIRECT_ONLY.set(False)
+            self._note_end(relay, held)
+            if held is not None:
+                logger.info("the reservation at relay %s is over: %s", relay, why)
+                if self.held.get(relay) is held:
+                    del self.held[relay]
+                    self._tell_change()
+            else:
+                logger.debug("no reservation at %s: %s", relay, why)
+
+    def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> Held:
+        seen = call.connection.stream.remote_address
+        places = self._places_of(relay, seen)
+        if relay in self._asked:
+            self._asked[relay] = replace(self._asked[relay], has_refused=False)
+        self.held.pop(relay, None)  # an older one, which the relay ends now
+        self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
+        logger.info("peers reach this one through relay %s", relay)
+        self._tell_change()
+        return held
+
+    def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
+        """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
+        known = self._p2p.address_book.to_dial(relay)
+        if connected_at is not None and connected_at not in known:
+            known.append(connected_at)
+        usable = [each for each in known if not is_circuit(each) and self._p2p.transport.supports(each)]
+        for is_good in (_is_global, lambda address: not is_loopback(address)):
+            usable = [each for each in usable if is_good(each)] or usable
+        first_of_kind = {address.protocols()[0]: address for address in reversed(usable)}
+        return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
+
+    def _find_successor(self, relay: PeerID) -> None:
+        """A reservation is about to end."""
+        self._running_out[self._holding.pop(relay)] = None
+        self._ask_again.append(relay)
+        self._wake.set()
+
+    async def _listen(self, held: Held, call: Call) -> str:
+        """Hand on what the relay says, until the reservation is over; returns why it is."""
+        after = RESERVATION_SECONDS - SUCCESSION_SECONDS
+        succession = asyncio.get_running_loop().call_later(after, self._find_successor, held.relay)
+        try:
+            return await self._hear(held, call)
+        finally:
+            succession.cancel()
+
+    async def _hear(self, held: Held, call: Call) -> str:
+        stream, relay = call.connection.stream, held.relay
+        while True:
+            heard_at = self._now()
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS) as limit:
+                    self._listening[held] = limit, heard_at
+                    notice = await call.receive(Notice)
+            except TimeoutError:
+                self._drop_via(relay)
+                if self._doubted_at > heard_at:  # this machine's own line may have broken: no reason for longer pauses
+                    self._asked.pop(relay, None)
+                return f"it has been silent for {self._now() - heard_at:.0f} s"
+            finally:
+                del self._listening[held]
+            if notice is None:
+                return "the relay has ended the call"
+            _check_has_no_payload(relay, call)
+            if notice.ends:
+                return repr(notice.ends)
+            if notice.incoming is not None:
+                places = held.places
+                nearest = [stream.remote_address] if stream.remote_address is not None else []
+                # IPv4 first, because only there a router has to be observed.
+                ipv4 = [place for place in places if "ip4" in place]
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+
+    def doubt(self) -> None:
+        """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
+        self._doubted_at = self._now()
+        for limit, heard_at in self._listening.values():
+            if not limit.expired():
+                limit.reschedule(heard_at + DOUBTED_SECONDS)
+
+    def _drop_via(self, relay: PeerID) -> None:
+        """A relay is dead: nothing will come through its circuits any more."""
+        self._p2p.dialler.note_broken(relay)
+        self._p2p.pool.end_idle(relay)
+        self._p2p.pool.drop_via(relay)
+        self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
+
+    def _note_end(self, relay: PeerID, held: Held | None) -> None:
+        """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
+        now = self._now()
+        former, pause = self._asked.pop(relay, None), FIRST_PAUSE_SECONDS
+        if former is not None and (held is None or now - held.since < SETTLED_SECONDS):
+            pause = min(2 * former.pause, MAX_PAUSE_SECONDS)
+        self._asked[relay] = _Asked(now + pause, pause, has_refused=held is None)
+        for place, named in self.trusted:
+            if held is None and named is None and self._p2p.met.get(place) == relay:
+                del self._p2p.met[place]  # another one may be there by now
+        while len(self._asked) > MAX_KNOWN:
+            del self._asked[next(iter(self._asked))]
+
+    def _tell_change(self) -> None:
+        if self.on_change is not None and self._p2p.is_alive:
+            self.on_change()
+
+    async def close(self) -> None:
+        """Give all reservations up."""
+        keeper, holding = self._keeper, [*self._holding.values(), *self._running_out, *self._meeting.values()]
+        self.want(False)
+        await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
+
+
+def _check_has_no_payload(relay: PeerID, call: Call) -> None:
+    if call.payload_size:
+        raise ProtocolError(f"relay {relay} sends a payload, where there is none")
+
+
+def _is_global(address: Multiaddr) -> bool:
+    ip = ip_text_of(address)
+    return ip is not None and ipaddress.ip_address(ip).is_global

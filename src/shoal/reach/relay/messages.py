@@ -1,0 +1,126 @@
+"""What peers and relays tell each other, see :mod:`shoal.reach.relay.server`. Every field is bounded."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shoal.net.transport import COOKIE_BYTES, Amount, Count, Header, PeerIDBytes
+from shoal.reach.reachability import Reach as Reach
+
+MAX_AT_ONCE = 8
+"""Circuits that one request may ask for."""
+MAX_TEXT = 256
+MAX_PLACES = 4
+"""Addresses at which somebody asks to be called in reverse."""
+
+
+class RelayCode(IntEnum):
+    """How a relay answers."""
+
+    OK = 0
+    NO_RESERVATION = 1
+    BUSY = 2
+    REFUSED = 3
+    NOT_A_RELAY = 4
+
+
+CodeNumber = Annotated[int, Meta(ge=0, le=255)]
+ReachNumber = Annotated[int, Meta(ge=0, le=3)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Cookie = Annotated[bytes, Meta(min_length=COOKIE_BYTES, max_length=COOKIE_BYTES)]
+Cookies = Annotated[list[Cookie], Meta(max_length=MAX_AT_ONCE)]
+Places = Annotated[list[Text], Meta(max_length=MAX_PLACES)]
+
+
+class Reserve(Header):
+    """I cannot be called: tell me of those who want to."""
+
+    reach: ReachNumber = int(Reach.EASY)
+    others: Count = 0
+    """Relays that have told, or are asked, to do the same."""
+    may_go_elsewhere: bool = False
+    """There may be a relay with more room that has not been asked: a crowded one refuses."""
+
+
+class Reserved(Header):
+    code: CodeNumber
+    text: Text = ""
+    seen_at: Text = ""
+    """The address from which the call has come."""
+    rate: Amount = 0.0
+    """Bytes per second that all circuits share; 0 = no limit."""
+    circuits: Count = 0
+    """How many there may be."""
+
+
+class Incoming(Header):
+    """Somebody wants to reach a peer."""
+
+    peer: PeerIDBytes
+    cookies: Cookies = msgspec.field(default_factory=list)
+    """Of sessions to the relay, one for each circuit."""
+    reverse: Places = msgspec.field(default_factory=list)
+    """Where the other peer can be called itself, the best first."""
+    reverse_cookies: Cookies = msgspec.field(default_factory=list)
+    """Of sessions to there."""
+    punch: bool = False
+    """Both are to try for direct connections, with an exchange on the first circuit."""
+    reach: ReachNumber = int(Reach.EASY)
+    """Of the other peer."""
+
+
+class Notice(Header):
+    """What a relay says to a guest; nothing but that it is alive, if there is nothing to say."""
+
+    incoming: Incoming | None = None
+    ends: Text = ""
+    """The reservation is over, and why."""
+
+
+class Connect(Header):
+    """I want to reach a peer."""
+
+    target: PeerIDBytes
+    count: Annotated[int, Meta(ge=1, le=MAX_AT_ONCE)] = 1
+    """How many connections."""
+    punch: bool = False
+    reach: ReachNumber = int(Reach.EASY)
+    reverse: Places = msgspec.field(default_factory=list)
+    """Where the asking peer can be called itself. Then there are to be no circuits, but connections from there."""
+    reverse_cookies: Cookies = msgspec.field(default_factory=list)
+
+
+class Connected(Header):
+    code: CodeNumber
+    text: Text = ""
+    cookies: Cookies = msgspec.field(default_factory=list)
+    """One for each circuit, perhaps fewer than asked for."""
+    rate: Amount = 0.0
+    reach: ReachNumber = int(Reach.EASY)
+    """Of the peer that is asked for."""
+
+
+class Ready(Header):
+    """Both sides of a circuit have come; what follows is theirs."""
+
+    seen_at: Text = ""
+    """The address from which this side has come."""
+    other_seen_at: Text = ""
+
+
+class Observe(Header):
+    """At which address am I seen?"""
+
+
+class OpenObservation(Header):
+    """Open a session with this cookie: it begins with :class:`Observed`, and ends."""
+
+    cookie: Cookie
+
+
+class Observed(Header):
+    seen_at: Text = ""

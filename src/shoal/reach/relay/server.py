@@ -1,0 +1,493 @@
+"""Being a relay: joining two connections for peers of which neither can call the other.
+
+A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
+that call. Whoever wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session with
+its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any connection,
+so a relay cannot read or change anything, nor pretend to be somebody.
+
+A relay is no party to what it carries, so it grants little: so many reservations, so many circuits, and a rate that all
+circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come first:
+they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
+``shoal dht``, treats all alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from shoal.access.badges import ANY_ROLE, Badge, Roles
+from shoal.base.tasks import cancel_and_wait
+from shoal.errors import BusyError, ShoalError, StreamClosedError
+from shoal.net.connection import Call
+from shoal.net.frames import send_frame
+from shoal.net.limits import RelayLimits
+from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
+from shoal.net.tcp.listener import HostRates, host_charged
+from shoal.net.transport import Session
+from shoal.peers.identity import PeerID
+from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.reachability import Reach
+from shoal.reach.relay.circuit import MEETING_SECONDS
+from shoal.reach.relay.fair_rate import FairRate, RateShare
+from shoal.reach.relay.messages import (
+    MAX_TEXT,
+    Connect,
+    Connected,
+    Incoming,
+    Notice,
+    Observe,
+    Observed,
+    OpenObservation,
+    Ready,
+    RelayCode,
+    Reserve,
+    Reserved,
+)
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")
+
+ALIVE_SECONDS = 5.0
+"""A relay that has nothing to say says that after this long."""
+RESERVATION_SECONDS = 3600.0
+"""Reservations end after this long. Guests of a crowded relay look for another one then, so that they spread."""
+SUCCESSION_SECONDS = 60.0
+"""So long before its end, a guest asks for the successor of a reservation."""
+UNUSED_SECONDS = 300.0
+"""So long without a circuit, and a guest may have to make room although it has no other relay."""
+IDLE_SECONDS = 120.0
+"""A circuit on which nothing moves ends after this long."""
+SILENT_SECONDS = 2.0
+"""A circuit on which nothing has moved for so long makes room for another one between the same two peers."""
+CROWDED_SHARE = 0.5
+"""A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
+many of its circuits in use, all peers of one host together may have as many as one peer."""
+# Notices that a guest has not read yet; one that reads nothing is no guest.
+MAX_NOTICES = 64
+OBSERVATIONS_PER_SECOND = 1.0
+OBSERVATION_BURST = 20
+
+
+_REASONS = {
+    RelayCode.NO_RESERVATION: "no reservation",
+    RelayCode.BUSY: "no room",
+    RelayCode.REFUSED: "wrong role",
+    RelayCode.NOT_A_RELAY: "not a relay",
+}
+
+
+@dataclass(eq=False)
+class _Guest:
+    """Somebody with a reservation."""
+
+    peer: PeerID
+    host: str
+    badge: Badge | None
+    since: float
+    used_at: float
+    """When its last circuit began or ended."""
+    has_others: bool
+    """It had another relay when it came, so most likely it has one now."""
+    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
+    circuits: int = 0
+    is_leaving: bool = False
+    """It has been sent elsewhere, but is still here."""
+    has_left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, why: str) -> None:
+        while not self.notices.empty():
+            self.notices.get_nowait()
+        self.notices.put_nowait(Notice(ends=why))
+
+
+@dataclass(eq=False)
+class _Circuit:
+    dialler: PeerID
+    host: PeerID | str
+    """The one that it shares with other identities; of a private network, itself."""
+    guest: _Guest
+    badge: Badge | None
+    sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
+    share: RateShare
+
+    @property
+    def ends(self) -> tuple[PeerID, PeerID]:
+        return self.dialler, self.guest.peer
+
+
+class RelayServer(ServicerBase):
+    """Takes reservations, makes circuits, and tells others at which address they are seen.
+
+    Args:
+        p2p: the peer that serves.
+        wanted: always or never be a relay; ``None``: as long as this peer is public.
+        limits: what it grants.
+    """
+
+    roles: ClassVar[Roles] = ANY_ROLE
+
+    def __init__(self, p2p: P2P, wanted: bool | None, limits: RelayLimits) -> None:
+        self._p2p = p2p
+        self.wanted = wanted
+        self.is_public = False
+        """Others can call this peer, so that it may be a relay."""
+        self._limits = limits
+        self._now = asyncio.get_running_loop().time
+        self._guests: dict[PeerID, _Guest] = {}
+        self._circuits: dict[asyncio.Task[None], _Circuit] = {}
+        self._by_peer: Counter[PeerID] = Counter()
+        self._by_host: Counter[PeerID | str] = Counter()
+        self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
+        self.rate = FairRate(limits.rate, self._now, self._count_bytes)
+        """The rate that all circuits share."""
+        self._connects = HostRates(limits.connects_per_second, limits.connect_burst)
+        self._observations = HostRates(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
+        self._observing: dict[asyncio.Task[None], None] = {}
+        self._is_closed = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether this peer is a relay at present."""
+        if self._is_closed or self.wanted is False or self._p2p.client_mode:
+            return False
+        membership = self._p2p.membership
+        if membership is not None and not membership.own.roles & (Roles.TRAIN | Roles.RELAY):
+            return False
+        return self.is_public or self.wanted is True
+
+    @property
+    def guests(self) -> list[PeerID]:
+        """Those who have a reservation."""
+        return list(self._guests)
+
+    @property
+    def circuit_count(self) -> int:
+        """Circuits, including those whose two sides have not come yet."""
+        return len(self._circuits)
+
+    @property
+    def observation_count(self) -> int:
+        """Sessions that others are about to open in order to see their address."""
+        return len(self._observing)
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self._p2p.metrics.bytes_carried += nbytes
+
+    def _refuse(self, code: RelayCode, text: str = "") -> tuple[RelayCode, str]:
+        self._p2p.metrics.circuits_refused[_REASONS[code]] += 1
+        return code, text
+
+    def _seen(self, peer: PeerID) -> str:
+        return self._p2p.address_seen_of(peer)
+
+    # --- reservations -------------------------------------------------------------------------------------------------
+
+    @patient
+    async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
+        """A reservation: begins, lives and ends with this call."""
+        request = await receive_only(call, Reserve, context.handle_name)
+        stream = call.connection.stream
+        seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
+        host = host_charged(seen_at, context.remote_id)
+        code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
+        if code is not RelayCode.OK:
+            await call.send(Reserved(code=code, text=text))
+            return
+        guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
+        self._guests[guest.peer] = guest
+        # From now on it greets anew when this changes.
+        self._p2p.reaches.note(guest.peer, request.reach)
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
+        try:
+            limits = self._limits
+            rate = limits.rate or 0.0
+            await call.send(
+                Reserved(code=RelayCode.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits)
+            )
+            while True:
+                notice = await _next_notice(guest)
+                if not (self.serves or notice.ends):  # whoever wants to reach the guest is told so, too
+                    notice = Notice(ends="this peer is no relay any more: it cannot be called itself")
+                await call.send(notice)
+                if notice.ends:
+                    return
+        finally:
+            end.cancel()
+            guest.has_left.set()
+            if self._guests.get(guest.peer) is guest:
+                del self._guests[guest.peer]
+
+    def _reason_to_refuse(
+        self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
+    ) -> tuple[RelayCode, str]:
+        """Whether somebody may have a reservation; makes room if need be."""
+        if not self.serves:
+            return self._refuse(RelayCode.NOT_A_RELAY)
+        if not context.roles & (Roles.TRAIN | Roles.RELAY):
+            return self._refuse(RelayCode.REFUSED, "a peer that nobody has to call needs no reservation")
+        if is_relayed:
+            return self._refuse(RelayCode.REFUSED, "a reservation needs a direct connection")
+        limits = self._limits
+        former = self._guests.get(context.remote_id)
+        if request.may_go_elsewhere and self._is_crowded_for(former):
+            if former is not None:
+                former.is_leaving = True
+            return self._refuse(RelayCode.BUSY, "others may need the place: ask elsewhere first")
+        if former is not None:
+            del self._guests[former.peer]
+            former.end("there is a newer one of the same peer")
+        if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
+            return self._refuse(RelayCode.BUSY, f"{limits.reservations_per_host} reservations of one host")
+        if len(self._guests) >= limits.reservations:
+            guest = None if request.others else self._most_dispensable(self._knows(context.remote_id))
+            if guest is None:
+                return self._refuse(RelayCode.BUSY, f"{limits.reservations} reservations")
+            del self._guests[guest.peer]
+            guest.end("others need the place")
+        return RelayCode.OK, ""
+
+    def _is_crowded_for(self, former: _Guest | None) -> bool:
+        """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
+        staying = sum(not guest.is_leaving for guest in self._guests.values())
+        is_crowded = staying + (former is None) > self._limits.reservations * CROWDED_SHARE
+        if former is None:
+            return is_crowded
+        is_over = former.since + RESERVATION_SECONDS - self._now() <= SUCCESSION_SECONDS
+        return is_over and (is_crowded or former.is_leaving)
+
+    def _knows(self, *peers: PeerID) -> bool:
+        """Whether all of these peers have delivered in rounds with this one, or are this one."""
+        return all(peer == self._p2p.peer_id or self._p2p.behaviour.has_delivered(peer) for peer in peers)
+
+    def _most_dispensable(self, is_known: bool) -> _Guest | None:
+        """The guest that makes room for a peer without any relay; one that would have none itself only if it is idle.
+
+        Else each would take the place of the next one, and many could not be called for a while.
+
+        Args:
+            is_known: the peer has been in rounds. If no place is free otherwise, it gets that of a stranger, even of
+                one that is in use: strangers can call each other all day.
+        """
+        idle_since = self._now() - UNUSED_SECONDS
+        unused = [
+            guest
+            for guest in self._guests.values()
+            if not guest.circuits and (guest.has_others or guest.used_at <= idle_since)
+        ]
+        if is_known and not unused:
+            strangers = [guest for guest in self._guests.values() if not self._knows(guest.peer)]
+            return min(strangers, key=lambda guest: guest.used_at, default=None)
+        return min(unused, key=lambda guest: (not guest.has_others, guest.used_at), default=None)
+
+    # --- circuits -----------------------------------------------------------------------------------------------------
+
+    async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
+        """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
+        return await self.connect(request, context.remote_id)
+
+    async def connect(self, request: Connect, dialler: PeerID) -> Connected:
+        """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
+        if not request.reverse_cookies:
+            await self._make_room(dialler, PeerID(request.target), request.count)
+        code, text, guest, room = self._find_guest(request, dialler)
+        if guest is None:
+            return Connected(code=code, text=text)
+        told = Incoming(peer=dialler.to_bytes(), punch=request.punch, reach=request.reach)
+        cookies: list[bytes] = []
+        if request.reverse_cookies:
+            told.reverse, told.reverse_cookies = request.reverse, request.reverse_cookies
+        else:
+            for _ in range(room):
+                own, other = self._begin_circuit(dialler, guest)
+                cookies.append(own)
+                told.cookies.append(other)
+        guest.notices.put_nowait(Notice(incoming=told))
+        rate = self._limits.rate or 0.0
+        return Connected(code=RelayCode.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+
+    async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
+        """End circuits between two peers on which nothing moves, if there is no room for others.
+
+        A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
+        Circuits of strangers make room for peers that have been in rounds, those that have moved least recently first.
+        """
+        limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
+        left = limits.circuits_per_peer - self._by_peer[dialler], limits.circuits_per_pair - self._by_pair[pair]
+        if min(left) < count:
+            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == pair}
+            silent = [task for task, circuit in of_pair.items() if circuit.share.used_at <= since]
+            await cancel_and_wait(*silent)
+            if silent:
+                logger.debug("%d silent circuits from %s to %s have made room", len(silent), dialler, target)
+        missing = count - (limits.circuits - len(self._circuits))
+        if missing > 0 and self._knows(dialler, target) and target in self._guests:
+            of_strangers = [task for task, circuit in self._circuits.items() if not self._knows(*circuit.ends)]
+            of_strangers.sort(key=lambda task: self._circuits[task].share.used_at)
+            await cancel_and_wait(*of_strangers[:missing])
+
+    def _reach_of(self, peer: PeerID) -> int:
+        """How a peer says now that it is called; what it told when it reserved may be over."""
+        return max(Reach.PUBLIC, min(self._p2p.reaches.get(peer, Reach.EASY), Reach.CLIENT))
+
+    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[RelayCode, str, _Guest | None, int]:
+        """The guest, and how many circuits there may be to it; or why there may be none."""
+        if not self.serves:
+            return *self._refuse(RelayCode.NOT_A_RELAY), None, 0
+        guest = self._guests.get(PeerID(request.target))
+        if guest is None:
+            return *self._refuse(RelayCode.NO_RESERVATION), None, 0
+        host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
+        if self._connects.is_exhausted(host, now):
+            return *self._refuse(RelayCode.BUSY, "too many calls from one host"), None, 0
+        self._connects.spend(host, now)
+        if guest.notices.full():
+            return *self._refuse(RelayCode.BUSY, "the peer does not listen to this relay"), None, 0
+        rooms = {
+            limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
+            limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
+            limits.circuits_per_pair - self._by_pair[dialler, guest.peer]: (
+                f"{limits.circuits_per_pair} circuits between the same two peers"
+            ),
+        }
+        if len(self._circuits) >= limits.circuits * CROWDED_SHARE:
+            # Identities cost nothing, so those of one host leave room for others.
+            left = limits.circuits_per_peer - self._by_host[self._p2p.host_seen_of(dialler)]
+            rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
+        room = min(rooms)
+        if room <= 0 and not request.reverse_cookies:
+            return *self._refuse(RelayCode.BUSY, rooms[room]), None, 0
+        return RelayCode.OK, "", guest, min(room, request.count)
+
+    def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
+        """The cookies of a new circuit, for each side."""
+        transport = self._p2p.transport
+        cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
+        badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
+        sessions, host = (expect(cookies[0]), expect(cookies[1])), self._p2p.host_seen_of(dialler)
+        share = self.rate.share(lambda: self._knows(dialler, guest.peer))
+        circuit = _Circuit(dialler, host, guest, badge, sessions, share)
+        self._by_peer[dialler] += 1
+        self._by_host[host] += 1
+        self._by_pair[dialler, guest.peer] += 1
+        guest.circuits += 1
+        guest.used_at = self._now()
+        task = asyncio.get_running_loop().create_task(self._carry(circuit))
+        self._circuits[task] = circuit
+        task.add_done_callback(self._forget)
+        return cookies
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        circuit = self._circuits.pop(task)
+        for session in circuit.sessions:
+            if session.done() and not session.cancelled():
+                session.result().abort()
+            session.cancel()
+        circuit.share.close()
+        circuit.guest.circuits -= 1
+        circuit.guest.used_at = self._now()
+        _count_down(self._by_peer, circuit.dialler)
+        _count_down(self._by_host, circuit.host)
+        _count_down(self._by_pair, (circuit.dialler, circuit.guest.peer))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
+
+    async def _carry(self, circuit: _Circuit) -> None:
+        """Wait for both sides of a circuit, and copy what they send each other."""
+        transport = self._p2p.transport
+        try:
+            async with asyncio.timeout(MEETING_SECONDS):
+                first, second = await asyncio.gather(*circuit.sessions)
+                seen = [_text_of(session.remote_address) for session in (first, second)]
+                await send_frame(first, Ready(seen_at=seen[0], other_seen_at=seen[1]))
+                await send_frame(second, Ready(seen_at=seen[1], other_seen_at=seen[0]))
+        except (TimeoutError, StreamClosedError) as e:
+            self._p2p.metrics.circuits_refused["nobody came"] += 1
+            logger.debug("no circuit from %s to %s: %r", circuit.dialler, circuit.guest.peer, e)
+            return
+        self._p2p.metrics.circuits_carried += 1
+        try:
+            async with asyncio.timeout(self._seconds_left(circuit)):
+                await transport.join(first, second, circuit.share, IDLE_SECONDS)
+        except TimeoutError:
+            logger.debug("a badge has expired on a circuit from %s to %s", circuit.dialler, circuit.guest.peer)
+
+    def _seconds_left(self, circuit: _Circuit) -> float | None:
+        """Until the badge of either side is worth nothing any more; ``None`` without badges."""
+        membership, badges = self._p2p.membership, (circuit.badge, circuit.guest.badge)
+        left = [membership.seconds_left(badge) for badge in badges if membership is not None and badge is not None]
+        return min(left, default=None)
+
+    def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
+        """End the reservations and circuits of those who show an unwanted badge from now on."""
+        for guest in [each for each in self._guests.values() if is_unwanted(each.badge)]:
+            del self._guests[guest.peer]
+            guest.end("your badge is worth nothing any more")
+        for task, circuit in self._circuits.items():
+            if is_unwanted(circuit.badge) or is_unwanted(circuit.guest.badge):
+                task.cancel()
+
+    # --- observing ----------------------------------------------------------------------------------------------------
+
+    async def rpc_observe(self, request: Observe, context: P2PContext) -> OpenObservation:
+        """Give a cookie for a session that tells at which address its other end is seen."""
+        host, now = host_charged(self._seen(context.remote_id), context.remote_id), self._now()
+        if self._observations.is_exhausted(host, now):
+            raise BusyError("enough has been observed for this host: try again in a minute")
+        self._observations.spend(host, now)
+        cookie = self._p2p.transport.new_cookie()
+        task = asyncio.get_running_loop().create_task(self._observe(self._p2p.transport.expect_session(cookie)))
+        self._observing[task] = None
+        task.add_done_callback(self._observing.pop)
+        return OpenObservation(cookie=cookie)
+
+    async def _observe(self, expected: asyncio.Future[Session]) -> None:
+        try:
+            async with asyncio.timeout(MEETING_SECONDS):
+                session = await expected
+                await send_frame(session, Observed(seen_at=_text_of(session.remote_address)))
+                await session.read_exactly(1)  # until the other side, which has read the answer, ends it
+        except (TimeoutError, ShoalError) as e:
+            logger.debug("an observation is over: %r", e)
+        finally:
+            if expected.done() and not expected.cancelled():
+                expected.result().abort()
+            expected.cancel()
+
+    async def close(self) -> None:
+        """Tell all guests that they have to look for another relay, and end all circuits."""
+        self._is_closed = True
+        guests, self._guests = list(self._guests.values()), {}
+        for guest in guests:
+            guest.end("this relay shuts down")
+        if guests:
+            leaving = [asyncio.ensure_future(guest.has_left.wait()) for guest in guests]
+            await asyncio.wait(leaving, timeout=1.0)
+            await cancel_and_wait(*leaving)
+        await cancel_and_wait(*self._circuits, *self._observing)
+
+
+async def _next_notice(guest: _Guest) -> Notice:
+    try:
+        async with asyncio.timeout(ALIVE_SECONDS):
+            return await guest.notices.get()
+    except TimeoutError:
+        return Notice()
+
+
+def _count_down(counts: Counter[K], key: K) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def _text_of(address: Multiaddr | None) -> str:
+    return "" if address is None else str(address)[:MAX_TEXT]
