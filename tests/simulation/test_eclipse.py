@@ -94,7 +94,9 @@ def test_who_was_met_long_ago_is_not_called():
 def test_no_more_calls_where_the_table_shows_everybody(seed, monkeypatch):
     seen = []
     call = GroupSearch._call
-    monkeypatch.setattr(GroupSearch, "_call", lambda self, peer, kind, now: seen.append(kind) or call(self, peer, kind, now))
+    monkeypatch.setattr(
+        GroupSearch, "_call", lambda self, peer, kind, now: seen.append(kind) or call(self, peer, kind, now)
+    )
 
     async def main() -> None:
         network = Network(WIDE_AREA)

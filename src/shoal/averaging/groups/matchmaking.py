@@ -215,8 +215,6 @@ class SearchShell:
         self.started: StartedGroup | None = None
         self.left: list[bytes] = []
         """The ids of groups that count this peer as a member, although it does not take part."""
-        self.absent: dict[PeerID, str] = {}
-        """Once the search is over: why other peers are not in a group with this one, in words."""
         self.declared = asyncio.Event()
         """The table shows this peer."""
         self.declared_until = -math.inf
@@ -309,8 +307,6 @@ class SearchShell:
         Members of the group have ended their searches, too, and end the calls of invitations themselves. They get a
         moment for that: cutting a call cuts its connection, and the round would need a new one.
         """
-        causes = self.search.absences([self.search.own], get_dht_time())
-        self.absent = {peer: cause.words or cause.absence.value for peer, cause in causes.items()}
         self.on(Ends())
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
@@ -661,7 +657,7 @@ class Matchmaking:
         self._numbers = itertools.count(1)
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
-        self._absent: dict[PeerID, str] = {}
+        self._latest: GroupSearch | None = None
 
     async def look_for_group(self, control: StepControl) -> GroupInfo:
         """Find a group for a step.
@@ -679,11 +675,11 @@ class Matchmaking:
         return group
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
-        self._absent = {}
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
         now = get_dht_time()
         self._judge_last_lead(now)
         self.current = shell = self._begin(control, now)
+        self._latest = shell.search
         try:
             return await shell.run()
         except asyncio.CancelledError:
@@ -692,7 +688,7 @@ class Matchmaking:
                 shell.left.append(shell.group.result().group_id)
             raise
         finally:
-            self.current, self._started, self._absent = None, shell.started or self._started, shell.absent
+            self.current, self._started = None, shell.started or self._started
             for group_id in shell.left:
                 self._leave_group(group_id)
             if shell.search.settings.leads and shell.declared.is_set():
@@ -720,7 +716,8 @@ class Matchmaking:
 
     def explain_failure(self) -> str:
         """Why no group was found, with what is known about each other peer."""
-        detail = "".join(f"\n  {peer}: {words}" for peer, words in self._absent.items())
+        causes = {} if self._latest is None else self._latest.absences((), get_dht_time())
+        detail = "".join(f"\n  {peer}: {cause.words or cause.absence.value}" for peer, cause in causes.items())
         least, key = counted(self.settings.min_group_size, "peer"), self.keys.current_key
         found = f"could not find a group of at least {least} under {key} in time"
         return f"{found}; other peers:{detail}" if detail else found

@@ -155,6 +155,11 @@ class Candidate:
         is_busy = self.outcall in (Outcall.PENDING, Outcall.UNSEEN) or self.offer is not Offering.NONE
         return not is_busy and self.follower is None and self.refused is None
 
+    def explain(self, absence: Absence, words: str = "") -> None:
+        """Note why it does not lead this peer. What it said itself is not replaced by how a later call ended."""
+        if words or self.cause is None or not self.cause.words:
+            self.cause = Cause(absence, words)
+
     def talks_too_much(self, since: float) -> bool:
         """Whether it has given the most answers since then."""
         return len(self.answers) == MOST_ANSWERS and self.answers[0] > since
@@ -583,7 +588,8 @@ class GroupSearch:
             if each is None or each.promised is None or each.offer is not Offering.NONE:
                 continue
             if each.promised <= withdrawn_until:
-                each.promised, each.cause = None, Cause(Absence.NOT_LOOKING)
+                each.promised = None
+                each.explain(Absence.NOT_LOOKING)
         for peer, promised in found:
             self._note_candidate(peer, promised)
         self.is_outdated = False
@@ -701,7 +707,9 @@ class GroupSearch:
         """Take up a peer's offer to lead this one. It is there after all, so its past failures do not count."""
         self._note_candidate(peer, promised)
         each = self._at(peer)
-        each.rests_until, each.failures, each.asked, each.cause = -math.inf, 0, None, None
+        each.rests_until, each.failures, each.asked = -math.inf, 0, None
+        if each.cause is not None and not each.cause.words:
+            each.cause = None
         each.offer = Offering.OPEN
         if each.refused is not None:
             yield self._release(peer, None)
@@ -839,7 +847,8 @@ class GroupSearch:
             case Misleads():
                 self.refuse(asking.leader, counts=True)
             case Fails(_, Failure.NONSENSE):
-                each.asked, each.cause = asking.promised, Cause(Absence.BROKEN)
+                each.asked = asking.promised
+                each.explain(Absence.BROKEN)
             case Fails(_, failure):
                 self._note_failure(each, asking, failure, now)
             case Answers(_, Code.GROUP_STARTS, _, GroupInfo() as group):
@@ -855,7 +864,7 @@ class GroupSearch:
         again at once: one that has accepted this peer, because it may be about to start, and one whose connection seems
         to have broken by chance.
         """
-        each.cause = Cause(_ABSENCE_OF_FAILURE[failure])
+        each.explain(_ABSENCE_OF_FAILURE[failure])
         if asking.follows or failure is Failure.SILENT:
             self.leader_lost_at = now
         each.failures += 1
@@ -869,7 +878,7 @@ class GroupSearch:
         each.asked = asking.promised
         each.answers.append(now)
         if (absence := _ABSENCE_OF_CODE.get(answer.code)) is not None:
-            each.cause = Cause(absence, answer.words)
+            each.explain(absence, answer.words)
         since = now - self.settings.min_matchmaking_time
         if each.talks_too_much(since):
             each.rests_until = now + self.settings.min_matchmaking_time
@@ -932,7 +941,8 @@ class GroupSearch:
             return
         each.follower.expected = expected
         if leaves:  # unlike a follower whose connection broke, it will not come back
-            each.follower, each.cause = None, Cause(Absence.LEFT)
+            each.follower = None
+            each.explain(Absence.LEFT)
             yield Reply(peer, Code.GROUP_DISBANDED)
 
     def _send_away(self, asking: Asking | None = None) -> Iterator[Action]:
@@ -998,7 +1008,7 @@ class GroupSearch:
             if follower.lost_at + self.return_seconds > now and self._has_room_for(peer, follower.nbytes, members):
                 members[peer] = follower
             else:
-                each.cause = Cause(Absence.BROKEN)
+                each.explain(Absence.BROKEN)
         self.is_over = True
         return Start(members)
 
