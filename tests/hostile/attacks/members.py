@@ -165,7 +165,7 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
         followers, own = search.followers, None
         for peer, follower in list(followers.items()):
             search.followers = {peer: follower}
-            start = describe_group(node.p2p, search, node.trust)
+            start = describe_group(node.p2p, search)
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
             if own is None:

@@ -196,12 +196,6 @@ class GroupSearch:
             self.redeclare.set()
             self.control.changed.set()
 
-    def refuse(self, leader: PeerID) -> None:
-        """Refuse a leader for the rest of this search."""
-        self.refused = {**self.refused, leader: True}
-        self.candidates.pop(leader, None)
-        self.turn_away(leader)
-
     def turn_away(self, peer: PeerID) -> None:
         """Count a refused peer as present, so that the group does not wait for one member that will never join."""
         if self.refused[peer] and peer not in self.turned_away:

@@ -40,8 +40,6 @@ class FormerMembers:
         self._p2p = p2p
         # By peer: when it was last in a round with this one, the latest at the end. Only peers that can be called.
         self.met: dict[PeerID, float] = {}
-        # The latest round that another peer has led: its members that have not failed, and when it ended.
-        self._led: tuple[PeerID, list[PeerID], float] | None = None
         # By peer: its invitation, which came while this peer did not look for a group yet.
         self._invitations: dict[PeerID, Invitation] = {}
 
@@ -51,8 +49,6 @@ class FormerMembers:
     def note_round(self, group: GroupInfo, failed: Collection[PeerID]) -> None:
         """Note the members of a round that has ended, except those that failed."""
         now = get_dht_time()
-        stayed = [peer for peer in group.peer_ids if peer not in failed]
-        self._led = None if group.leader is None else (group.leader, stayed, now)
         for peer, mode in zip(group.peer_ids, group.modes, strict=True):
             if mode != AveragingMode.CLIENT and peer not in failed and peer != self._p2p.peer_id:
                 self.met.pop(peer, None)
@@ -68,10 +64,7 @@ class FormerMembers:
             self._invitations[peer] = invitation
 
     def tell_invitations(self, search: GroupSearch) -> None:
-        """Tell a new search of the peers whose early invitations still hold. Before that, judge the last leader."""
-        led, self._led, is_led_astray = self._led, None, search.trust.is_led_astray
-        if led is not None and is_led_astray is not None and is_led_astray(led[0], led[1]):
-            self._p2p.behaviour.note_split(led[0], get_dht_time() - led[2])
+        """Tell a new search of the peers whose early invitations still hold."""
         for peer, invitation in self._invitations.items():
             if invitation.group_key == search.key and invitation.expiration > get_dht_time():
                 search.note_candidate(peer, invitation.expiration)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +127,7 @@ def take_back_lost(search: GroupSearch, p2p: P2P) -> None:
             search.followers[peer] = follower
 
 
-def describe_group(p2p: P2P, search: GroupSearch, trust: Trust) -> GroupStart:
+def describe_group(p2p: P2P, search: GroupSearch) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings
     links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
@@ -147,53 +146,23 @@ def describe_group(p2p: P2P, search: GroupSearch, trust: Trust) -> GroupStart:
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
-    limits = [_limit_of(peer, p2p, search, trust) for peer, *_ in entries]
     members = [
-        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
-        for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
+        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered)
+        for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
     ]
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
 
 
-def _limit_of(peer: PeerID, p2p: P2P, search: GroupSearch, trust: Trust) -> float | None:
-    """The most that a member may weigh; ``None``: as much as it likes."""
-    if trust.largest_weight is None:
-        return None
-    if peer == p2p.peer_id and search.settings.mode is AveragingMode.AUX:
-        return 0.0  # it brings nothing
-    if peer == p2p.peer_id and search.control.triggered:  # the leader knows its own weight
-        return max(1.0, search.control.weight)  # in phases with weights of their own, that of a member is 1
-    return trust.largest_weight(peer)
-
-
-def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
-    """What a leader has done to the members of its group, in words; ``None``: nothing.
-
-    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring; its own if it
-    is far above what it can have made, because then its values would be the average. A leader that is not in the group
-    could lead others to peers that do not exist, and would never be among those that fail.
-    """
-    limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
-    if leader not in limits:
-        return "it leads a group in which it is not itself"
-    if trust.least_limit is not None:
-        for peer, limit in limits.items():
-            if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
-                return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
-    limit = limits[leader]
-    own = math.inf if limit is None else limit
-    if trust.most_limit is not None and own > (most := trust.most_limit(leader)):
-        return f"as the leader it lets itself weigh {own:g}, and can have made {most:g} at most"
-    return None
-
-
-def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | None = None) -> GroupInfo:
+def read_group(
+    p2p: P2P, start: GroupStart, total_size: int, trust: Trust | None = None, leader: PeerID | None = None
+) -> GroupInfo:
     """Check the group that a leader has announced, and learn the addresses of its members.
 
     Args:
         p2p: this peer.
         start: the leader's announcement.
         total_size: number of values in the averaged vector.
+        trust: limits the weights of members.
         leader: who has announced it, if not this peer.
 
     Raises:
@@ -202,6 +171,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
     peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
     if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
         raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
+    if leader is not None and leader not in peers:
+        raise ProtocolError("it leads a group in which it is not itself")
     shares = tuple(member.share for member in start.members)
     modes = tuple(member.mode for member in start.members)
     useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
@@ -209,7 +180,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
         raise ProtocolError(f"the leader published shares {quoted(list(shares))} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
-    limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)
+    limit = None if trust is None else trust.largest_weight
+    limits = () if limit is None else tuple(map(limit, peers))
     gathered = tuple(member.gathered for member in start.members)
     return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
 
@@ -217,7 +189,7 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
 def note_lead(
     p2p: P2P, search: GroupSearch, leader: PeerID, reply: JoinReply, promised: float, accepted_at: float
 ) -> None:
-    """Remember whether a leader has started the group as promised, and lets everybody weigh what it knows.
+    """Remember whether a leader has started the group as promised.
 
     Args:
         p2p: this peer.
@@ -228,10 +200,6 @@ def note_lead(
         accepted_at: DHT time at which it accepted this peer.
     """
     now, has_started = get_dht_time(), reply.code == Code.GROUP_STARTS
-    if reply.group is not None and injustice_of(leader, reply.group, search.trust) is not None:
-        # A lie is one also if this peer was in the middle of a batch and has lost no time.
-        p2p.behaviour.note_injustice(leader, now - accepted_at)
-        return
     lost = search.seconds_lost(accepted_at)
     # With this peer it has a group of two, and may still wait for a third one that never comes.
     breaks_promise = now >= promised and search.settings.min_group_size <= 2 and reply.better_leader is None

@@ -35,7 +35,6 @@ from shoal.averaging.groups.leading import (
     StartedGroup,
     describe_group,
     follower_of,
-    injustice_of,
     is_full,
     learn,
     note_lead,
@@ -358,11 +357,6 @@ class Matchmaking:
     def _take_answer(self, search: GroupSearch, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.note_answer(leader, promised, reply.code)
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
-            if (reason := injustice_of(leader, reply.group, self._trust)) is not None:
-                self.p2p.metrics.members_untrue += 1
-                search.refuse(leader)
-                self._leave_group(reply.group.group_id)
-                raise ProtocolError(reason)
             search.group.set_result(self._adopt(reply.group, leader))
             return
         if reply.better_leader is not None:
@@ -468,7 +462,7 @@ class Matchmaking:
     def start_group(self, search: GroupSearch) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
         take_back_lost(search, self.p2p)
-        start = describe_group(self.p2p, search, self._trust)
+        start = describe_group(self.p2p, search)
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
@@ -477,7 +471,7 @@ class Matchmaking:
         search.group.set_result(self._adopt(start))
 
     def _adopt(self, start: GroupStart, leader: PeerID | None = None) -> GroupInfo:
-        group = read_group(self.p2p, start, self.settings.total_size, leader)
+        group = read_group(self.p2p, start, self.settings.total_size, self._trust, leader)
         self.keys.update_key_on_group_assembled(group)
         return group
 
