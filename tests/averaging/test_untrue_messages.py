@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.groups.candidates import Trust
-from shoal.averaging.groups.leading import MAX_GROUP_BYTES, follower_of, is_full, learn, record_of
+from shoal.averaging.groups.group import learn, record_of
 from shoal.averaging.groups.settings import MAX_SETTINGS, difference_of
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
@@ -33,7 +31,6 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHT
 from shoal.errors import ProtocolError
 from shoal.net.transport import MOST, decode_header
-from shoal.p2p import PeerID
 from tests.averaging.swarm import Swarm, make_control
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
@@ -183,25 +180,6 @@ async def test_an_answer_that_makes_no_sense_is_an_error_of_the_protocol():
     node = await swarm.add([torch.zeros(4)])
     with pytest.raises(ProtocolError, match="makes no sense"):
         learn(node.p2p, PeerRecord(b"nobody", ["/ip4/1.2.3.4/tcp/99999"]))
-    await swarm.close()
-
-
-@alone_in_virtual_time
-async def test_a_group_fits_into_the_message_that_describes_it():
-    swarm = Swarm()
-    node = await swarm.add([torch.zeros(4)])
-    peers = [PeerID(bytes([i])) for i in range(20)]
-    request = JoinRequest("run.0b", {}, 2e9, 0, gathered=bytes(MAX_GATHERED_BYTES))
-    settings = SimpleNamespace(target_group_size=None)
-    search = SimpleNamespace(followers={}, settings=settings, group_bytes=0, has_time_for=lambda peer: True)
-    for peer in peers:
-        if is_full(search, node.p2p, peer, request):
-            break
-        search.followers[peer] = follower_of(node.p2p, peer, request, Trust())
-        search.group_bytes += search.followers[peer].nbytes
-    assert len(search.followers) == MAX_GROUP_BYTES // MAX_GATHERED_BYTES - 1
-    small = JoinRequest("run.0b", {}, 2e9, 0)
-    assert not is_full(search, node.p2p, peers[-1], small)  # what is small still has room
     await swarm.close()
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.averaging.groups.leading import note_lead
-from shoal.averaging.groups.settings import Trust
-from shoal.averaging.messages import Code, GroupStart, JoinReply
-from shoal.base.clock import get_dht_time
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
 from shoal.peers.scores import (
@@ -233,13 +228,3 @@ def test_what_strangers_take_is_counted_by_host_and_fades(memory: Memory) -> Non
     assert len(memory.metrics.strangers) == MAX_STRANGERS
     assert f"host {2 * MAX_STRANGERS - 1}" in memory.metrics.strangers
     assert not memory.metrics.peers, "they have taken part in nothing"
-
-
-def test_a_leader_that_lies_pays_for_all_its_time_even_to_a_peer_in_the_middle_of_a_batch(memory: Memory) -> None:
-    """Such a peer has lost no time. That excuses a leader whose group could not start, but not a lie."""
-    now = get_dht_time()
-    search = SimpleNamespace(trust=Trust(), seconds_lost=lambda since: 0.0)
-    reply = JoinReply(code=Code.GROUP_STARTS, group=GroupStart(group_id=b"", members=[]))
-    note_lead(SimpleNamespace(behaviour=memory.behaviour), search, FRIEND, reply, now, now - 100.0)
-    memory.clock.now += 99.0 / SHARE_WASTED
-    assert not memory.behaviour.may_lead(FRIEND)

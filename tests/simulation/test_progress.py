@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from shoal.base.clock import get_dht_time
-from shoal.optim.evidence import OpenGuard
-from shoal.optim.members import Members
+from shoal.guard.open import OpenGuard
+from shoal.guard.policy import Members
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.optim.progress.message import ProgressMessage

@@ -76,8 +76,8 @@ class GroupInfo:
     """Each member's :class:`~AveragingMode`."""
     shares: tuple[int, ...] = ()
     """The number of the vector's values that each member reduces."""
-    largest_weights: tuple[float, ...] = ()
-    """The upper limit for each member's weight, whatever it claims; empty: no weight is limited."""
+    largest_weights: tuple[float, ...] = field(default=(), compare=False)
+    """How much each member may weigh in what this peer reduces, whatever it claims; empty: no limits."""
     leader: PeerID | None = field(default=None, compare=False)
     """The member that has led this peer into the group; ``None``: it led itself."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
@@ -88,7 +88,7 @@ class GroupInfo:
         return len(self.peer_ids)
 
     def limited(self, index: int, weight: float) -> float:
-        """The part of a member's claimed weight that counts. All reducers derive the same number."""
+        """The part of a member's claimed weight that counts here."""
         return min(weight, self.largest_weights[index]) if self.largest_weights else weight
 
     def __contains__(self, peer_id: PeerID) -> bool:
@@ -140,6 +140,8 @@ class RoundResult:
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
+    waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
+    """By member: for how many seconds this peer waited for its values or averages while nobody else's were missing."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -170,6 +172,7 @@ class RoundResult:
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
             seen_failing=together(phase.seen_failing for phase in phases),
+            waits={peer: waited for peer in first.peers if (waited := sum(p.waits.get(peer, 0.0) for p in phases))},
         )
 
 

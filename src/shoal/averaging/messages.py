@@ -114,8 +114,6 @@ class Member(Header):
     share: Count
     """The number of the vector's values that this member reduces."""
     gathered: Gathered = b""
-    largest_weight: Amount | None = None
-    """The upper limit for its weight, whatever it claims; ``None``: no limit."""
 
 
 class GroupStart(Header):

@@ -28,7 +28,6 @@ from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, ha
 if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig
     from shoal.dht.protocol import DHTProtocol
-    from shoal.dht.store import Deposits
 
 logger = logging.getLogger(__name__)
 
@@ -200,11 +199,10 @@ class Reader:
     Args:
         protocol: asks other nodes and knows this node's records.
         config: the node's settings.
-        deposits: what other nodes have agreed to keep for this one.
     """
 
-    def __init__(self, protocol: DHTProtocol, config: NodeConfig, deposits: Deposits) -> None:
-        self._protocol, self._config, self._deposits = protocol, config, deposits
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig) -> None:
+        self._protocol, self._config = protocol, config
         self.pending = PendingSearches()
         self.refresh_queue = CacheRefreshQueue(
             self._refresh,
@@ -253,15 +251,12 @@ class Reader:
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
             known = [number for target in targets for number in unfinished[target].known_entries()]
             most = max(unfinished[target].most_entries for target in targets)
-            asked_at = asyncio.get_running_loop().time()
             answers = await lookup.ask(node_id, targets, known_entries=known, most_entries=most)
             if answers is None:
                 return None
-            heard, peer = {}, lookup.peer_of(node_id)
+            heard = {}
             for target, record in answers.items():
                 search = unfinished[target]
-                if peer is not None:
-                    self._deposits.check(peer, target, record.value, known, asked_at=asked_at, most_entries=most)
                 if record.value is None:
                     search.asked_in_vain[node_id] = None
                 elif not search.finished:

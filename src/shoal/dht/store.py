@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.have_set import MAX_KNOWN, numbers_of_entries
 from shoal.dht.lookup import Lookup
 from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.storage import DHTValue, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
+from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
 from shoal.dht.validation import (
     MAX_LIFETIME_SECONDS,
     PLAIN_VALUE,
@@ -25,8 +24,6 @@ from shoal.dht.validation import (
     check_expiration,
     check_subkey,
 )
-from shoal.metrics import Metrics
-from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht.get import CacheRefreshQueue
@@ -104,118 +101,6 @@ class Publication:
         return sum(votes) * 2 > len(votes)
 
 
-# Most keys and keepers that are remembered, and most records of each.
-MAX_DEPOSITS, MAX_DEPOSITS_PER_KEY = 4096, 16
-# So many of them a node may fail to tell before the user hears of it.
-DEPOSITS_TO_TELL = 3
-# The clocks of both sides may differ by so much.
-_ALMOST_EXPIRED_SECONDS = 5.0
-
-
-class Deposits:
-    """This peer's records that other nodes have agreed to keep: a node that does not tell them is no use as a keeper.
-
-    It hides them, or has lost them because it is full or was started anew. The user is told once.
-
-    Args:
-        metrics: counts these records.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        # By peer and key: the subkeys in packed form, when each entry expires, and the loop's time since when the peer
-        # has it. The latest is last.
-        self._kept: OrderedDict[tuple[PeerID, DHTID], dict[bytes, tuple[float, float]]] = OrderedDict()
-        self._lost: OrderedDict[PeerID, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def note(self, peer: PeerID, record: NewRecord) -> None:
-        """A node says that it keeps a record."""
-        place, deposit = (peer, record.key_id), (record.expiration_time, asyncio.get_running_loop().time())
-        entries = self._kept.get(place)
-        if entries is None:
-            self._kept[place] = {record.subkey: deposit}
-            if len(self._kept) > MAX_DEPOSITS:
-                self._kept.popitem(last=False)
-            return
-        entries[record.subkey] = deposit
-        self._kept.move_to_end(place)
-        if len(entries) > MAX_DEPOSITS_PER_KEY:
-            del entries[next(iter(entries))]
-
-    def set_aside(self, peer: PeerID, record: NewRecord) -> None:
-        """A node is asked to keep a newer record: until it answers, it may tell the one or the other.
-
-        It leaves out the newer one, which its owner has, and then it would seem to tell none.
-        """
-        entries = self._kept.get((peer, record.key_id))
-        if entries is not None:
-            entries.pop(record.subkey, None)
-
-    def check(
-        self,
-        peer: PeerID,
-        key_id: DHTID,
-        told: StoredValue | None,
-        known: Collection[int],
-        *,
-        asked_at: float,
-        most_entries: int = 0,
-    ) -> None:
-        """Compare what a node tells about a key with what it has agreed to keep.
-
-        Args:
-            peer: the peer of the node.
-            key_id: the key.
-            told: the value that it tells.
-            known: :func:`~shoal.dht.have_set.numbers_of_entries` that it need not tell.
-            asked_at: when it was asked, by the loop's time: what it has agreed to keep since then does not count.
-            most_entries: so many entries it was asked for at most; 0: for all.
-        """
-        kept = self._kept.pop((peer, key_id), None)
-        # Of a large dictionary only a part is told.
-        is_part = isinstance(told, DictionaryDHTValue) and len(told) + len(known) >= (most_entries or MAX_KNOWN)
-        if kept is None or is_part:
-            return
-        soon = get_dht_time() + _ALMOST_EXPIRED_SECONDS
-        kept = {subkey: (expires, since) for subkey, (expires, since) in kept.items() if expires > soon}
-        lost = [
-            subkey
-            for subkey, (expires, since) in kept.items()
-            if since < asked_at and not _is_told(key_id, subkey, expires, told, known)
-        ]
-        if len(lost) < len(kept):
-            self._kept[peer, key_id] = {subkey: kept[subkey] for subkey in kept.keys() - set(lost)}
-        if not lost:
-            return
-        self._metrics.troubles["records that are not told"] += len(lost)
-        before = self._lost.pop(peer, 0)
-        self._lost[peer] = before + len(lost)
-        if len(self._lost) > MAX_DEPOSITS:
-            self._lost.popitem(last=False)
-        if before < DEPOSITS_TO_TELL <= before + len(lost):
-            warn_seldom(
-                "peer %s has agreed to keep records of this peer, and says that it has none. It is full, was "
-                "restarted, or hides them; others keep them, too",
-                peer,
-                about=peer,
-            )
-
-
-def _is_told(key_id: DHTID, subkey: bytes, expires: float, told: StoredValue | None, known: Collection[int]) -> bool:
-    """Whether an answer about a key is compatible with a node's having a certain record."""
-    if told is None or isinstance(told, bytes) or subkey == PLAIN_VALUE:
-        return told is not None  # others may have replaced a plain value
-    name = MSGPackSerializer.loads(subkey)
-    item = told.get(name)
-    if item is not None and item.expiration_time >= expires:
-        return True
-    [number] = numbers_of_entries(key_id, [(name, ValueWithExpiration(b"", expires))]).values()
-    return number in known
-
-
 # So long the nodes that were found near a key are taken for the nearest ones, unless a nearer one is heard of before.
 WALK_LASTS_SECONDS = 30.0
 MAX_WALKS = 64
@@ -240,14 +125,11 @@ class Writer:
         protocol: asks other nodes, and has this node's records.
         config: the node's settings.
         refresh_queue: gets the cached records that are outdated now.
-        deposits: is told who keeps what.
     """
 
-    def __init__(
-        self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue, deposits: Deposits
-    ) -> None:
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
         self._protocol, self._config = protocol, config
-        self._refresh_queue, self._deposits = refresh_queue, deposits
+        self._refresh_queue = refresh_queue
         self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
 
     async def store(
@@ -318,7 +200,7 @@ class Writer:
             if node_id == self._protocol.node_id:
                 return [self._protocol.records.keep(record) for record in batch]
             peer = walk.lookup.peer_of(node_id)
-            accepted = None if peer is None else await self._store_at(peer, batch)
+            accepted = None if peer is None else await self._protocol.call_store(peer, batch)
             all_answer &= accepted is not None
             return accepted
 
@@ -328,15 +210,6 @@ class Writer:
             self._walks.move_to_end(publication.key_id)
             if len(self._walks) > MAX_WALKS:
                 self._walks.popitem(last=False)
-
-    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[bool] | None:
-        for record in batch:
-            self._deposits.set_aside(peer, record)
-        accepted = await self._protocol.call_store(peer, batch)
-        for record, is_kept in zip(batch, accepted or (), strict=False):
-            if is_kept:
-                self._deposits.note(peer, record)
-        return accepted
 
     def _update_cache(self, record: NewRecord, was_accepted: bool) -> None:
         """Update or refresh the cached record that this store has changed."""

@@ -3,7 +3,7 @@
 - :class:`Optimizer` counts the samples of each batch and adds up its gradients (:mod:`~.gradient_accumulator`).
 - Each peer tells the others how far it is (:mod:`~.progress.exchange`). From this each peer predicts when all together
   will have ``target_batch_size`` samples, and which peers will come (:mod:`~.progress.board`,
-  :mod:`~.progress_tracker`). Claims are believed only as far as they fit what a peer has done (:mod:`~.evidence`).
+  :mod:`~.progress_tracker`). How far others are believed is the business of :mod:`shoal.guard`.
 - Then they make the global step (:mod:`~.global_step`): they average gradients, weighted by samples
   (:mod:`~.grad_averager`), each peer makes the same step, and they average parameters to remove the small differences
   that are left (:mod:`~.state_averager`). Each of these can run in the background; :mod:`~.history.epochs` says how

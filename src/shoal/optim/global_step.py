@@ -17,7 +17,6 @@ import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
 from shoal.optim.history.epochs import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
+from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, awaits_newcomers
 from shoal.optim.round_watch import RoundWatch
 from shoal.optim.setup.devices import copy_all
 from shoal.optim.state_jobs import let_go, log_failure, usable
@@ -88,7 +87,7 @@ class GlobalStep:
 
     def __post_init__(self) -> None:
         self.state_averager.on_averaged = self._note_averaged_parameters
-        self._hold, self._tell_seldom = JoinerGrace(time.monotonic()), Seldom(logger.info)
+        self._tell_seldom = Seldom(logger.info)
         self._warn_once = Seldom(logger.warning, math.inf)
 
     # --- in advance ---------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ class GlobalStep:
 
     def _wait_for_newcomers(self) -> None:
         """Alone, end no epoch while somebody downloads this peer's state: before that has arrived, it would be old."""
-        while self._hold.lasts(time.monotonic(), has_reason=self._awaits_newcomers()):
+        while self.tracker.may_hold(has_reason=self._awaits_newcomers()):
             self._tell_seldom("this peer, which trains alone, waits for one that downloads its state")
             if self.closing.wait(SECONDS_BETWEEN_LOOKS):
                 return

@@ -193,29 +193,6 @@ class PeerScores:
                 about=leader,
             )
 
-    def note_split(self, leader: PeerID, seconds: float) -> None:
-        """A leader has made a group of a few, and most others went on without it, which has cost so many seconds."""
-        known = self._see(leader)
-        known.leads.failures += 1  # it has started a group, which counted as a success
-        known.leads.fail(self._now(), seconds)
-        if known.leads.is_lost:
-            known.deeds.excluded += 1
-            self._metrics.troubles["leaders not followed"] += 1
-            self._warn_seldom(
-                "peer %s has led this one into groups without most others: it is not followed for %.0f s. Its line "
-                "is bad, or it keeps others apart on purpose",
-                leader,
-                known.leads.rests_until - self._now(),
-                about=leader,
-            )
-
-    def note_injustice(self, leader: PeerID, seconds: float) -> None:
-        """A leader has cost this peer so much time, and would have let a member count for less than it knows."""
-        known = self._see(leader)
-        known.leads.fail(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
-        known.deeds.excluded += 1
-        self._metrics.troubles["leaders not followed"] += 1
-
     def note_delay(self, peer: PeerID, seconds: float) -> None:
         """A round was cut short after so many seconds because this member sent too slowly."""
         known = self._see(peer)
@@ -233,7 +210,10 @@ class PeerScores:
 
     def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
         """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
-        self.note_injustice(coordinator, seconds)
+        known = self._see(coordinator)
+        known.leads.fail(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
+        known.deeds.excluded += 1
+        self._metrics.troubles["leaders not followed"] += 1
         self._warn_seldom(
             "peer %s did not end a round that was complete, for %.0f s: it does not lead or coordinate for a while. "
             "Is its machine stuck, or its shoal changed?",

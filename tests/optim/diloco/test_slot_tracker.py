@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim.diloco.catching_up import CatchingUp
-from shoal.optim.diloco.in_flight import ExpectedMembers, VersionRelation
+from shoal.guard.budget import SHARE_WASTED
+from shoal.optim.diloco.in_flight import ExpectedMembers
 from shoal.optim.diloco.slot_tracker import SlotBoard
-from shoal.optim.evidence import SHARE_WASTED, OpenGuard
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
-from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
-from tests.optim.diloco.quadratic import A
-from tests.optim.diloco.test_fragment_updates import Peer
 
 NOW = 1000.0
 
@@ -167,38 +159,11 @@ def test_only_those_who_were_in_a_round_with_this_peer_are_its_companions(board)
 
 def test_newcomers_who_may_not_join_do_not_count(board):
     """Else the others could have no round without them, nor with them."""
-    board.guard = OpenGuard(b"me", bytes, NOW)
     board.report(5, 10, NOW)
     for peer in ("here", "newcomer"):
         board.hear(record(peer, 5, 3), NOW + 300, NOW)
     board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, ExpectedMembers(4, (), NOW, 0.0))
     assert board.electorate(NOW, 5) == {b"here", b"newcomer"}
-    board.guard.note_waste([b"another one"], 8.0, NOW)
+    board.guard.note_waste([b"newcomer"], 8.0, NOW)
     assert board.electorate(NOW, 5) == {b"here"}
-    assert board.electorate(NOW + 8.0 / SHARE_WASTED, 5) == {b"here", b"newcomer"}
-
-
-def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_does(board, monkeypatch):
-    """Else it would take the state of a peer of its own lineage, and two halves of a run would stay apart."""
-    board.guard = OpenGuard(b"me", bytes, NOW)
-    board.report(46, 10, NOW)
-    board.note_outer_round(dict.fromkeys([b"me", b"d", b"e"], 1.0), NOW, ExpectedMembers(46, (), NOW, 0.0))
-    board.finish_update(47, [b"d", b"e"], NOW)
-    for peer, slot in {"d": 46, "e": 47, "a": 62, "b": 62, "c": 62}.items():
-        board.hear(record(peer, slot, 3), NOW + 60, NOW)
-    assert max(board.believed_epochs(NOW).values()) == 47
-    believed, nothing, peer = [], Future(), Peer(A)
-    nothing.set_result(None)
-    peer.updates.standing = VersionRelation.LOST
-    monkeypatch.setattr(CatchingUp, "download", lambda self: believed.append(board.believed_epochs(NOW)) or True)
-    tracker = SimpleNamespace(board=board, pause_updates=nullcontext)
-    tracker.believe_as_a_newcomer = partial(ProgressTracker.believe_as_a_newcomer, tracker)
-    rounds = SimpleNamespace(
-        fragments=[peer.updates],
-        has_trained=True,
-        end_flights=lambda: None,
-        tracker=tracker,
-        averager=SimpleNamespace(load_part_from_peers=lambda part, timeout: nothing),
-    )
-    assert CatchingUp(rounds, 60.0, False, None).run()
-    assert max(believed[0].values()) == 62
+    assert board.electorate(NOW + 8.0 / SHARE_WASTED + 0.1, 5) == {b"here", b"newcomer"}

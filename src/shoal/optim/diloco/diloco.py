@@ -278,8 +278,6 @@ class DiLoCo(JointOptimizer):
             for each in self._fragments:
                 each.kept.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            if self.tracker.guard == "open":
-                self._rounds.deeds.advise(self.averager.node)
             self._company = Company(self.run_id, self._describe(), self._on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
@@ -363,7 +361,7 @@ class DiLoCo(JointOptimizer):
             self._make_inner_step(batch_size, scaler)
         slot = self.local_epoch
         with self._reporting.joint_work(), standby.standing_by(self):
-            if self._slot_is_over() and not self._catching_up.is_needed_before_round():
+            if self._slot_is_over() and not self._catching_up.is_needed():
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
         if self.local_epoch != slot:

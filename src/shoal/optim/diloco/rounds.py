@@ -18,7 +18,7 @@ from shoal.base.logs import Seldom
 from shoal.errors import AllreduceException
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
-from shoal.optim.diloco.contributions import OuterContributions
+from shoal.optim.diloco.contributions import note_outer_round
 from shoal.optim.diloco.extra import ExtraTensors
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
 from shoal.optim.diloco.in_flight import ANY_SLOT, PARAMETERS, ExpectedMembers, Flight, OuterRound
@@ -68,7 +68,6 @@ class OuterRounds:
     _expected: dict[int, ExpectedMembers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.deeds = OuterContributions(self.tracker.board)
         self._warn_seldom = Seldom(logger.warning)
 
     def end_slot(self) -> None:
@@ -252,7 +251,6 @@ class OuterRounds:
             self.counter.steps, self.counter.samples = position.steps, position.samples
             self.report()
         self.has_trained, self.last = True, None
-        self.tracker.believe_as_a_newcomer()  # it may have been away for long
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""
@@ -281,7 +279,7 @@ class OuterRounds:
         least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
         flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
         if not expected:
-            self.deeds.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
+            note_outer_round(self.tracker.board, flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
             return
         if each.number == 0:
             self.extra.read(self.averager.extra)
@@ -328,7 +326,7 @@ class OuterRounds:
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
                 if flight.control.began_allreduce or self._others_are_there(flight.slot):
-                    self.deeds.note(flight, None)
+                    note_outer_round(self.tracker.board, flight, None)
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return
@@ -339,7 +337,7 @@ class OuterRounds:
         if has_met_others:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
             expected = replace(self._expected[each.number], patience=time.monotonic() - began_at)
-            self.deeds.note(flight, expected)
+            note_outer_round(self.tracker.board, flight, expected)
         done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
         if not flight.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")

@@ -41,10 +41,9 @@ class OuterBoard(ProgressBoard):
             self.is_late = True
             self.guard.begin_to_wait((), now, 0.0)
             self.guard.note_round({}, now)
-            self.guard.note_who_went_on((), self._companions, now, slot)
 
     def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: ExpectedMembers) -> None:
-        """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`.
+        """A round is over, see :meth:`Members.note_round <shoal.guard.policy.Members.note_round>`.
 
         Args:
             expected: who was.
@@ -106,7 +105,7 @@ class OuterBoard(ProgressBoard):
         return {peer: r.epoch for peer, r in present.items() if not r.is_donor and self.guard.has_met(peer)}
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
-        """See :meth:`Members.whom_to_wait_for <shoal.optim.members.Members.whom_to_wait_for>`."""
+        """See :meth:`Members.whom_to_wait_for <shoal.guard.policy.Members.whom_to_wait_for>`."""
         with self.lock:
             return self.guard.whom_to_wait_for(peers, now)
 
@@ -173,7 +172,7 @@ class SlotBoard(OuterBoard):
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
         summary, own = super()._summary_of(companions, now), self.own
         others = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
-        records = self.guard.limited(others, now, self.batch_size)
+        records = self.guard.limited(others, now)
         records += [own] if own.epoch == summary.epoch else []
         most = max((record.samples_accumulated for record in records), default=0)
         ends = [math.inf]

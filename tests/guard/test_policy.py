@@ -8,12 +8,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from shoal.optim.evidence import OpenGuard
-from shoal.optim.members import SHARE_WASTED, Budget, Members
+from shoal.guard.budget import SHARE_WASTED
+from shoal.guard.open import OpenGuard
+from shoal.guard.policy import Members, epoch_of_most, seconds_worth
 from shoal.optim.progress.records import Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 
-NOW, BATCH = 1000.0, 16
+NOW = 1000.0
 OWN, FRIEND, THIRD, STRANGER, OTHER = b"own", b"friend", b"third", b"stranger", b"other"
 PATIENCE = 5.0
 
@@ -39,17 +40,82 @@ def wait_in_vain(members: Members, awaited: Iterable[bytes], came: Iterable[byte
     members.note_round(dict.fromkeys([OWN, *came], 1.0), now + PATIENCE)
 
 
+def test_the_run_is_at_the_lower_median_of_hosts() -> None:
+    assert epoch_of_most([], 3) == 3
+    assert epoch_of_most([5], 3) == 5
+    assert epoch_of_most([4, 9], 3) == 4
+    assert epoch_of_most([4, 9, 10**6], 3) == 9
+    assert epoch_of_most([1, 2, 2], 3) == 3, "this peer does not go back"
+
+
+def test_a_wait_is_worth_what_the_others_would_train_longer() -> None:
+    assert seconds_worth(60.0, 1 / 8) == pytest.approx(60 / 7)
+    assert seconds_worth(60.0, 0.5) == pytest.approx(60.0)
+    assert seconds_worth(60.0, 0.0) == 0.0
+    assert seconds_worth(60.0, 1.0) == math.inf
+
+
+def take_rounds(members: Members, waits: dict[bytes, float], rounds: int, began: float = NOW) -> float:
+    """Be in rounds of equals after a minute of training each, and wait for some members; returns the time."""
+    for number in range(1, rounds + 1):
+        now = began + 60.0 * number
+        members.begin_to_wait(waits, now, PATIENCE)
+        members.note_round(dict.fromkeys([OWN, *waits], 50.0), now, seconds=1.0, waits=waits)
+        members.note_epoch(now, is_next=True)
+    return began + 60.0 * rounds
+
+
+def test_a_member_that_costs_more_than_it_brings_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    members, waits = Members(OWN, bytes, NOW), {FRIEND: 0.1, THIRD: 40.0}
+    with caplog.at_level(logging.INFO):
+        now = take_rounds(members, waits, 2)
+        assert members.counts(THIRD, now), "twice may be chance"
+        now = take_rounds(members, waits, 1, now)
+    assert not members.counts(THIRD, now)
+    assert not members.has_time_for(THIRD, now)
+    assert members.counts(FRIEND, now)
+    [line] = caplog.records
+    assert str(PeerID(THIRD)) in line.getMessage()
+    assert "DiLoCo" in line.getMessage(), "what to do"
+    later = now + 40.0 / SHARE_WASTED
+    assert members.has_time_for(THIRD, later + 1), "it is tried again"
+    members.note_epoch(later - 59.0, is_next=True)
+    take_rounds(members, waits, 1, later - 59.0)
+    assert not members.has_time_for(THIRD, later + 1 + 40.0 / SHARE_WASTED), "for twice as long"
+
+
+def test_a_member_is_waited_for_as_long_as_its_samples_are_worth_it() -> None:
+    members = Members(OWN, bytes, NOW)
+    now = take_rounds(members, {FRIEND: 0.1, THIRD: 29.0}, 5)
+    assert members.counts(THIRD, now), "without it, the others need half a minute longer"
+
+
+def test_one_round_in_time_clears_a_slow_member() -> None:
+    members, slow = Members(OWN, bytes, NOW), {FRIEND: 0.1, THIRD: 40.0}
+    now = NOW
+    for _ in range(3):
+        now = take_rounds(members, slow, 2, now)
+        now = take_rounds(members, {FRIEND: 0.1, THIRD: 1.0}, 1, now)
+    assert members.counts(THIRD, now)
+
+
+def test_two_peers_need_each_other_however_slow_one_is() -> None:
+    members = Members(OWN, bytes, NOW)
+    now = take_rounds(members, {FRIEND: 1000.0}, 5)
+    assert members.counts(FRIEND, now)
+
+
 @pytest.mark.parametrize("times", [2, 20, 100, 10**6])
 def test_members_are_believed_whatever_they_brought_before(times: int) -> None:
     members = veteran(FRIEND)
     claim = record(FRIEND, samples=100 * times, speed=10.0 * times)
-    assert members.limited([claim], NOW + 1, BATCH) == [claim]
+    assert members.limited([claim], NOW + 1) == [claim]
 
 
 def test_a_newcomer_is_believed_and_waited_for_at_once() -> None:
     members = veteran(FRIEND)
     claim = record(STRANGER, samples=10**6, speed=1e5)
-    assert members.limited([claim], NOW, BATCH) == [claim]
+    assert members.limited([claim], NOW) == [claim]
     assert members.whom_to_wait_for({FRIEND, STRANGER}, NOW) == {FRIEND, STRANGER}
     assert members.has_time_for(STRANGER, NOW)
 
@@ -60,7 +126,7 @@ def test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_
     now = NOW + PATIENCE
     for _ in range(2):  # its first time may be chance
         assert members.whom_to_wait_for({FRIEND, STRANGER}, now) == {FRIEND}
-        assert [r.samples_accumulated for r in members.limited([record(STRANGER, samples=9)], now, BATCH)] == [0]
+        assert [r.samples_accumulated for r in members.limited([record(STRANGER, samples=9)], now)] == [0]
         now += PATIENCE
     assert members.whom_to_wait_for({FRIEND, STRANGER}, NOW + PATIENCE / SHARE_WASTED + 2 * PATIENCE) == {
         FRIEND,
@@ -168,17 +234,6 @@ def test_a_peer_that_got_no_state_from_those_ahead_votes_itself_for_a_while() ->
     members.note_vain_attempt(NOW, 2.0)
     assert not members.credible(ahead, 3, NOW + 1, lambda _: math.inf)
     assert members.credible(ahead, 3, NOW + 2.0 / SHARE_WASTED + 1, lambda _: math.inf)
-
-
-def test_only_the_host_that_has_cost_time_pauses_unless_there_are_several() -> None:
-    budget = Budget(lambda peer: peer[:1])
-    budget.charge([b"a1"], 3.0, NOW)
-    assert not budget.allows(b"a2", NOW + 3.0 / SHARE_WASTED - 1), "the same host"
-    assert budget.allows(b"b1", NOW)
-    assert budget.allows(b"a1", NOW + 3.0 / SHARE_WASTED + 1)
-    budget.charge([b"b1"], 1.0, NOW)
-    assert not budget.allows(b"c1", NOW + 1), "somebody may have many hosts"
-    assert budget.allows(b"c1", NOW + 1.0 / SHARE_WASTED + 1)
 
 
 def test_members_pay_nothing_for_a_round_that_they_held_up() -> None:
