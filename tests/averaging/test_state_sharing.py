@@ -20,6 +20,7 @@ from shoal.averaging.state.download import (
     Chunks,
     Download,
     OwnedState,
+    RateMeter,
     Snapshot,
     check_fit,
     chunk_bytes_of,
@@ -27,7 +28,6 @@ from shoal.averaging.state.download import (
     version_of,
 )
 from shoal.averaging.state.multi_source import WORTH_SHARING_BYTES
-from shoal.averaging.state.rate_meter import RateMeter
 from shoal.averaging.state.upload_slots import MAX_DOWNLOADS
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer

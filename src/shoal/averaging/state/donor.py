@@ -22,9 +22,8 @@ from shoal.averaging.messages import (
     StateChunk,
     StateHeader,
 )
-from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.multi_source import MAX_VOTERS, MultiSourceDownload
+from shoal.averaging.state.multi_source import MAX_VOTERS, DonorLeft, DonorLog, DonorMemory, Wish, download_from
 from shoal.averaging.state.upload_slots import UploadSlot, UploadSlots
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, one_line
@@ -94,6 +93,8 @@ class StateSharing:
         self._agreement, self._is_one_state = dict(agreement or {}), is_one_state
         self.contradictions: Mapping[PeerID, str] = {}
         """By donor that has refused in the last download because this peer differs from it: in what, in words."""
+        self.left: Mapping[PeerID, DonorLeft] = {}
+        """By donor whose state was not taken in the last download: why."""
         self.allowed = False
         self.priority = 0.0
         self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
@@ -306,27 +307,20 @@ class StateSharing:
         """
         loop = asyncio.get_running_loop()
         patience_ends = loop.time() + BUSY_PATIENCE
+        check = None if self.check is None else functools.partial(self.check, part)
+        request = DownloadRequest(part=part, trains=self._trains, agreement=self._agreement)
+        limits = self._max_bytes, self._chunk_timeout, self._admits(skip), most_voters, self._rate
+        wish = Wish(self._p2p, self._get_stub, request, *limits, self._is_one_state, check)
         while True:
-            gathering = MultiSourceDownload(
-                self._p2p,
-                self._get_stub,
-                self._memory,
-                self._max_bytes,
-                self._chunk_timeout,
-                self._admits(skip),
-                part,
-                most_voters,
-                self._trains,
-                self._rate,
-                self._agreement,
-                self._is_one_state,
-                None if self.check is None else functools.partial(self.check, part),
-            )
-            state = await gathering.run(await self.find_donors(skip))
-            self.contradictions = gathering.contradictions
-            pause = max(BUSY_PAUSE, gathering.again_in)
-            # Who wants a part can do without it for now.
-            if state is not None or part or not gathering.busy or loop.time() + pause > patience_ends:
+            log = DonorLog(wish, self._memory, await self.find_donors(skip))
+            state = await download_from(log, wish)
+            self.contradictions, self.left = log.contradictions, log.left
+            if state is None and log.left:
+                reasons = ", ".join(f"{peer} {reason.value}" for peer, reason in log.left.items())
+                logger.debug("no donor gave its state: %s", reasons)
+            pause = max(BUSY_PAUSE, log.again_in or 0.0)
+            # A peer that wants a part can do without it for now.
+            if state is not None or part or log.again_in is None or loop.time() + pause > patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
             await asyncio.sleep(pause)
