@@ -17,11 +17,10 @@ from shoal.averaging.groups.search import (
     Accepts,
     Answers,
     Ask,
+    AskFailure,
     Breaks,
-    Ends,
     Expects,
     Fails,
-    Failure,
     GroupSearch,
     InvitationEnds,
     InvitationFails,
@@ -32,6 +31,7 @@ from shoal.averaging.groups.search import (
     Release,
     Remembered,
     Reply,
+    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -217,7 +217,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.search.followers, "a peer that follows leads nobody"
 
     @precondition(lambda self: self.asked is not None)
-    @rule(failure=st.sampled_from(Failure))
+    @rule(failure=st.sampled_from(AskFailure))
     def fail(self, failure):
         self.finish(Fails(self.asked, failure))
 
@@ -244,7 +244,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self):
         if self.search is not None:
             self.asked = None
-            self.on(Ends())
+            self.on(SearchEnds())
             assert self.waiting == set(), "each peer that was accepted has an answer"
             assert self.offering <= {p for p, each in self.search.peers.items() if each.offer is machine.Offering.USED}
             assert self.search.on(Tick(), self.now) == []
@@ -282,8 +282,8 @@ def test_a_group_fits_into_its_message():
     ("events", "absence"),
     [
         ([], None),
-        ([Seen([(OTHERS[0], START + 1)]), Fails(OTHERS[0], Failure.SILENT)], Absence.SILENT),
-        ([Seen([(OTHERS[0], START + 1)]), Fails(OTHERS[0], Failure.UNREACHABLE)], Absence.UNREACHABLE),
+        ([Seen([(OTHERS[0], START + 1)]), Fails(OTHERS[0], AskFailure.SILENT)], Absence.SILENT),
+        ([Seen([(OTHERS[0], START + 1)]), Fails(OTHERS[0], AskFailure.UNREACHABLE)], Absence.UNREACHABLE),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.REFUSED, "lies")], Absence.REFUSES),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.SETTINGS_DIFFER, "x")], Absence.OTHER_SETTINGS),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.GROUP_IS_FULL)], Absence.FULL),
@@ -309,7 +309,7 @@ def test_what_a_peer_said_outlives_later_failures():
     search = make_search()
     for event in (Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.REFUSED, "it sent NaN")):
         search.on(event, START)
-    for event in (Seen([(OTHERS[0], START + 2)]), Fails(OTHERS[0], Failure.SILENT)):
+    for event in (Seen([(OTHERS[0], START + 2)]), Fails(OTHERS[0], AskFailure.SILENT)):
         search.on(event, START)
     assert search.absences([OWN], START)[OTHERS[0]].words == "it sent NaN"
 

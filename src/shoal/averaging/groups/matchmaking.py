@@ -41,13 +41,12 @@ from shoal.averaging.groups.search import (
     Adopt,
     Answers,
     Ask,
+    AskFailure,
     Breaks,
     Declare,
-    Ends,
     Event,
     Expects,
     Fails,
-    Failure,
     Follower,
     GroupSearch,
     InvitationEnds,
@@ -61,6 +60,7 @@ from shoal.averaging.groups.search import (
     Release,
     Remembered,
     Reply,
+    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -303,7 +303,7 @@ class SearchShell:
 
     def _end(self) -> None:
         """Answer all that wait. Nobody may join from now on."""
-        self.on(Ends())
+        self.on(SearchEnds())
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
         end_invitations(self._calls.invitations, members)
@@ -407,7 +407,7 @@ class SearchShell:
             raise
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            self.on(Fails(leader, Failure.NONSENSE))
+            self.on(Fails(leader, AskFailure.NONSENSE))
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
             if not asking.is_guess:
@@ -456,7 +456,7 @@ class SearchShell:
         except ProtocolError as e:
             around.warn_seldom("peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader)
             if reply.group is None:
-                self.on(Fails(leader, Failure.NONSENSE))
+                self.on(Fails(leader, AskFailure.NONSENSE))
                 return
             around.p2p.metrics.members_untrue += 1
             self.left.append(reply.group.group_id)
@@ -614,10 +614,10 @@ def end_invitations(invitations: Mapping[PeerID, asyncio.Task[None]], members: C
             task.cancel()
 
 
-def _failure_of(error: Exception) -> Failure:
+def _failure_of(error: Exception) -> AskFailure:
     if isinstance(error, TimeoutError):
-        return Failure.SILENT
-    return Failure.BROKEN if isinstance(error, (StreamClosedError, InterruptedDialError)) else Failure.UNREACHABLE
+        return AskFailure.SILENT
+    return AskFailure.BROKEN if isinstance(error, (StreamClosedError, InterruptedDialError)) else AskFailure.UNREACHABLE
 
 
 async def receive_answer(call: Call) -> JoinReply:
