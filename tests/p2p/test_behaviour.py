@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.averaging.groups.leading import note_lead
-from shoal.averaging.groups.settings import Trust
-from shoal.averaging.messages import Code, GroupStart, JoinReply
-from shoal.base.clock import get_dht_time
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
 from shoal.peers.scores import (
@@ -180,11 +175,11 @@ def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytes
     assert len(caplog.records) <= 5
 
 
-def test_who_leads_unjustly_once_does_not_lead_for_a_while(memory: Memory) -> None:
+def test_a_coordinator_that_got_stuck_does_not_lead_for_a_while(memory: Memory) -> None:
     """Each further time for twice as long; who has led well meanwhile begins anew."""
     rests = []
     for _ in range(3):
-        memory.behaviour.note_injustice(FRIEND, 5.0)
+        memory.behaviour.note_stuck(FRIEND, 5.0)
         began = memory.clock.now
         assert not memory.behaviour.may_lead(FRIEND)
         while not memory.behaviour.may_lead(FRIEND):
@@ -195,7 +190,7 @@ def test_who_leads_unjustly_once_does_not_lead_for_a_while(memory: Memory) -> No
     assert memory.behaviour.share_of(FRIEND) == 1, "it may reduce"
     memory.behaviour.note_lead(FRIEND, 1.0, started=True)
     assert memory.behaviour.may_lead(FRIEND)
-    memory.behaviour.note_injustice(FRIEND, 5.0)
+    memory.behaviour.note_stuck(FRIEND, 5.0)
     memory.clock.now += 101
     assert memory.behaviour.may_lead(FRIEND)
 
@@ -231,13 +226,3 @@ def test_what_strangers_take_is_counted_by_host_and_fades(memory: Memory) -> Non
     assert len(memory.metrics.strangers) == MAX_STRANGERS
     assert f"host {2 * MAX_STRANGERS - 1}" in memory.metrics.strangers
     assert not memory.metrics.peers, "they have taken part in nothing"
-
-
-def test_a_leader_that_lies_pays_for_all_its_time_even_to_a_peer_in_the_middle_of_a_batch(memory: Memory) -> None:
-    """Such a peer has lost no time. That excuses a leader whose group could not start, but not a lie."""
-    now = get_dht_time()
-    search = SimpleNamespace(trust=Trust(), seconds_lost=lambda since: 0.0)
-    reply = JoinReply(code=Code.GROUP_STARTS, group=GroupStart(group_id=b"", members=[]))
-    note_lead(SimpleNamespace(behaviour=memory.behaviour), search, FRIEND, reply, now, now - 100.0)
-    memory.clock.now += 99.0 / SHARE_WASTED
-    assert not memory.behaviour.may_lead(FRIEND)
