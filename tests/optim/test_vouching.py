@@ -13,6 +13,8 @@ from shoal.optim.evidence import OpenGuard
 from shoal.optim.vouching import MAX_EPOCHS_APART, ReceiptsMessage, Shown, Vouching
 from shoal.peers.identity import Identity
 
+pytestmark = pytest.mark.once
+
 RUN, NOW, BATCH, EPOCH = "run_grad_averager", 1e9, 8, 20
 _rng = random.Random(0)
 IDENTITIES = {i.peer_id.to_bytes(): i for i in (Identity.generate(_rng) for _ in range(14))}
