@@ -65,7 +65,7 @@ WITH_PROCESSES = {
 }
 """Tests that start processes, which need the machine's cores: of each kind, one at a time."""
 SHARING = {
-    "tests/dht/test_spread.py": "spread",
+    "tests/dht/test_key_sharding.py": "spread",
     "tests/hostile/test_simulated.py": "hostile swarms",
     "tests/test_house.py": "house",
 }
