@@ -1,4 +1,4 @@
-"""Records that only their owner can write: Ed25519 signatures inside the table.
+"""Records that only their owner can write: Ed25519 signatures inside the DHT.
 
 A record is protected if its subkey contains ``[owner:<public key>]``, with the public key in OpenSSH's text form. Its
 value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. So a

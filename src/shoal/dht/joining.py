@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shoal.base.logs import Seldom, counted
-from shoal.dht.protocol import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
+from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.server_mode import ServerMode
 from shoal.errors import (
     BootstrapError,
@@ -48,8 +48,6 @@ Who = PeerID | Multiaddr
 """A peer; or an address, which stands for any peer that answers there."""
 Outcomes = asyncio.Queue[tuple[Who, "Exception | None"]]
 
-# Attempts to ping an initial peer; only a broken connection, which may be chance, leads to another one.
-PING_ATTEMPTS = 3
 # Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
 # Chosen: a few round trips around the world.
 SECOND_OPINION_SECONDS = 1.0
@@ -157,7 +155,7 @@ def _is_own(protocol: DHTProtocol, who: Who) -> bool:
 
 async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outcomes) -> None:
     error: Exception | None = None
-    for attempt in range(PING_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
             peer = _peer_of(protocol, who)
             if isinstance(who, Multiaddr):
@@ -206,7 +204,7 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
     """The time difference to each peer that was asked."""
     return {
         f"peer {source}": f"clock off by {seconds:+.1f} s, compared with the clock of this machine; no majority "
-        "tells who is right, so turn on NTP wherever the time is wrong"
+        "tells which is right, so turn on NTP wherever the time is wrong"
         for source, seconds in protocol.p2p.clock.sources.items()
     }
 
@@ -217,7 +215,7 @@ TICK_SECONDS = 5.0
 # The nearest neighbor is pinged after this time without any answer.
 IDLE_SECONDS = 20.0
 # First pause before a suspect is pinged again; doubled each time.
-FIRST_PAUSE_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = TICK_SECONDS
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
 LONGEST_PAUSE_SECONDS = 30.0
 # The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
@@ -228,9 +226,8 @@ PAUSE_WHEN_WELL_SECONDS = 300.0
 # With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
 SMALL_TABLE = 20
 
-# Few at a time, because after an outage all nodes ping.
-PROBES_PER_TICK = 3
-SEEDS_PER_ATTEMPT = 3
+# Peers pinged at a time: few, because after an outage all nodes ping.
+PINGS_AT_A_TIME = 3
 # After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
 PATIENT_ATTEMPTS = 5
 
@@ -313,7 +310,7 @@ class Reunion:
         due = sorted(
             (peer for peer in watched if self._probes[peer].due <= now), key=lambda peer: self._probes[peer].due
         )
-        chosen = due[:PROBES_PER_TICK]
+        chosen = due[:PINGS_AT_A_TIME]
         longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
         for peer in chosen:
             probe = self._probes[peer]
@@ -321,7 +318,7 @@ class Reunion:
             probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
         if self._connectivity.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
-            chosen += self._rng.sample(members, min(PROBES_PER_TICK, len(members)))
+            chosen += self._rng.sample(members, min(PINGS_AT_A_TIME, len(members)))
         elif not chosen and now - self._connectivity.heard_at >= IDLE_SECONDS:
             chosen += [peer for _, peer in table.get_nearest_neighbors(self._protocol.node_id, 1)]
         return chosen
@@ -405,7 +402,7 @@ class Reunion:
 
     async def _draw(self, attempt: int) -> list[Who]:
         candidates = await self._candidates()
-        drawn = self._rng.sample(candidates, min(SEEDS_PER_ATTEMPT, len(candidates)))
+        drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
         initial: list[Who] = [*self._addresses, *self._places]
         if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
             drawn[0] = self._rng.choice(initial)
@@ -461,7 +458,7 @@ class Neighbours:
             try:
                 await protocol.ping(peer, validate=True)
             except ValidationError as e:
-                # As with initial peers: it is in the table, and the user has to do something.
+                # As with initial peers: it is in the routing table, and the user has to act.
                 self._warn_seldom("joined peer %s in the local network, but %s", peer, e, about=peer)
             except NO_ANSWER as e:
                 # With others around, it is enough that the node keeps trying.

@@ -75,10 +75,9 @@ SILENCE = (ConnectionError, TimeoutError)
 # The fraction of the waiting time after which a walk continues without waiting for a node that has not answered yet.
 # Chosen: three quarters of a second, a few round trips around the world.
 STALL_SHARE = 0.25
-# Attempts of one call. Only a broken connection leads to another one, because chance may have caused that.
-CALL_ATTEMPTS = 3
-# More than one attempt: a connection that breaks by chance would keep a newcomer out of the routing table.
-PING_BACK_ATTEMPTS = 3
+# Attempts of one call, and to call a newcomer back. Only a broken connection leads to another one, because it may be
+# chance. Chosen, like the pause.
+ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
 # The fraction of the waiting time for calling a newcomer back; the rest lets the answer reach the newcomer in time.
 PING_BACK_SHARE = 0.5
@@ -280,7 +279,7 @@ class DHTProtocol(ServicerBase):
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
-        attempts_left = CALL_ATTEMPTS
+        attempts_left = ATTEMPTS
         is_walk = method != "rpc_ping"
         asked_at = self.connectivity.begin_call()
         try:
@@ -490,7 +489,7 @@ class DHTProtocol(ServicerBase):
             return False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.wait_timeout * PING_BACK_SHARE
-        for _ in range(PING_BACK_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             try:
                 left = max(0.0, deadline - loop.time())
                 response = await self.ping(peer, validate=False, timeout=left, is_trial=True)

@@ -55,11 +55,9 @@ logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
 # Limits of one call, so that no call keeps a node busy for long. All are chosen; one is a standard.
-# Bytes of one store request, approximately: well under the megabyte of the longest message.
-REQUEST_BYTES = 3 * 2**18
 # Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
-# Most bytes of values in one answer, and so of one dictionary in it.
+# Most bytes of values in one answer or store request, and so of one dictionary: well under the longest message, 1 MiB.
 MAX_ANSWER_BYTES = 3 * 2**18
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
@@ -71,9 +69,10 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 256
 # Most contacts kept in packed form; a routing table has a few hundred nodes.
 MAX_PACKED_CONTACTS = 4096
-# Longest name of a reason, and longest text with it; about a line.
-MAX_REASON_LENGTH, MAX_DETAIL_LENGTH = 64, 128
+# Longest name of a reason, and longest text with it: about a line.
+MAX_DETAIL_LENGTH = 128
 
+# From the method above: 32 bits of a product of 64.
 _FACTOR_BYTES, _FINGERPRINT_BYTES = 8, 4
 # Chosen: twenty times what a walk usually knows, in four kilobytes.
 MAX_KNOWN = 1024
@@ -151,7 +150,7 @@ class StoreRequest(AuthorizedRequest):
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
-    reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
+    reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
     """A :class:`~shoal.dht.reasons.Reason`, or one that only newer versions know."""
     detail: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)] = ""
 
@@ -327,7 +326,7 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
     size = 0
     for record in records:
         record_size = len(record.value) + len(record.subkey) + 64
-        if batch and (size + record_size > REQUEST_BYTES or len(batch) == MAX_RECORDS_PER_STORE):
+        if batch and (size + record_size > MAX_ANSWER_BYTES or len(batch) == MAX_RECORDS_PER_STORE):
             yield batch
             batch, size = [], 0
         batch.append(record)

@@ -257,7 +257,7 @@ class Writer:
         protocol: asks other nodes, and has this node's records.
         config: the node's settings.
         refresh_queue: gets the cached records that are outdated now.
-        deposits: is told who keeps what.
+        deposits: is told which node keeps what.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ def _within_a_day(key: DHTKey, expiration_time: float) -> float:
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
         warn_seldom(
-            "the record for key %s shall live %.0f s: it lives a day. Store it again before that",
+            "the record for key %s is to live %.0f s, over the limit of a day: store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
         )
@@ -405,6 +405,6 @@ def make_record(
     if len(packed) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the value for key {key!r} takes {len(packed)} bytes, over the limit of {MAX_VALUE_BYTES}: "
-            "the table is for small facts"
+            "the DHT is for small facts"
         )
     return NewRecord(key_id, packed_subkey, packed, expires)
