@@ -31,6 +31,8 @@ from shoal.base.logs import (
 )
 from shoal.testing import run
 
+pytestmark = pytest.mark.oldest
+
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
 SPEAK = """

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import pytest
 import torch
 
 from shoal.errors import DHTError
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.dht.virtual_time import alone_in_virtual_time
+
+pytestmark = pytest.mark.once
 
 
 async def start_a_search(node):

@@ -15,6 +15,8 @@ from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = [pytest.mark.devices, pytest.mark.pretend]
+
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
 

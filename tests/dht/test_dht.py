@@ -24,6 +24,8 @@ from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.errors import BootstrapError, DHTError, P2PDaemonError, ReactorError
 from shoal.p2p import P2P
 
+pytestmark = [pytest.mark.oldest, pytest.mark.pretend]
+
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNikr79Xdz69AuQ6KJHCC4opkyHBccKnbb8rEMcqmUnRE"
 
 

@@ -52,7 +52,10 @@ def _has_multicast() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,8 @@ from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.oldest
+
 KEY = DHTID.generate("key")
 
 

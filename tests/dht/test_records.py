@@ -18,6 +18,8 @@ from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIO
 from shoal.testing import Link, Network, start_dht_nodes
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.oldest
+
 
 def later(seconds: float) -> float:
     return get_dht_time() + seconds

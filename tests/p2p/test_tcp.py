@@ -44,6 +44,8 @@ from shoal.net.transport import Stream
 from shoal.p2p import Identity, Multiaddr
 from tests.p2p.peers import end_of, until
 
+pytestmark = pytest.mark.oldest
+
 SOME_PEER = Identity.generate().peer_id
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 

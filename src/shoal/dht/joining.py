@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from shoal.errors import (
 )
 from shoal.net.pasted import Target, describe_target
 from shoal.p2p import Multiaddr, PeerID
-from shoal.p2p.joining import advise_on_private
 from shoal.p2p.local_network import LocalNetwork
 
 logger = logging.getLogger(__name__)
@@ -195,7 +193,7 @@ def _verdicts(
         if who in outcomes:
             reason = str(outcomes[who]) or "no answer in time"
         if isinstance(outcomes.get(who), DialError | None):
-            advice = advise_on_private(protocol.p2p, target[0])
+            advice = protocol.p2p.advise(target[0])
         verdicts[describe_target(target)] = reason + advice
     return verdicts
 
@@ -380,7 +378,7 @@ class Reunion:
     def _has_left(self, who: Who) -> bool:
         """Whether a peer, or the one that was found at a place, has said goodbye."""
         peer = who if isinstance(who, PeerID) else self._p2p.met.get(who)
-        return peer is not None and self._p2p.departed.get(peer, -math.inf) > -math.inf
+        return peer is not None and self._p2p.book.find(peer).goodbye_at is not None
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but no longer than until an answer comes, such as to a call of the application."""

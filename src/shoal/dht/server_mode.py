@@ -71,8 +71,8 @@ class ServerMode:
             self._moving = protocol.spawn(self._enter() if wanted else self._leave())
 
     def _count_public(self) -> int:
-        reaches = self._protocol.p2p.reaches
-        return sum(reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC for _, peer in self._protocol.routing_table)
+        book = self._protocol.p2p.book
+        return sum(book.find(peer).reach == Reach.PUBLIC for _, peer in self._protocol.routing_table)
 
     async def _enter(self) -> None:
         await self._protocol.serve()
