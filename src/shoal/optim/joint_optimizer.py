@@ -70,7 +70,15 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class JointOptimizer(Facade, torch.optim.Optimizer):
+class SwarmOptimizer(Facade, torch.optim.Optimizer):
+    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
+    only these."""
+
+    steps_each_batch: ClassVar[bool] = False
+    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
+
+
+class JointOptimizer(SwarmOptimizer):
     """Base of the optimizers whose users train with others.
 
     Its groups and statistics are those of the optimizers that make the steps.

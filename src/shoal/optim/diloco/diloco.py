@@ -126,6 +126,7 @@ class DiLoCo(JointOptimizer):
     """
 
     kind = "DiLoCo"
+    steps_each_batch = True
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
