@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.gradient_accumulator import BATCHES_READ, GradientAccumulator
 from shoal.optim.setup.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
-from shoal.optim.setup.missing_gradients import BATCHES_READ
 from shoal.optim.setup.optimizer_state import initialize_optimizer_state_
 from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.training_averager import TrainingAverager

@@ -31,9 +31,8 @@ from shoal.errors import AveragingError
 from shoal.optim.history.epochs import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
-from shoal.optim.round_watch import RoundWatch
+from shoal.optim.searches import let_go, log_failure, usable, watch_search
 from shoal.optim.setup.devices import copy_all
-from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -87,7 +86,6 @@ class GlobalStep:
     """A round that began while the training thread was waiting elsewhere. The next step uses its result."""
 
     def __post_init__(self) -> None:
-        self.state_averager.on_averaged = self._note_averaged_parameters
         self._hold, self._tell_seldom = JoinerGrace(time.monotonic()), Seldom(logger.info)
         self._warn_once = Seldom(logger.warning, math.inf)
 
@@ -272,9 +270,9 @@ class GlobalStep:
             averager.notify_used_averaged_gradients()
         # With delayed averaging, peers announce the next epoch during the round: that does not mean that they left it.
         if self.settings.delay_grad_averaging:
-            RoundWatch(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
+            watch_search(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
         else:
-            RoundWatch(control, self.tracker)
+            watch_search(control, self.tracker)
         return GradientRound(control, has_samples, own_mean)
 
     def _in_time(self, control: StepControl) -> bool:
@@ -398,7 +396,7 @@ class GlobalStep:
                 options = {"gather": self._next_epoch, "timeout": settings.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
-            RoundWatch(control, self.tracker, last_epochs)
+            watch_search(control, self.tracker, last_epochs)
         self.state_averager.step(
             increment_epoch=True,
             optimizer_step=self.grad_averager is not None and has_gradients,
@@ -409,4 +407,13 @@ class GlobalStep:
             wait_for_trigger=trigger,
             grad_scaler=grad_scaler,
             averaging_opts={"timeout": settings.averaging_timeout},
+            left_alone=self._parameters_without_gradient,
+            on_averaged=self._note_averaged_parameters,
         )
+
+    def _parameters_without_gradient(self) -> list[torch.Tensor]:
+        """The optimizer's tensors for the parameters that no member of the last round had a gradient of."""
+        if self.grad_averager is None:
+            return []
+        stepped = self.state_averager.stepped_by(self.grad_averager.parameters)
+        return [stepped[index] for index in self.grad_averager.without_gradient()]

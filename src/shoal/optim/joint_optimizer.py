@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -17,7 +18,11 @@ from shoal.errors import NotAMemberError, ReactorError
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.progress_tracker import ProgressTracker
     from shoal.optim.report import Reporting
+    from shoal.optim.searches import Auxiliary
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +92,7 @@ class JointOptimizer(SwarmOptimizer):
     kind: ClassVar[str]
     """Its name in errors."""
     dht: DHT
+    tracker: ProgressTracker
     _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.
     _groups_under_construction: list[dict[str, Any]] | None
@@ -101,6 +107,11 @@ class JointOptimizer(SwarmOptimizer):
         self._groups_under_construction = []
         torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
         self._groups_under_construction = None
+
+    @property
+    def local_epoch(self) -> int:
+        """How many joint steps this peer has made."""
+        raise NotImplementedError
 
     def _inner_groups(self) -> Sequence[Any]:
         """The groups of the optimizers that make the steps, with the user's parameters."""
@@ -177,6 +188,22 @@ class JointOptimizer(SwarmOptimizer):
         """Context in which ``.grad`` of the parameters may change: a program may be adding gradients of some batches
         there before it calls :meth:`step`."""
         return _kept([parameter for group in self.param_groups for parameter in group["params"]])
+
+    # --- without data -------------------------------------------------------------------------------------------------
+
+    def _help_others(self, auxiliary: Auxiliary) -> None:
+        """Take part in the others' rounds, and follow their epoch."""
+        auxiliary.look_for_groups()
+        epoch = self.tracker.global_epoch
+        if epoch > self.local_epoch:
+            self._follow(epoch)
+            with self.tracker.pause_updates():
+                self.tracker.update_epoch(epoch)
+            logger.debug("the swarm is at epoch %d", epoch)
+
+    def _follow(self, epoch: int) -> None:
+        """The others are at this epoch."""
+        raise NotImplementedError
 
     # --- to those who watch -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ when to step and when to catch up; :class:`~shoal.optim.global_step.GlobalStep` 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ from shoal.base.closeable import at_the_door
 from shoal.base.logs import counted
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler, LossScaling
+from shoal.optim.gradient_accumulator import MissingGradients
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
 from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings, averager_options
 from shoal.optim.progress.company import Company, check_on_mismatch
@@ -40,8 +39,8 @@ from shoal.optim.progress.run_settings import (
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.recovery.synchronization import Synchronization
 from shoal.optim.report import Reporting
+from shoal.optim.searches import Auxiliary
 from shoal.optim.setup.devices import BatchesAhead
-from shoal.optim.setup.missing_gradients import MissingGradients
 from shoal.optim.setup.optimizer_state import zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
 from shoal.optim.setup.training_setup import (
@@ -265,8 +264,7 @@ class Optimizer(JointOptimizer):
         if model is not None:
             self.name_parameters(model)
         searches = [each.schedule_step for each in (self.grad_averager, self.state_averager) if each is not None]
-        follow = functools.partial(setattr, self.state_averager, "local_epoch")
-        self._auxiliary = Auxiliary(searches, self.tracker, averaging_timeout, follow) if auxiliary else None
+        self._auxiliary = Auxiliary(searches, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
         main_averager = self.grad_averager or self.state_averager
@@ -411,7 +409,7 @@ class Optimizer(JointOptimizer):
         self.tracker.look_at_company()
         batch_size = self.settings.check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
-            self._auxiliary.step()
+            self._help_others(self._auxiliary)
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.follow_parameters()
@@ -451,6 +449,9 @@ class Optimizer(JointOptimizer):
             self._update_global_epoch(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
+
+    def _follow(self, epoch: int) -> None:
+        self.state_averager.local_epoch = epoch
 
     def _lacks_gradients(self, batch_size: int) -> bool:
         """Whether a batch has no gradients at all, so that it does not count, and the model must stay as it is."""

@@ -157,11 +157,8 @@ class OptimizerSettings:
             averager.accumulator.expect_batches_of(self.batch_size_per_step)
         if self.use_ext_grad_buffer:
             state_averager.shared_buffers = averager
-        pairs = zip(state_averager.main_parameters, state_averager.optimizer_parameters, strict=True)
-        stepped_by_id = {id(parameter): stepped for parameter, stepped in pairs}
-        trained = [stepped_by_id[id(parameter)] for parameter in averager.parameters]
-        state_averager.left_alone = lambda: [trained[index] for index in averager.without_gradient()]
         if self.offload_optimizer:
+            trained = state_averager.stepped_by(averager.parameters)
             for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
                 parameter.grad = grad
 

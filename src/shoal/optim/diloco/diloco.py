@@ -340,7 +340,7 @@ class DiLoCo(JointOptimizer):
         if self._auxiliary is not None:
             if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("an auxiliary peer has no batches: call step() without arguments")
-            self._auxiliary.step()
+            self._help_others(self._auxiliary)
             return None
         if self._set_aside is not None:
             raise RuntimeError(
@@ -372,6 +372,9 @@ class DiLoCo(JointOptimizer):
             done = self.last_round
             self._reporting.note_step(0.0 if done is None else done.samples / len(self._fragments))
         return loss
+
+    def _follow(self, epoch: int) -> None:
+        self._counter.go_to(epoch)
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:

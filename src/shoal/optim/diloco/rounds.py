@@ -16,7 +16,6 @@ from shoal.averaging import StepControl
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.errors import AllreduceException
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
 from shoal.optim.diloco.contributions import OuterContributions
 from shoal.optim.diloco.extra import ExtraTensors
@@ -28,8 +27,7 @@ from shoal.optim.diloco.schedule import SlotCounter, group_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.progress.records import LocalTrainingProgress
-from shoal.optim.round_watch import RoundWatch
-from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -217,7 +215,7 @@ class OuterRounds:
     def helping(self) -> Auxiliary:
         """What this peer does instead if it has no data."""
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
-        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
+        return Auxiliary(searches, self.settings.averaging_timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -303,7 +301,7 @@ class OuterRounds:
         flight.control = control
         self._expected[each.number] = ExpectedMembers(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
-        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
+        watch_search(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:
