@@ -223,7 +223,7 @@ def test_a_step_reads_one_number_at_most(fake, make_trainers):
     fake.reset()
     launch_batch(trainer)
     assert fake.counts()["scalars"] == 0
-    trainer.opt.target_batch_size = trainer.opt.tracker.target_batch_size = 8
+    trainer.opt.tracker.target_batch_size = 8
     trainer.opt.global_step.run()
     assert fake.counts()["scalars"] <= 1
 

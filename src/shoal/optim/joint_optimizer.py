@@ -18,6 +18,7 @@ from shoal.errors import NotAMemberError, ReactorError
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.options import SwarmOptions
     from shoal.optim.progress_tracker import ProgressTracker
     from shoal.optim.report import Reporting
     from shoal.optim.searches import Auxiliary
@@ -26,19 +27,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def check_run_id(run_id: object) -> None:
-    """Check the name of a run.
-
-    Raises:
-        TypeError, ValueError, AssertionError: it is not a valid name.
-    """
-    if not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
-    if not run_id:
-        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
-    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
 
 
 def check_may_train(dht: DHT) -> None:
@@ -75,6 +63,11 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def option(name: str) -> Any:
+    """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
+    return property(lambda optimizer: getattr(optimizer.options, name))
+
+
 class SwarmOptimizer(Facade, torch.optim.Optimizer):
     """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
     only these."""
@@ -92,6 +85,10 @@ class JointOptimizer(SwarmOptimizer):
     kind: ClassVar[str]
     """Its name in errors."""
     dht: DHT
+    options: SwarmOptions
+    run_id: str = option("run_id")
+    client_mode: bool = option("client_mode")
+    auxiliary: bool = option("auxiliary")
     tracker: ProgressTracker
     _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.

@@ -52,8 +52,6 @@ class OuterRounds:
     """What is averaged as it is, with the first fragment."""
     lock: threading.RLock
     """Held while outer parameters change."""
-    matchmaking_time: float
-    loglevel: int
     last: OuterRound | None = None
     """The outer update that was applied last."""
     has_trained: bool = False
@@ -91,7 +89,7 @@ class OuterRounds:
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
-        logger.log(self.loglevel, "slot %d begins", self.counter.slot)
+        logger.log(self.settings.status_loglevel, "slot %d begins", self.counter.slot)
 
     @property
     def _last_slot(self) -> int:
@@ -287,7 +285,7 @@ class OuterRounds:
         needs_most = not is_drawn and settings.average != PARAMETERS
         electorate = expected | self.tracker.electorate(slot - self._reach) if needs_most else set()
         timeout = settings.averaging_timeout
-        patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
+        patience = min(settings.straggler_patience + self.settings.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
             gather=each.statement(1 + len(electorate or expected), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
@@ -356,7 +354,7 @@ class OuterRounds:
         """
         if not self.settings.overlaps or self.settings.average == PARAMETERS:
             return False
-        concurrent.futures.wait([control], self.matchmaking_time)
+        concurrent.futures.wait([control], self.settings.matchmaking_time)
         if control.done() or control.began_allreduce:
             return False
         last = flight.slot + (len(self.fragments) if self.settings.fragment_sync_delay is None else 1)
@@ -365,7 +363,7 @@ class OuterRounds:
 
     def _tell(self, done: OuterRound) -> None:
         logger.log(
-            self.loglevel,
+            self.settings.status_loglevel,
             "round %d of fragment %d: %d peers, %.2f s, %.0f kB%s",
             done.slot,
             done.fragment,
