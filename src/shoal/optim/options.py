@@ -87,6 +87,8 @@ class SwarmOptions:
     performance_ema_alpha: float
     shutdown_timeout: float
     status_loglevel: int
+    aggregation: Aggregation | None
+    frozen_base: str | None
     guard: str
     on_mismatch: str
 
@@ -106,6 +108,13 @@ class SwarmOptions:
             "auxiliary": self.auxiliary,
             "start": False,
         }
+
+    def own_averager_opts(self) -> dict[str, Any]:
+        """The user's own options of every averager."""
+        own = dict(self.averager_opts)
+        if self.frozen_base is not None:
+            own["agreement"] = {**(own.get("agreement") or {}), FROZEN_BASE: self.frozen_base}
+        return own
 
     def for_tracker(self) -> dict[str, Any]:
         """Options of the progress tracker, with the user's own ones."""
@@ -152,8 +161,11 @@ def resolve_shared(given: Mapping[str, Any]) -> dict[str, Any]:
         "auxiliary",
         "performance_ema_alpha",
         "shutdown_timeout",
+        "aggregation",
+        "frozen_base",
         "guard",
     )
+    check_aggregation("aggregation", given["aggregation"])
     return {
         **{name: given[name] for name in unchanged},
         **{name: None if count is None else count_of_samples(name, count) for name, count in counts.items()},
@@ -204,11 +216,9 @@ class Options(SwarmOptions):
     average_opt_statistics: Sequence[str]
     grad_compression: CompressionBase | None
     state_averaging_compression: CompressionBase | None
-    aggregation: Aggregation | None
     state_aggregation: Aggregation | None
     peer_momentum: float
     """Peers send momentum with this factor instead of gradients; 0: they do not."""
-    frozen_base: str | None
     check_state: Callable[[], object] | None
 
     @classmethod
@@ -247,8 +257,7 @@ class Options(SwarmOptions):
         for name in ("grad_compression", "state_averaging_compression"):
             check_codec(name, given[name])
         check_state_codec("load_state_compression", given["load_state_compression"])
-        for name in ("aggregation", "state_aggregation"):
-            check_aggregation(name, given[name])
+        check_aggregation("state_aggregation", given["state_aggregation"])
         has_buffer = given["use_ext_grad_buffer"]
         return cls(
             **resolve_shared(given),
@@ -261,10 +270,8 @@ class Options(SwarmOptions):
             average_opt_statistics=given["average_opt_statistics"],
             grad_compression=given["grad_compression"],
             state_averaging_compression=given["state_averaging_compression"],
-            aggregation=given["aggregation"],
             state_aggregation=given["state_aggregation"],
             peer_momentum=check_peer_momentum(given["peer_momentum"]),
-            frozen_base=given["frozen_base"],
             check_state=given["check_state"],
         )
 
@@ -292,7 +299,7 @@ class Options(SwarmOptions):
         given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
         if self.peer_momentum:
             given["peer_momentum"] = self.peer_momentum
-        return {**given, **self._of_both()}
+        return {**given, **self.own_averager_opts()}
 
     def for_state(self) -> dict[str, Any]:
         """Options of the averager of parameters, with the user's own ones."""
@@ -306,14 +313,8 @@ class Options(SwarmOptions):
             # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
             "sync_epoch_when_averaging": self.mode.overlaps,
             "check_state": self.check_state,
-            **self._of_both(),
+            **self.own_averager_opts(),
         }
-
-    def _of_both(self) -> dict[str, Any]:
-        own = dict(self.averager_opts)
-        if self.frozen_base is not None:
-            own["agreement"] = {**(own.get("agreement") or {}), FROZEN_BASE: self.frozen_base}
-        return own
 
 
 def _check_local(given: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging import Aggregation
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.clock import get_dht_time
@@ -17,6 +18,7 @@ from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
+from shoal.optim.consistency import OtherTensors
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
 from shoal.optim.diloco.extra import ExtraTensors
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
@@ -106,6 +108,12 @@ class DiLoCo(JointOptimizer):
             without loss, whenever the first fragment is exchanged.
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
+        model: the module that the parameters belong to. Its buffers, and its parameters that the optimizer does not
+            have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
+            home: load the same in all peers.
+        aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
+            It needs a codec whose averages are encoded anew: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
+        frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
@@ -171,6 +179,9 @@ class DiLoCo(JointOptimizer):
         performance_ema_alpha: float = 0.1,
         shutdown_timeout: float = 5.0,
         verbose: bool = False,
+        model: torch.nn.Module | None = None,
+        aggregation: Aggregation | None = None,
+        frozen_base: str | None = None,
         guard: str = "members",
         on_mismatch: str = "raise",
     ) -> None:
@@ -206,6 +217,8 @@ class DiLoCo(JointOptimizer):
             performance_ema_alpha=performance_ema_alpha,
             shutdown_timeout=shutdown_timeout,
             verbose=verbose,
+            aggregation=aggregation,
+            frozen_base=frozen_base,
             guard=guard,
             on_mismatch=on_mismatch,
         )
@@ -213,7 +226,13 @@ class DiLoCo(JointOptimizer):
         """The optimizers that make the inner steps."""
         parts = Fragments(self.inner.parameters, fragments, options.codec.block or 1)
         self.schedule = Schedule(len(parts), sync_every, options.target_batch_size)
+        others = OtherTensors() if model is None else OtherTensors.find(model, self.inner.parameters, extra_tensors)
+        if frozen_base is not None:
+            others.leave_at_home(frozen_base, buffers=model is None)
+        extra_tensors = [*extra_tensors, *(tensor for _, tensor in others.take_what_changes())]
         extra = ExtraTensors(extra_tensors, self.inner.parameters)
+        if model is not None:
+            self.inner.name_parameters(model)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self._closing = dht, threading.Event()
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
@@ -261,7 +280,8 @@ class DiLoCo(JointOptimizer):
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
             **options.for_averagers(),
-            **options.averager_opts,
+            aggregation=aggregation,
+            **options.own_averager_opts(),
         )
         self._rounds = OuterRounds(
             dht,
