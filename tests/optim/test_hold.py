@@ -12,6 +12,8 @@ from shoal.guard import budget as hold_module
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import PATIENCE, Trainer, in_parallel, meet, wait_until
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def on_the_way(monkeypatch) -> set[str]:

@@ -27,6 +27,8 @@ from shoal.optim.progress.records import (
     summarize,
 )
 
+pytestmark = pytest.mark.once
+
 NOW = 1000.0
 
 

@@ -32,6 +32,8 @@ from shoal.net.transport import (
 from shoal.p2p import P2P, Call, Header, Identity
 from tests.p2p.peers import Empty, Number, Pair, ScriptedStream, Text, serving, until
 
+pytestmark = pytest.mark.once
+
 T = TypeVar("T")
 EXAMPLES = int(os.environ.get("SHOAL_FUZZ_EXAMPLES", "300"))
 """More of them make the tests with hostile bytes a fuzzer."""

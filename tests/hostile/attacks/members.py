@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from shoal.averaging.control import GroupInfo, StepControl
-from shoal.averaging.groups.candidates import GroupSearch
-from shoal.averaging.groups.leading import describe_group, read_group
+from shoal.averaging.groups.group import describe_group, read_group
+from shoal.averaging.groups.matchmaking import SearchShell
+from shoal.averaging.groups.search import Follower
 from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
 from shoal.averaging.round.exchange import AllReduce
@@ -183,22 +185,27 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
             await node.session(group, lane, weight).all_reduce([each.clone() for each in lane.tensors], lane.infos)
         node.rounds.leave_group(group.group_id)
 
-    def start_groups(search: GroupSearch) -> None:
-        followers, own = search.followers, None
-        for peer, follower in list(followers.items()):
-            search.followers = {peer: follower}
-            start = describe_group(node.p2p, search)
-            if not follower.outcome.done():
-                follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
+    def start_groups(shell: SearchShell, followers: Mapping[PeerID, Follower]) -> None:
+        own = None
+        for peer, follower in followers.items():
+            start = describe_group(node.p2p, shell.search.settings, {peer: follower}, shell.control)
+            if (answers := shell._calls.followers.get(peer)) is not None:
+                answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
             if own is None:
                 own = start
             else:
-                tasks.add(asyncio.ensure_future(average(start, search.control.weight)))
-        search.followers = {}
+                tasks.add(asyncio.ensure_future(average(start, shell.control.weight)))
         if own is not None:
-            search.group.set_result(read_group(node.p2p, own, matchmaking.settings.total_size))
+            shell._adopt(read_group(node.p2p, own, matchmaking.settings.total_size))
 
-    matchmaking.start_group = start_groups  # type: ignore[method-assign]
+    begin = matchmaking._begin
+
+    def begin_badly(control: StepControl, now: float) -> SearchShell:
+        shell = begin(control, now)
+        shell.start_group = functools.partial(start_groups, shell)  # type: ignore[method-assign]
+        return shell
+
+    matchmaking._begin = begin_badly  # type: ignore[method-assign]
 
 
 LIES: dict[str, Lie] = {
