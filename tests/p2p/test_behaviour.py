@@ -177,11 +177,11 @@ def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytes
     assert len(caplog.records) <= 5
 
 
-def test_who_leads_unjustly_once_does_not_lead_for_a_while(memory: Memory) -> None:
+def test_a_coordinator_that_got_stuck_does_not_lead_for_a_while(memory: Memory) -> None:
     """Each further time for twice as long; who has led well meanwhile begins anew."""
     rests = []
     for _ in range(3):
-        memory.behaviour.note_injustice(FRIEND, 5.0)
+        memory.behaviour.note_stuck(FRIEND, 5.0)
         began = memory.clock.now
         assert not memory.behaviour.may_lead(FRIEND)
         while not memory.behaviour.may_lead(FRIEND):
@@ -192,7 +192,7 @@ def test_who_leads_unjustly_once_does_not_lead_for_a_while(memory: Memory) -> No
     assert memory.behaviour.share_of(FRIEND) == 1, "it may reduce"
     memory.behaviour.note_lead(FRIEND, 1.0, started=True)
     assert memory.behaviour.may_lead(FRIEND)
-    memory.behaviour.note_injustice(FRIEND, 5.0)
+    memory.behaviour.note_stuck(FRIEND, 5.0)
     memory.clock.now += 101
     assert memory.behaviour.may_lead(FRIEND)
 

@@ -187,8 +187,7 @@ def test_nobody_is_accused_by_an_old_record_alone(
         newcomers = await start_trackers(network, 4, table)
         for one in newcomers:
             one.board.guard = guard(one.id, bytes, one.host.dht_time())
-            if guard is Members:
-                one.board.note_round(dict.fromkeys([other.id for other in newcomers], 1.0), one.host.dht_time())
+            one.board.note_round(dict.fromkeys([other.id for other in newcomers], 1.0), one.host.dht_time())
         for _ in range(100):
             await train(newcomers, 1)
             for one in newcomers:

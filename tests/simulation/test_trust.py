@@ -221,9 +221,9 @@ def test_a_leader_that_claims_all_the_weight_has_no_more_than_others_see(seed):
         for node, tensor in zip(nodes[:3], tensors, strict=False):
             weights = dict(zip(node.last_round.peers, node.last_round.weights, strict=True))
             assert weights[nodes[3].p2p.peer_id] == 20.0
-            limited = (0 + 10 + 20 + 3 * 20) / 50
-            is_limited = torch.isclose(tensor, torch.tensor(limited))
-            assert is_limited.double().mean() == pytest.approx(0.75, abs=0.01), "all but what it reduces itself"
+            is_limited = torch.isclose(tensor, torch.tensor((0 + 10 + 20 + 3 * 20) / 50))
+            assert is_limited.double().mean() > 0.5
+            assert torch.all(is_limited | torch.isclose(tensor, torch.tensor(3.0))), "all but what it reduces itself"
 
     run(main(), seed=seed)
 

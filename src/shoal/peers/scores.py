@@ -5,8 +5,8 @@ Rounds and searches report here how each peer has done, and ask here for the con
 * who reduces: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none;
 * who leads: this peer does not follow a peer that has lost its share, or that has accepted this one that often in a
   row without starting the group. Nor, in a group of three or more, one whose averages did not come the last time: it
-  would give itself its whole share. Nor one that has just understated what a member weighs, which is done on purpose:
-  once is enough; or has led it twice in a row into a group that most others were not in. It can still be a member;
+  would give itself its whole share. Nor one
+  whose groups wait for nobody. It can still be a member;
 * who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 
@@ -185,8 +185,8 @@ class PeerScores:
             self._metrics.troubles["leaders not followed"] += 1
             # It may only be in the middle of a long batch, so this is no warning.
             self._tell_seldom(
-                "peer %s has accepted this one into a group %d times, and has not started it: it is not followed for "
-                "the next %.0f s",
+                "peer %s has accepted this one into a group %d times, and has not started it in time: it is not "
+                "followed for the next %.0f s",
                 leader,
                 known.leads.failures,
                 known.leads.rests_until - self._now(),

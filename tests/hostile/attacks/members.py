@@ -79,6 +79,28 @@ def gives_everybody_another_average(node: AveragerNode) -> None:
     _in_each_round(node, lie)
 
 
+SECONDS_LATE = 2.0
+
+
+def sends_each_piece_late(node: AveragerNode) -> None:
+    """A member. Each part and each average leaves two seconds late. Rounds must not take that long again and again."""
+
+    def delay(allreduce: AllReduce) -> None:
+        for pair in allreduce.pairs.values():
+            for outgoing in (pair.traffic.parts_out, pair.traffic.averages_out):
+                outgoing._encode = _late(outgoing._encode)
+
+    _in_each_round(node, delay)
+
+
+def _late(encode: Callable[[int], Awaitable[Any]]) -> Callable[[int], Awaitable[Any]]:
+    async def encode_late(index: int) -> Any:
+        await asyncio.sleep(SECONDS_LATE)
+        return await encode(index)
+
+    return encode_late
+
+
 def sends_what_is_not_finite(node: AveragerNode) -> None:
     """A faulty member. Its values become NaN after it has checked them. The average must be that of the others."""
 
@@ -187,6 +209,7 @@ LIES: dict[str, Lie] = {
         withholds_averages,
         claims_all_the_weight,
         gives_everybody_another_average,
+        sends_each_piece_late,
         sends_what_is_not_finite,
         says_that_it_comes_and_never_does,
         expects_a_million_others,

@@ -43,6 +43,9 @@ MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
 # may be in the middle of a batch.
 PATIENCE_FACTOR = 4
+# A leader is blamed for a late start if it has cost this share of the time for which others are waited for. Chosen:
+# half is more than the batches of honest peers differ by.
+WORTH_BLAMING = 0.5
 # A peer that sees enough others for a group looks at the table less often, by this factor: 16 peers then cost the table
 # as much as 4.
 PATIENCE_IN_COMPANY = 4
@@ -820,7 +823,7 @@ class GroupSearch:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
-            has_started = event.code == Code.GROUP_STARTS
+            has_started = event.code == Code.GROUP_STARTS and not self._waited_for_nobody(asking, event, lost, now)
             # With this peer it has a group of two, and may still wait for a third one that never comes.
             is_late = now >= asking.starts_by and self.settings.min_group_size <= 2 and event.leader is None
             if has_started or (is_late and lost > 0):
@@ -832,6 +835,13 @@ class GroupSearch:
         # Waiting costs nothing until this peer's own promised time is over.
         if self.promise < now and not isinstance(event, Misleads):
             yield Waste(asking.leader, now - asking.accepted_at)
+
+    def _waited_for_nobody(self, asking: Asking, event: Answers, lost: float, now: float) -> bool:
+        """Whether the leader has let its promised time pass although all that this peer expects are in the group."""
+        if event.group is None or self.terms.awaited is None or asking.starts_by is None:
+            return False
+        is_late = now >= asking.starts_by and lost >= WORTH_BLAMING * self.settings.min_matchmaking_time
+        return is_late and set(self.terms.awaited) <= set(event.group.peer_ids)
 
     def seconds_lost(self, since: float, now: float) -> float:
         """For how many seconds since then this peer could only wait. Until it is ready itself, it loses none.
