@@ -296,11 +296,11 @@ async def test_a_guest_whose_router_is_another_kind_than_it_thought_says_so(kind
         relay = await peers.relay()
         guest, caller = await peers.private(), await peers.caller()
         introduce(caller, relay)
-        await until(lambda: relay.reaches.get(guest.peer_id, Reach.CLIENT) == Reach.EASY)
+        await until(lambda: relay.book.find(guest.peer_id).reach == Reach.EASY)
         assert (await connect(caller, relay, **target_of(guest))).reach == Reach.EASY
         guest.outlook.is_hard = True
         guest.outlook.update()
-        await until(lambda: relay.reaches.get(guest.peer_id, Reach.EASY) == Reach.HARD)
+        await until(lambda: relay.book.find(guest.peer_id).reach == Reach.HARD)
         assert (await connect(caller, relay, **target_of(guest))).reach == Reach.HARD
         assert relay.relay.guests == [guest.peer_id], "with the same reservation"
 

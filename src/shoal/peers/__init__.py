@@ -3,5 +3,6 @@
 - A peer is an Ed25519 key; the peer id contains the public key (:mod:`~.identity`), and people see a name
   (:mod:`~.names`).
 - An address says how to get there and who must answer: ``/ip4/1.2.3.4/tcp/5678/p2p/<id>`` (:mod:`~.multiaddr`).
+- :mod:`~.book` has one record of each peer that this one knows.
 - :mod:`~.scores` remembers how well other peers have done their part.
 """
