@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union
 
 import msgspec
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""
 
-VERSION = 1
+VERSION = 2
 # A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
@@ -375,7 +375,8 @@ class Prefix(NamedTuple):
 class Header(msgspec.Struct):
     """Base class of everything typed that peers send each other.
 
-    Fields may be added later, with defaults: an older peer ignores fields that it does not know.
+    Fields may be added later, with defaults: an older peer ignores fields that it does not know. A message of several
+    kinds has a base class with a tag, and one subclass for each kind.
     """
 
 
@@ -394,7 +395,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 @functools.cache
 def _decoder(header_type: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(header_type)
+    kinds = header_type.__subclasses__() if header_type.__struct_config__.tag is not None else ()
+    return msgspec.msgpack.Decoder(Union[tuple(kinds)] if kinds else header_type)  # noqa: UP007 - a tuple of types
 
 
 def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:

@@ -32,7 +32,17 @@ from shoal.net.endpoint import Endpoint
 from shoal.net.pasted import Target
 from shoal.peers.identity import PeerID, circuit_address, is_circuit
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.messages import Incoming, Notice, Reach, RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import (
+    Ended,
+    Incoming,
+    IncomingReverse,
+    Notice,
+    NotReserved,
+    Reach,
+    Reserve,
+    ReserveAnswer,
+    Reserved,
+)
 from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 
 logger = logging.getLogger(__name__)
@@ -56,7 +66,7 @@ MAX_KNOWN = 4096
 # Of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
 
-Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
+Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming | IncomingReverse], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,10 +292,10 @@ class RelayClient:
                     # What others begin because of this reservation, such as greetings, has this task's context.
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
-                    answer = await call.receive(Reserved)
+                    answer = await call.receive(ReserveAnswer)
                     _check_has_no_payload(relay, call)
-                    if answer is None or answer.code != RelayCode.OK:
-                        why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
+                    if not isinstance(answer, Reserved):
+                        why = f"code {answer.code} {answer.text!r}" if isinstance(answer, NotReserved) else "no answer"
                         return
                     limit.reschedule(None)
                     held = self._begin(relay, answer, call)
@@ -363,14 +373,14 @@ class RelayClient:
             if notice is None:
                 return "the relay has ended the call"
             _check_has_no_payload(relay, call)
-            if notice.ends:
-                return repr(notice.ends)
-            if notice.incoming is not None:
+            if isinstance(notice, Ended):
+                return repr(notice.why)
+            if isinstance(notice, Incoming | IncomingReverse):
                 places = held.places
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
                 # IPv4 first, because only there a router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
-                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice)
 
     def doubt(self) -> None:
         """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""

@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
@@ -38,10 +38,18 @@ from shoal.reach.relay.circuit import MEETING_SECONDS
 from shoal.reach.relay.fair_rate import FairRate, RateShare
 from shoal.reach.relay.messages import (
     MAX_TEXT,
+    Alive,
     Connect,
+    ConnectAnswer,
     Connected,
+    ConnectRequest,
+    ConnectReverse,
+    Ended,
     Incoming,
+    IncomingReverse,
+    NotConnected,
     Notice,
+    NotReserved,
     Observe,
     Observed,
     OpenObservation,
@@ -83,6 +91,11 @@ _REASONS = {
 }
 
 
+class _Refusal(NamedTuple):
+    code: RelayCode
+    text: str = ""
+
+
 @dataclass(eq=False)
 class _Guest:
     """Somebody with a reservation."""
@@ -104,7 +117,7 @@ class _Guest:
     def end(self, why: str) -> None:
         while not self.notices.empty():
             self.notices.get_nowait()
-        self.notices.put_nowait(Notice(ends=why))
+        self.notices.put_nowait(Ended(why))
 
 
 @dataclass(eq=False)
@@ -180,9 +193,9 @@ class RelayServer(ServicerBase):
     def _count_bytes(self, nbytes: int) -> None:
         self._endpoint.metrics.bytes_carried += nbytes
 
-    def _refuse(self, code: RelayCode, text: str = "") -> tuple[RelayCode, str]:
+    def _refuse(self, code: RelayCode, text: str = "") -> _Refusal:
         self._endpoint.metrics.circuits_refused[_REASONS[code]] += 1
-        return code, text
+        return _Refusal(code, text)
 
     def _seen(self, peer: PeerID) -> str:
         return self._endpoint.address_seen_of(peer)
@@ -196,9 +209,9 @@ class RelayServer(ServicerBase):
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
         host = host_charged(seen_at, context.remote_id)
-        code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
-        if code is not RelayCode.OK:
-            await call.send(Reserved(code=code, text=text))
+        refusal = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
+        if refusal is not None:
+            await call.send(NotReserved(*refusal))
             return
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
@@ -209,15 +222,13 @@ class RelayServer(ServicerBase):
         try:
             limits = self._limits
             rate = limits.rate or 0.0
-            await call.send(
-                Reserved(code=RelayCode.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits)
-            )
+            await call.send(Reserved(seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
             while True:
                 notice = await _next_notice(guest)
-                if not (self.serves or notice.ends):  # whoever wants to reach the guest is told so, too
-                    notice = Notice(ends="this peer is no relay any more: it cannot be called itself")
+                if not (self.serves or isinstance(notice, Ended)):  # whoever wants to reach the guest is told so, too
+                    notice = Ended("this peer is no relay any more: it cannot be called itself")
                 await call.send(notice)
-                if notice.ends:
+                if isinstance(notice, Ended):
                     return
         finally:
             end.cancel()
@@ -227,8 +238,8 @@ class RelayServer(ServicerBase):
 
     def _reason_to_refuse(
         self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
-    ) -> tuple[RelayCode, str]:
-        """Whether somebody may have a reservation; makes room if need be."""
+    ) -> _Refusal | None:
+        """Why somebody may not have a reservation; makes room if need be."""
         if not self.serves:
             return self._refuse(RelayCode.NOT_A_RELAY)
         if not context.roles & (Roles.TRAIN | Roles.RELAY):
@@ -252,7 +263,7 @@ class RelayServer(ServicerBase):
                 return self._refuse(RelayCode.BUSY, f"{limits.reservations} reservations")
             del self._guests[guest.peer]
             guest.end("others need the place")
-        return RelayCode.OK, ""
+        return None
 
     def _is_crowded_for(self, former: _Guest | None) -> bool:
         """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
@@ -289,29 +300,34 @@ class RelayServer(ServicerBase):
 
     # --- circuits -----------------------------------------------------------------------------------------------------
 
-    async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
+    async def rpc_connect(self, request: ConnectRequest, context: P2PContext) -> ConnectAnswer:
         """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
         return await self.connect(request, context.remote_id)
 
-    async def connect(self, request: Connect, dialler: PeerID) -> Connected:
+    async def connect(self, request: ConnectRequest, dialler: PeerID) -> ConnectAnswer:
         """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
-        if not request.reverse_cookies:
+        if isinstance(request, Connect):
             await self._make_room(dialler, PeerID(request.target), request.count)
-        code, text, guest, room = self._find_guest(request, dialler)
-        if guest is None:
-            return Connected(code=code, text=text)
-        told = Incoming(peer=dialler.to_bytes(), punch=request.punch, reach=request.reach)
+        guest = self._find_guest(PeerID(request.target), dialler)
+        if isinstance(guest, _Refusal):
+            return NotConnected(*guest)
         cookies: list[bytes] = []
-        if request.reverse_cookies:
-            told.reverse, told.reverse_cookies = request.reverse, request.reverse_cookies
+        told: Incoming | IncomingReverse
+        if isinstance(request, ConnectReverse):
+            told = IncomingReverse(peer=dialler.to_bytes(), places=request.places, cookies=request.cookies)
         else:
-            for _ in range(room):
+            assert isinstance(request, Connect)
+            room = self._room_for(dialler, guest)
+            if isinstance(room, _Refusal):
+                return NotConnected(*room)
+            told = Incoming(peer=dialler.to_bytes(), cookies=[], punch=request.punch, reach=request.reach)
+            for _ in range(min(room, request.count)):
                 own, other = self._begin_circuit(dialler, guest)
                 cookies.append(own)
                 told.cookies.append(other)
-        guest.notices.put_nowait(Notice(incoming=told))
+        guest.notices.put_nowait(told)
         rate = self._limits.rate or 0.0
-        return Connected(code=RelayCode.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+        return Connected(cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
 
     async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
         """End circuits between two peers on which nothing moves, if there is no room for others.
@@ -338,18 +354,22 @@ class RelayServer(ServicerBase):
         reach = self._endpoint.book.find(peer).reach
         return Reach.EASY if reach is None else max(Reach.PUBLIC, min(reach, Reach.CLIENT))
 
-    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[RelayCode, str, _Guest | None, int]:
-        """The guest, and how many circuits there may be to it; or why there may be none."""
+    def _find_guest(self, target: PeerID, dialler: PeerID) -> _Guest | _Refusal:
+        """The guest that somebody wants to reach, or why it cannot be told."""
         if not self.serves:
-            return *self._refuse(RelayCode.NOT_A_RELAY), None, 0
-        guest = self._guests.get(PeerID(request.target))
+            return self._refuse(RelayCode.NOT_A_RELAY)
+        guest = self._guests.get(target)
         if guest is None:
-            return *self._refuse(RelayCode.NO_RESERVATION), None, 0
-        host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
-        if not self._connects.take(host, now):
-            return *self._refuse(RelayCode.BUSY, "too many calls from one host"), None, 0
+            return self._refuse(RelayCode.NO_RESERVATION)
+        if not self._connects.take(host_charged(self._seen(dialler), dialler), self._now()):
+            return self._refuse(RelayCode.BUSY, "too many calls from one host")
         if guest.notices.full():
-            return *self._refuse(RelayCode.BUSY, "the peer does not listen to this relay"), None, 0
+            return self._refuse(RelayCode.BUSY, "the peer does not listen to this relay")
+        return guest
+
+    def _room_for(self, dialler: PeerID, guest: _Guest) -> int | _Refusal:
+        """How many more circuits there may be between two peers, at least one; or why there may be none."""
+        limits = self._limits
         rooms = {
             limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
             limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
@@ -362,9 +382,7 @@ class RelayServer(ServicerBase):
             left = limits.circuits_per_peer - self._by_host[self._endpoint.host_seen_of(dialler)]
             rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
-        if room <= 0 and not request.reverse_cookies:
-            return *self._refuse(RelayCode.BUSY, rooms[room]), None, 0
-        return RelayCode.OK, "", guest, min(room, request.count)
+        return room if room > 0 else self._refuse(RelayCode.BUSY, rooms[room])
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
         """The cookies of a new circuit, for each side."""
@@ -478,7 +496,7 @@ async def _next_notice(guest: _Guest) -> Notice:
         async with asyncio.timeout(ALIVE_SECONDS):
             return await guest.notices.get()
     except TimeoutError:
-        return Notice()
+        return Alive()
 
 
 def _count_down(counts: Counter[K], key: K) -> None:
