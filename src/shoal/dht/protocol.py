@@ -471,7 +471,7 @@ class DHTProtocol(ServicerBase):
         """Return this node's records of some keys, and the nodes nearest to these keys."""
         self._note_caller(request.node_id, context)
         asker = None if request.node_id is None else id_of(request.node_id)
-        asker_host = self.p2p.outlook.far_host_of(context.remote_id)
+        asker_host = self.p2p.far_host_of(context.remote_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []

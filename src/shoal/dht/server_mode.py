@@ -139,7 +139,7 @@ class ServerMode:
         port there is closed, filtered, or open for something else.
         """
         protocol = self._protocol
-        if protocol.p2p.outlook.is_hopeless(peer):
+        if protocol.p2p.is_hopeless(peer):
             return False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + protocol.wait_timeout * PING_BACK_SHARE

@@ -22,7 +22,16 @@ from shoal.base.clock import get_clock
 from shoal.base.logs import note_name
 from shoal.errors import DialError, NoReservationError, NotAMemberError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
-from shoal.net.addresses import AddressBook, Judge, UnreachablePeers, host_of, ip_text_of, may_be_dialled_for
+from shoal.net.addresses import (
+    AddressBook,
+    Judge,
+    UnreachablePeers,
+    host_of,
+    ip_text_of,
+    is_name,
+    is_private,
+    may_be_dialled_for,
+)
 from shoal.net.connection import Call, Connection, Hello
 from shoal.net.connection_pool import ConnectionPool
 from shoal.net.dialler import Dialler
@@ -198,6 +207,22 @@ class Endpoint(ABC):
         judge = self.address_book.judge_of(relay, place)
         is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
         return relay == self.peer_id or is_known
+
+    def far_host_of(self, peer: PeerID) -> str:
+        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
+        addresses = self.server.addresses_of(peer)
+        if not addresses or is_private(addresses[0]) or self.transport.is_inside(addresses[0]):
+            return ""
+        return addresses[0].values()[0] or ""
+
+    def is_hopeless(self, peer: PeerID) -> bool:
+        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
+
+        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
+        """
+        addresses = self.address_book.peek(peer)
+        judge = self.judge_for(self.seen_of(peer))
+        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.net.addresses`; from any thread."""

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 
 from shoal.base.bounded import Bounded
+from shoal.net.addresses import network_of
+from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.reachability import network_of
 
 MAX_CONTACTS = 256
 
 
 class Contacts:
-    """Remembers the latest ones."""
+    """Remembers the latest ones, and which of them outside are connected now."""
 
     def __init__(self) -> None:
+        self._outside: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._had_several = False
         # By peer: the host that it shares with others, and whether it is outside; the latest last.
         self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(MAX_CONTACTS)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def note(self, peer: PeerID, address: Multiaddr, *, is_outside: bool) -> None:
+    def note(self, stream: Stream, address: Multiaddr, *, is_outside: bool) -> None:
         """There is a connection with a peer at this address."""
+        peer = stream.remote
+        if is_outside:
+            self._outside.add(stream)
         self._places[peer] = network_of(address) or str(peer), is_outside
+
+    def look_outside(self) -> tuple[bool, bool]:
+        """Whether anybody outside is connected, and whether all of several have gone since the last look."""
+        alive = [stream for stream in self._outside if not stream.closed]
+        have_all_gone = not alive and self._had_several
+        self._had_several = len({stream.remote for stream in alive}) > 1
+        return bool(alive), have_all_gone
 
     def place_of(self, peer: PeerID) -> tuple[str, bool]:
         """The host of a peer, which is the same for all peers of one network, and whether it is outside."""

@@ -17,14 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import weakref
 from collections.abc import Callable, Sequence
 
-from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
-from shoal.net.addresses import ip_text_of, is_name
+from shoal.net.addresses import ip_text_of, is_global
 from shoal.net.dialler import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
 from shoal.net.own_addresses import MAX_ANNOUNCED
@@ -36,8 +34,8 @@ from shoal.reach.contacts import Contacts
 from shoal.reach.libp2p_options import Libp2pOptions
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.nat_probe import is_mapping_hard, places_of
-from shoal.reach.presence import greet_anew
-from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
+from shoal.reach.presence import Announcements
+from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability
 from shoal.reach.relay.client import RelayClient
 from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer
@@ -64,7 +62,6 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 # Others who claim to see this machine at another address are listened to so often.
 SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
-MAX_UNINFORMED = 1024
 SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
 
@@ -102,8 +99,6 @@ class ReachabilityManager:
         """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._had_company = False
         self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
@@ -112,9 +107,7 @@ class ReachabilityManager:
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._announcing: asyncio.Task[None] | None = None
-        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
-        self._uninformed: Bounded[PeerID, None] = Bounded(MAX_UNINFORMED)
+        self._announcements = Announcements(endpoint)
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -162,22 +155,6 @@ class ReachabilityManager:
     def confirmed(self) -> list[Multiaddr]:
         """The addresses at which others are known to reach this peer from outside."""
         return self.evidence.confirmed(self.now())
-
-    def far_host_of(self, peer: PeerID) -> str:
-        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        addresses = self._endpoint.server.addresses_of(peer)
-        if not addresses or is_private(addresses[0]) or self._endpoint.transport.is_inside(addresses[0]):
-            return ""
-        return addresses[0].values()[0] or ""
-
-    def is_hopeless(self, peer: PeerID) -> bool:
-        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
-
-        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
-        """
-        addresses = self._endpoint.address_book.peek(peer)
-        judge = self._endpoint.judge_for(self._endpoint.seen_of(peer))
-        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def outer_hosts(self) -> set[str]:
         """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
@@ -235,9 +212,8 @@ class ReachabilityManager:
         if address is None or stream.is_relayed or self._endpoint.client_mode:
             return
         is_outside = not self._endpoint.transport.is_inside(address)
-        self.contacts.note(stream.remote, address, is_outside=is_outside)
+        self.contacts.note(stream, address, is_outside=is_outside)
         if is_outside:
-            self._streams.add(stream)
             self.evidence.note_outside(self.now())
             self._begin()
         ports = {own.get("tcp") for own in self.evidence.own}
@@ -346,7 +322,7 @@ class ReachabilityManager:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._remember(self._endpoint.pool.renew())  # what is open may be dead already
+        self._announcements.remember(self._endpoint.pool.renew())  # what is open may be dead already
         self.check_soon()
         if has_moved:
             self.forget_routers()
@@ -359,22 +335,8 @@ class ReachabilityManager:
 
     def announce_anew(self) -> None:
         """Tell the peers that have connections to this one where it is now."""
-        if not self._endpoint.is_alive:
-            return
-        self._greet(self._endpoint.pool.renew())
-
-    def _remember(self, peers: Sequence[PeerID]) -> None:
-        """Note peers that have yet to hear where this one is."""
-        for peer in peers:
-            self._uninformed.setdefault(peer)
-
-    def _greet(self, peers: Sequence[PeerID]) -> None:
-        """Greet these peers, and all who have not heard of earlier changes."""
-        if self._announcing is not None:
-            self._announcing.cancel()
-        self._endpoint.pool.renew()
-        self._remember(peers)
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._endpoint, self._uninformed))
+        if self._endpoint.is_alive:
+            self._announcements.tell(self._endpoint.pool.renew())
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -461,7 +423,7 @@ class ReachabilityManager:
         reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
             self._looked_for_relays_at = self.now()
-            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
+            self._announcements.tell(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
             self.check_soon()
 
     def check_soon(self) -> None:
@@ -470,12 +432,11 @@ class ReachabilityManager:
         self._wake.set()
 
     def _look_at_connections(self) -> None:
-        alive = [stream for stream in self._streams if not stream.closed]
-        if alive:
+        is_connected, have_all_gone = self.contacts.look_outside()
+        if is_connected:
             self.evidence.note_outside(self.now())
-        elif self._had_company:
+        elif have_all_gone:
             self.note_upheaval("all connections are gone", has_moved=False)
-        self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:
         """Let witnesses dial back."""
@@ -540,5 +501,5 @@ class ReachabilityManager:
         """End all of this."""
         if self.mapping is not None:
             await self.mapping.close()
-        tasks = [task for task in (self._life, self._announcing) if task is not None]
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*([] if self._life is None else [self._life]))
+        await self._announcements.close()

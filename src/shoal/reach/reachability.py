@@ -23,14 +23,13 @@ From that follows what this peer is:
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from shoal.base.bounded import Bounded
+from shoal.net.addresses import is_global, is_ipv6
 from shoal.peers.multiaddr import Multiaddr
 
 # How long an accepted connection speaks for an address.
@@ -77,32 +76,6 @@ class AddressStatus(Enum):
     UNKNOWN = "unknown"
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
-
-
-@functools.lru_cache(4096)
-def is_global(address: Multiaddr) -> bool:
-    """Whether an address is meant for the whole internet; names are, by intention."""
-    host = address.get("ip4") or address.get("ip6")
-    return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
-
-
-@functools.lru_cache(4096)
-def is_private(address: Multiaddr) -> bool:
-    """Whether an address means something in one network alone."""
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and not ipaddress.ip_address(host).is_global
-
-
-@functools.lru_cache(4096)
-def network_of(address: Multiaddr) -> str:
-    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
-    host = address.get("ip4") or address.get("ip6")
-    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
-
-
-def is_ipv6(address: Multiaddr) -> bool:
-    """Whether an address begins with an IPv6 address."""
-    return "ip6" in address
 
 
 @dataclass
