@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import NoRoomError, NotAMemberError, ShoalError, StreamClosedError
-from shoal.net.frames import receive_frame
-from shoal.net.transport import COOKIE_BYTES, Session
+from shoal.net.transport import COOKIE_BYTES, Session, receive_frame
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.reach.relay.messages import (
     Connect,

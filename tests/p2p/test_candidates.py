@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ProtocolError
-from shoal.net.frames import MAX_FRAME_BYTES, pack_frame
-from shoal.net.transport import decode_header
+from shoal.net.transport import MAX_FRAME_BYTES, decode_header, pack_frame
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import (
     LOWEST_PORT,

@@ -18,10 +18,10 @@ from shoal.net.pipes import PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import Circuit, successes
+from shoal.reach.relay.circuit import FIRST_PAUSE, Circuit, successes
 from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
 from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, IncomingReverse, Reach
-from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSAL_PAUSES, REVERSE_SECONDS
+from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
@@ -362,7 +362,7 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
                 assert stream.is_relayed
                 assert loop.time() - began == pytest.approx(seconds, abs=0.1), "the second time it is not tried"
                 stream.abort()
-            await asyncio.sleep(REVERSAL_PAUSES[0])
+            await asyncio.sleep(FIRST_PAUSE)
             assert caller.circuits.reversals.is_due(guest.peer_id)
 
     run(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.peers.identity import Identity, PeerID
-from shoal.reach.punch_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
+from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
 
 pytestmark = pytest.mark.once
 

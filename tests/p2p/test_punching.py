@@ -17,15 +17,23 @@ from hypothesis import strategies as st
 
 from shoal.errors import DialError, IdentityMismatchError
 from shoal.metrics import Metrics
-from shoal.net.frames import pack_frame, receive_frame, send_frame
 from shoal.net.memory import MemoryNetwork, MemoryTransport
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
+from shoal.net.transport import (
+    COOKIE_BYTES,
+    ROUND_TRIP,
+    Session,
+    Stream,
+    Throttle,
+    Transport,
+    pack_frame,
+    receive_frame,
+    send_frame,
+)
 from shoal.peers.identity import Identity
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import MAX_PORTS, CandidateHost, Candidates
-from shoal.reach.punch_backoff import FIRST_PAUSE
-from shoal.reach.punching import EXCHANGE_SECONDS, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
+from shoal.reach.punching import EXCHANGE_SECONDS, FIRST_PAUSE, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
 from shoal.reach.relay.circuit import Circuit
 from shoal.reach.relay.messages import Reach
 from shoal.testing import run

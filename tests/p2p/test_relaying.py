@@ -10,9 +10,8 @@ import pytest
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.membership import TOLERANCE_SECONDS
 from shoal.errors import DialError, NoRoomError, StreamClosedError
-from shoal.net.frames import receive_frame
 from shoal.net.limits import RelayLimits
-from shoal.net.transport import COOKIE_BYTES
+from shoal.net.transport import COOKIE_BYTES, receive_frame
 from shoal.p2p import P2P
 from shoal.reach.reachability import Reach
 from shoal.reach.relay.circuit import MEETING_SECONDS

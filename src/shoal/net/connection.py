@@ -37,7 +37,7 @@ from shoal.net.transport import (
     pieces_of,
     read_new,
 )
-from shoal.peers.names import Name
+from shoal.peers.identity import Name
 
 H = TypeVar("H", bound=Header)
 

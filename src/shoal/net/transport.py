@@ -481,3 +481,50 @@ async def read_new(stream: Stream, size: int, take_memory: Callable[[int], objec
         if take_memory is not None:
             take_memory(more)
         data.extend(bytes(more))
+
+
+# --- frames: what is said on a session before it becomes a stream or is joined to another one -------------------------
+
+# They are sent in the clear, by somebody who has proven nothing, so they are small: addresses, and that it begins.
+MAX_FRAME_BYTES = 2048
+_LENGTH = struct.Struct(">H")
+
+
+def pack_frame(header: Header) -> bytes:
+    """A frame as bytes: its length (u16, big-endian) and a msgpack map, like the headers of messages.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    encoded = _encoder.encode(header)
+    if len(encoded) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"a {type(header).__name__} of {len(encoded)} bytes is over the limit of {MAX_FRAME_BYTES} for a frame: "
+            "say less in it"
+        )
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
+async def send_frame(session: Session, header: Header) -> None:
+    """Send a frame.
+
+    Raises:
+        StreamClosedError: the connection ended.
+        ValueError: the frame is too large.
+    """
+    await session.write(pack_frame(header))
+
+
+async def receive_frame(session: Session, header_type: type[H]) -> H:
+    """Receive a frame of a certain type; nothing behind it is read.
+
+    Raises:
+        ProtocolError: something else arrived.
+        StreamClosedError: the connection ended.
+    """
+    (length,) = _LENGTH.unpack(await session.read_exactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a frame of {length} bytes instead of a {header_type.__name__}: the limit is {MAX_FRAME_BYTES}"
+        )
+    return decode_header(await session.read_exactly(length), header_type)

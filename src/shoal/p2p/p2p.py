@@ -25,9 +25,8 @@ from shoal.net.transport import Stream, Transport
 from shoal.p2p.joining import advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.revocation import RevocationExchange
-from shoal.peers.identity import Identity, PeerID
+from shoal.peers.identity import Identity, PeerID, checked_name
 from shoal.peers.multiaddr import Multiaddr
-from shoal.peers.names import checked_name
 from shoal.reach.checkup import Checkup
 from shoal.reach.connection_upgrade import ConnectionUpgrades
 from shoal.reach.libp2p_options import Libp2pOptions

@@ -30,12 +30,11 @@ from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import CallBack, CallMe, Checkup
-from shoal.reach.contacts import Contacts
 from shoal.reach.libp2p_options import Libp2pOptions
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.nat_probe import is_mapping_hard, places_of
 from shoal.reach.presence import Announcements
-from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability
+from shoal.reach.reachability import AddressStatus, Contacts, Evidence, Reach, Reachability
 from shoal.reach.relay.client import RelayClient
 from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer

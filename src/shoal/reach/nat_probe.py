@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError, ShoalError
 from shoal.net.addresses import is_global, is_ipv6, is_name
 from shoal.net.endpoint import Endpoint
-from shoal.net.frames import receive_frame
-from shoal.net.transport import MAY_CONNECT, Session
+from shoal.net.transport import MAY_CONNECT, Session, receive_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.relay.messages import Observe, Observed, OpenObservation

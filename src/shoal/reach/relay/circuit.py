@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, ProtocolError, StreamClosedError
-from shoal.net.frames import receive_frame
-from shoal.net.transport import Session, Stream, Transport
+from shoal.net.transport import Session, Stream, Transport, receive_frame
 from shoal.peers.identity import PeerID, circuit_address
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.relay.messages import Reach, Ready
@@ -20,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 5.0
 """How long the two sides of a circuit wait for each other."""
+FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
+"""Seconds after the first failure to get through a router, and after many, until it is tried again: routers rarely
+change. Not measured."""
 
 
 class Ends(Protocol):

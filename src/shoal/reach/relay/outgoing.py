@@ -33,7 +33,15 @@ from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID, relay_of
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.circuit import Circuit, Punching, mark_relayed, open_circuits, successes
+from shoal.reach.relay.circuit import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Circuit,
+    Punching,
+    mark_relayed,
+    open_circuits,
+    successes,
+)
 from shoal.reach.relay.messages import (
     MAX_AT_ONCE,
     MAX_PLACES,
@@ -59,9 +67,6 @@ HEAD_START = 0.5
 PATIENCE = 0.75
 """The same as a share of the time that everything before has taken: on busy machines both take longer."""
 
-REVERSAL_PAUSES = 120.0, 3600.0
-"""Seconds without another call in reverse after the first failure, and after many. A router rarely changes."""
-
 
 class OutgoingCircuits:
     """Dials through relays.
@@ -84,7 +89,7 @@ class OutgoingCircuits:
         self.punching, self.public_addresses = punching, public_addresses
         self.reach = Reach.EASY
         """What others are told of this peer."""
-        self.reversals = Backoffs(*REVERSAL_PAUSES, asyncio.get_running_loop().time)
+        self.reversals = Backoffs(FIRST_PAUSE, LONGEST_PAUSE, asyncio.get_running_loop().time)
         """Peers that could not call in reverse."""
 
     def forget_routers(self) -> None:

@@ -26,11 +26,10 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
-from shoal.net.frames import send_frame
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
 from shoal.net.tcp.listener import host_charged
-from shoal.net.transport import Session
+from shoal.net.transport import Session, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import Reach
