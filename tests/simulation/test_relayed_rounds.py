@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.p2p import Multiaddr, PeerID
 from shoal.reach.relay.outgoing import OutgoingCircuits
@@ -55,7 +54,7 @@ def test_after_a_break_one_question_to_a_relay_brings_all_connections(monkeypatc
     pair: set[PeerID] = set()
 
     class Counting(OutgoingCircuits):
-        def __init__(self, endpoint: Endpoint, *others: Any) -> None:
+        def __init__(self, endpoint: Any, *others: Any) -> None:
             super().__init__(endpoint, *others)
             self.peer_id = endpoint.peer_id
 
