@@ -18,7 +18,7 @@ class Backoff:
     Args:
         first: the pause after the first failure.
         longest: the pause grows no further than this.
-        free: so many failures in a row cost the first pause before it begins to double.
+        free: how many failures in a row cost the first pause; from then on it doubles.
     """
 
     first: float

@@ -17,11 +17,11 @@ How an offset is found
     4. Without a majority nothing changes.
 
 How time passes
-    Between two exchanges, time passes as on a clock of the machine that is never set and that goes on while the machine
-    sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time: other peers
-    notice nothing. The user gets one line, and the peers are asked for the time again, because it may be the machine
-    that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that has met no
-    others follows the clock of its machine.
+    Between two exchanges, time passes as on a clock of the machine that is never set and keeps running while the
+    machine sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time:
+    other peers notice nothing. The user gets one line, and the peers are asked for the time again, because it may be
+    the machine that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that
+    has met no others follows the clock of its machine.
 
 How it is applied
     Differences below a quarter of a second are ignored: they may be measurement errors. Offsets found in the first
@@ -123,7 +123,7 @@ class _Course(NamedTuple):
 
 
 def steady_clock() -> Callable[[], float]:
-    """A clock in seconds that is never set and, unlike :func:`time.monotonic`, goes on while the machine sleeps."""
+    """A clock in seconds that is never set and, unlike :func:`time.monotonic`, runs while the machine sleeps."""
     if sys.platform == "win32":
         return time.monotonic
     else:
@@ -154,7 +154,7 @@ class SwarmClock:
         self._agreed_since: float | None = None
         self._is_settled = False
         self._told_offset = 0.0
-        # Who tells another time than this settled clock, and since when; the first ones are forgotten.
+        # Peers that tell another time than this settled clock, and since when; the first ones are forgotten.
         self._differing: dict[Hashable, float] = {}
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class SwarmClock:
 
     def join_through(self, source: Hashable) -> None:
         """Register a peer that the user has named; its time is adopted as long as no other peer is known."""
-        if source not in self._own:  # from whom nothing will be heard, see add_own
+        if source not in self._own:  # nothing will be heard from these, see add_own
             self._joined_through[source] = None
 
     def hear(
@@ -260,7 +260,7 @@ class SwarmClock:
 
         Returns:
             By how many seconds the peer's time is later than the one that this peer and others have agreed about, if it
-            goes on telling another one; else 0.
+            keeps telling another one; else 0.
         """
         numbers = (swarm_time, their_offset, round_trip)
         if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
@@ -485,7 +485,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _has_clock(kind: Hashable) -> bool:
-    """Whether loops of this kind have clocks of their own; cached, because looking in vain takes long."""
+    """Whether loops of this kind have clocks of their own; cached, because a failed look takes long."""
     return hasattr(kind, "swarm_clock")
 
 

@@ -193,7 +193,7 @@ class Endpoint(ABC):
         if relay is not None and (relay == through or self._dials_relay_at(*relay)):
             return True
         if through is not None:
-            seen_at = None  # who comes through a relay may be anywhere
+            seen_at = None  # a peer behind a relay may be anywhere
         transport, outer = self.transport, self.outer_hosts()
         return may_be_dialled_for(
             address if relay is None else relay[0],
@@ -373,7 +373,7 @@ class Endpoint(ABC):
         return self.greet(stream)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
-        """A call to a peer that should be online has failed. If that goes on, the user is told once.
+        """A call to a peer that should be online has failed. After a few such failures the user is told, once.
 
         Args:
             error: how it failed.
@@ -424,7 +424,7 @@ class Endpoint(ABC):
         self.server.add_handlers(handlers)
 
     def remove_handlers(self, names: Iterable[str]) -> None:
-        """Stop serving these handlers; calls in progress go on."""
+        """Stop serving these handlers; calls in progress continue."""
         self.server.remove_handlers(names)
 
     # --- calling ------------------------------------------------------------------------------------------------------

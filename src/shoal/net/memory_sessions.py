@@ -1,8 +1,8 @@
 """Sessions inside one process: the same contract as over TCP, with pipes instead of sockets.
 
-The two ends of a session may be far apart, joined by a relay. So those who shake hands tell each other in-band who they
-are. Nobody in this process lies about that, so there are no keys and no encryption; the messages and the round trips
-are those of :mod:`~.tcp.handshake`::
+The two ends of a session may be far apart, joined by a relay. So both sides of a handshake tell each other in-band who
+they are. Nobody in this process lies about that, so there are no keys and no encryption; the messages and the round
+trips are those of :mod:`~.tcp.handshake`::
 
     dialler ► listener    hello
     listener ► dialler    peer id
@@ -54,7 +54,7 @@ class MemorySession(Session):
             self._end.abort()
 
     def take_over(self) -> PipeEnd:
-        """The pipe, for whoever uses it from now on."""
+        """The pipe, for its next user."""
         assert not self._is_taken, "a session is taken over once"
         self._is_taken = True
         return self._end
@@ -82,7 +82,7 @@ class Expectations:
         return future
 
     def meet(self, cookie: bytes, session: Session) -> None:
-        """Hand a session to whoever expects it; a session that nobody expects ends."""
+        """Hand a session to the side that expects it; end it if none does."""
         future = self._expected.pop(cookie, None)
         if future is None or future.done():
             session.abort()
@@ -228,7 +228,7 @@ class PunchPort:
         return True
 
     def connected(self, session: MemorySession) -> None:
-        """A connection from or to this port has come about."""
+        """There is a connection from or to this port."""
         if self._is_closed:
             session.abort()
             return

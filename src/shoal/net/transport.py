@@ -291,8 +291,8 @@ class Transport(ABC):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         """From now on, accept one session with this cookie. Cancelling the future ends that.
 
-        Nothing else answers to a cookie: it is good for one session. Whoever has given it away no longer waits after
-        :data:`COOKIE_SECONDS`; then the future is cancelled.
+        Nothing else answers to a cookie: it is good for one session. The side that has given it away no longer waits
+        after :data:`COOKIE_SECONDS`; then the future is cancelled.
         """
 
     @abstractmethod
@@ -322,7 +322,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, session: Session, on_stream: OnStream) -> None:
-        """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
+        """Shake hands as the listener on this session, as if its other end had connected to a listening port."""
 
     @abstractmethod
     def punch(
@@ -331,7 +331,7 @@ class Transport(ABC):
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
 
         Args:
-            session: whoever it belongs to by now.
+            session: may belong to somebody else by now.
             seconds: after which it ends.
             round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 

@@ -76,7 +76,7 @@ class P2P(Endpoint):
         """Dials through relays."""
         self.upgrades = ConnectionUpgrades(self, self.circuits)
         self.answering = IncomingCircuits(self, self.circuits, limits.answered)
-        """Answers those who dial this peer through relays."""
+        """Answers peers that dial this one through relays."""
         self.reservations = RelayClient(
             self, self.answering.answer, [*options.trusted_relays], lambda: self.outlook.update()
         )

@@ -1,8 +1,8 @@
 """How a list of revocations reaches all members of a private run.
 
 Every peer keeps the newest list, and each greeting tells its serial number. If the numbers of two peers differ, the one
-that has dialled gives its list and takes that of the other. Whoever gets a newer list cuts the connections of those on
-it, and gives it to all other peers that it is connected to. So a list crosses a connected swarm within a few round
+that has dialled gives its list and takes that of the other. A peer that gets a newer list cuts the connections of those
+on it, and gives it to all other peers that it is connected to. So a list crosses a connected swarm within a few round
 trips, and peers that were away get it with their first connection.
 """
 
@@ -166,5 +166,5 @@ class RevocationExchange(ServicerBase):
         task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
-        """Cancel what is going on."""
+        """Cancel the calls in progress."""
         await cancel_and_wait(*[task for task in self._tasks if task is not asyncio.current_task()])

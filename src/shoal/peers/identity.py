@@ -219,7 +219,7 @@ def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
 
 
 def circuit_address(place: Multiaddr, relay: PeerID) -> Multiaddr:
-    """The address of whoever has a reservation at a relay: the inverse of :func:`relay_of`."""
+    """The address of a peer that has a reservation at a relay: the inverse of :func:`relay_of`."""
     return place.encapsulate(f"/p2p/{relay}/{CIRCUIT}")
 
 

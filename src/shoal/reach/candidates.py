@@ -102,7 +102,7 @@ def worth_punching(
     Args:
         have_same_host: the relay sees both sides at one host: they are behind the same router, or on one machine.
         is_inside: whether an address is in a network of this machine.
-        is_relay_on_loopback: so is everybody whom it can join to this peer.
+        is_relay_on_loopback: so is every peer that it can join to this one.
     """
     found: dict[Multiaddr, None] = {}
     for host, port in candidates:

@@ -49,7 +49,7 @@ CALLS_BACK_TOTAL_BURST = 20
 # Exchanges in progress at the same time, and calls back; further peers are told to try again.
 MAX_AT_ONCE = 8
 
-# For an exchange, there and back. Whoever is slower learns nothing that it does not know.
+# For an exchange, there and back. A slower line needs no measurement.
 BULK_SECONDS = 60.0
 CALL_BACK_SECONDS = 4.0
 MAX_ADDRESS_CHARACTERS = 256

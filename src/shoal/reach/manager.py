@@ -7,7 +7,7 @@ The conclusions are those of :mod:`~.reachability`; here is where the evidence c
 - from then on, two witnesses are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at once
   after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
 
-While nobody can dial this peer, it asks for reservations at relays. Whoever has connections to it is told of each
+While nobody can dial this peer, it asks for reservations at relays. Peers with connections to it are told of each
 change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
 it: each checks often whether it can be dialled, and asks some others whether they are relays.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -65,8 +66,42 @@ SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
 
 
+class CheckTimes:
+    """When witnesses are asked to dial back: rarely, soon after a change, and never too often.
+
+    Args:
+        now: the time in seconds.
+        rng: varies the times, so that peers do not ask all at one moment.
+    """
+
+    def __init__(self, now: Callable[[], float], rng: random.Random) -> None:
+        self._now, self._rng = now, rng
+        self._checked_at, self._due_at = -math.inf, math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next check; 0 if it is due."""
+        return max(0.0, max(self._due_at, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
+
+    def check_within(self, seconds: float) -> None:
+        """Let the next check be due in this time at the latest."""
+        self._due_at = min(self._due_at, self._now() + seconds)
+
+    def note_check(self) -> None:
+        """A check begins."""
+        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
+        self._checked_at, self._due_at = self._now(), self._now() + CHECK_SECONDS + spread
+
+    def note_no_answer(self) -> None:
+        """Nobody has answered: all may have been busy with others."""
+        self._due_at = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+
+
 class ReachabilityManager:
     """What a peer knows of how others reach it.
+
+    It has more attributes than others, because it holds both sides: the evidence and where that comes from, and the
+    parts that do something about it.
 
     Args:
         endpoint: of the peer.
@@ -98,9 +133,8 @@ class ReachabilityManager:
         """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
-        self._seen_elsewhere_at = float("-inf")
-        self._checked_at = float("-inf")
-        self._check_due = float("inf")
+        self._seen_elsewhere_at = -math.inf
+        self._checks = CheckTimes(self.now, self._rng)
         self._looked_for_relays_at = self.now()
         # What others were told last: what this peer is to them, where, and how.
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
@@ -273,18 +307,18 @@ class ReachabilityManager:
         else:
             self.evidence.offers[source] = address
             if address not in self.evidence.own and self._life is not None:
-                self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+                self._checks.check_within(FIRST_CHECK_SECONDS)
         self.update()
 
     # --- consequences -------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Conclude anew, and tell those who are concerned of a change."""
+        """Draw the conclusions again, and act on a change."""
         if self._endpoint.client_mode or not self._endpoint.is_alive:
             return
         is_called = (
             bool(self._reservations.addresses()) or self._endpoint.server.has_arranged()
-        )  # which goes on without a relay
+        )  # these stay without a relay
         state = self.evidence.conclude(self.now(), is_reserved=is_called)
         metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
@@ -316,7 +350,7 @@ class ReachabilityManager:
 
         Args:
             has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
-                routers stays, for whoever lost all connections is in a hurry.
+                routers stays, because a peer that lost all connections is in a hurry.
         """
         if self._life is None:
             return
@@ -356,7 +390,7 @@ class ReachabilityManager:
                         self._changed.clear()
                         await self._changed.wait()
             except TimeoutError:
-                pass  # the life goes on looking
+                pass  # the background task keeps looking
         if self.state is Reachability.CLIENT:
             self.warn_client()
         return self.state
@@ -396,15 +430,14 @@ class ReachabilityManager:
 
     def _begin(self) -> None:
         if self._life is None and self._endpoint.is_alive:
-            self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+            self._checks.check_within(FIRST_CHECK_SECONDS)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
         """Look at the signs every few seconds, and check when it is due."""
         DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
         while True:
-            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
-            pause = min(TICK_SECONDS, until_check)
+            pause = min(TICK_SECONDS, self._checks.seconds_left)
             due = self.now() + pause
             self._wake.clear()
             await wait_at_most(self._wake, pause)
@@ -412,7 +445,7 @@ class ReachabilityManager:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
-            if self.now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
+            if not self._checks.seconds_left:
                 await self.check()
             self.update()
 
@@ -427,7 +460,7 @@ class ReachabilityManager:
 
     def check_soon(self) -> None:
         """Let witnesses dial back soon."""
-        self._check_due = self.now()
+        self._checks.check_within(0.0)
         self._wake.set()
 
     def _look_at_connections(self) -> None:
@@ -439,8 +472,7 @@ class ReachabilityManager:
 
     async def check(self) -> None:
         """Let witnesses dial back."""
-        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
-        self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
+        self._checks.note_check()
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
         witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._endpoint.is_reachable)
@@ -451,8 +483,7 @@ class ReachabilityManager:
             if answer is not None:
                 self._note_answer(witness, answer)
         if answers and all(answer is None for answer in answers):
-            # They may have been busy with others. Not all of whom ask again at the same moment.
-            self._check_due = self.now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+            self._checks.note_no_answer()
         await self._observe()
         self.update()
 

@@ -1,4 +1,4 @@
-"""Who is there under an identity, and telling others where this peer is now.
+"""Telling others where this peer is now, and finding another process with the same identity.
 
 Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
 saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
@@ -98,7 +98,7 @@ class Announcements:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
+        # Peers that may not have heard of the latest change. Nothing else remembers them: their connections end.
         self._uninformed: Bounded[PeerID, None] = Bounded(MAX_UNINFORMED)
         self._task: asyncio.Task[None] | None = None
 
@@ -116,7 +116,7 @@ class Announcements:
         self._task = asyncio.get_running_loop().create_task(self._tell_all())
 
     async def _tell_all(self) -> None:
-        DIRECT_ONLY.set(False)  # what has changed may have come about with a call to a relay
+        DIRECT_ONLY.set(False)  # a call to a relay may have brought the change
         at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
         await asyncio.gather(*(self._tell(peer, at_once) for peer in list(self._uninformed)))
 

@@ -190,7 +190,7 @@ class Puncher:
         self.policy.note_hosts(peer, _hosts_of(circuits))
 
     async def close(self) -> None:
-        """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        """Give up all punches of this side as a dialler, and end connections that nobody has taken."""
         self._is_closed = True
         await _drop(*self._punching)
 
@@ -212,7 +212,7 @@ class Puncher:
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
-            ``DialError`` if there is none. Whoever cancels it gives up that port. Nothing if there is no punch.
+            ``DialError`` if there is none. Cancelling it gives up that port. Nothing if there is no punch.
         """
         hosts = _hosts_of(circuits)
         self.policy.note_hosts(peer, hosts)
@@ -318,7 +318,7 @@ class Puncher:
         """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
 
         Returns:
-            The punch: it goes on while it is awaited, and hands on who connects.
+            The punch: it lasts while it is awaited, and hands on what connects.
         """
         own = Candidates() if self._are_both_hard(reach) else self._own_candidates(circuits)
         plan = await self._exchange(peer, circuits, own, asyncio.get_running_loop().time())
@@ -419,7 +419,7 @@ async def _drop(*work: asyncio.Task[Any]) -> None:
     """Give up tasks that make streams or sessions, and end what they have made already."""
     try:
         await cancel_and_wait(*work)
-    finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+    finally:  # the caller may be cancelled, but the tasks have ended all the same
         for task in work:
             if _has_succeeded(task) and task.result() is not None:
                 task.result().abort()

@@ -5,8 +5,8 @@ is a call that stays open; a relay that says nothing for twelve seconds counts a
 is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
 relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
 
-Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
-long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
+Relays that have given nothing when they were asked come last from then on, and relays that have been silent for long
+come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
 dead one day, and newer ones empty.
 """
 
@@ -246,7 +246,7 @@ class RelayClient:
         return Reserve(
             reach=int(self.reach),
             others=len({*self._holding, *self.held} - {relay}),
-            # Who has refused is asked again only when there is nobody else.
+            # A relay that has refused is asked again only when there is no other.
             may_go_elsewhere=not is_trusted and not self._has_refused(relay),
         )
 
@@ -264,7 +264,7 @@ class RelayClient:
         for place, relay in self._trusted():
             self._endpoint.add_addresses(relay, [place])
         trusted = [relay for _, relay in self._trusted()]
-        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
+        # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
         dialled = self._endpoint.dialler.direct_addresses
         may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
         of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}

@@ -1,7 +1,7 @@
-"""Answering those who reach this peer through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
+"""Answering peers that reach this one through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
 
 A relay tells who wants what, and may lie. So what it can make this peer do is bounded: a few attempts at a few
-addresses, and handshakes in which whoever comes has to prove who it is.
+addresses, and handshakes, in which the other side has to prove who it is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Answer:
 
     relay: PeerID
     peer: bytes
-    """The one of which the relay says that it wants to reach this peer."""
+    """The peer that wants to reach this one, as the relay says."""
     connections: int
 
 
@@ -182,7 +182,7 @@ class IncomingCircuits:
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
     """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
 
-    The caller of whom it tells is at most as near as the relay. Where a place of the relay is public, the caller may be
+    The caller is at most as near as the relay. Where a place of the relay is public, the caller may be
     anywhere.
 
     Args:

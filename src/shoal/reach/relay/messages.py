@@ -40,7 +40,7 @@ Places = Annotated[list[Text], Meta(max_length=MAX_PLACES)]
 
 
 class Reserve(Header):
-    """I cannot be called: tell me of those who want to."""
+    """I cannot be called: tell me which peers want to."""
 
     reach: ReachNumber = int(Reach.EASY)
     others: Count = 0

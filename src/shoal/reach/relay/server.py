@@ -1,13 +1,13 @@
-"""Being a relay: joining two connections for peers of which neither can call the other.
+"""Being a relay: joining two connections for two peers, neither of which can call the other.
 
 A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
-that call. Whoever wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session with
-its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any connection,
-so a relay cannot read or change anything, nor pretend to be somebody.
+that call. A peer that wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session
+with its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any
+connection, so a relay cannot read or change anything, nor pretend to be somebody.
 
-A relay is no party to what it carries, so it grants little: so many reservations, so many circuits, and a rate that all
-circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come first:
-they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
+A relay is no party to what it carries, so it grants little: a number of reservations and of circuits, and a rate that
+all circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come
+first: they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
 ``shoal dht``, treats all alike.
 """
 
@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
@@ -59,7 +58,6 @@ from shoal.reach.relay.messages import (
 )
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K")
 
 ALIVE_SECONDS = 5.0
 """A relay that has nothing to say says that after this long."""
@@ -154,9 +152,6 @@ class RelayServer(ServicerBase):
         self._now = asyncio.get_running_loop().time
         self._guests: dict[PeerID, _Guest] = {}
         self._circuits: dict[asyncio.Task[None], _Circuit] = {}
-        self._by_peer: Counter[PeerID] = Counter()
-        self._by_host: Counter[PeerID | str] = Counter()
-        self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
         self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
@@ -176,7 +171,7 @@ class RelayServer(ServicerBase):
 
     @property
     def guests(self) -> list[PeerID]:
-        """Those who have a reservation."""
+        """Peers that have a reservation."""
         return list(self._guests)
 
     @property
@@ -214,7 +209,7 @@ class RelayServer(ServicerBase):
             return
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
-        # From now on it greets anew when this changes.
+        # From now on it greets again when this changes.
         self._endpoint.book[guest.peer].reach = request.reach
         loop = asyncio.get_running_loop()
         end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
@@ -224,7 +219,7 @@ class RelayServer(ServicerBase):
             await call.send(Reserved(seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
             while True:
                 notice = await _next_notice(guest)
-                if not (self.serves or isinstance(notice, Ended)):  # whoever wants to reach the guest is told so, too
+                if not (self.serves or isinstance(notice, Ended)):  # peers that want to reach the guest are told, too
                     notice = Ended("this peer is no relay any more: it cannot be called itself")
                 await call.send(notice)
                 if isinstance(notice, Ended):
@@ -335,9 +330,10 @@ class RelayServer(ServicerBase):
         Circuits of strangers make room for peers that have been in rounds, those that have moved least recently first.
         """
         limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
-        left = limits.circuits_per_peer - self._by_peer[dialler], limits.circuits_per_pair - self._by_pair[pair]
+        of_peer, between = self._count_circuits(dialler, target)
+        left = limits.circuits_per_peer - of_peer, limits.circuits_per_pair - between
         if min(left) < count:
-            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == pair}
+            of_pair = {task: circuit for task, circuit in self._circuits.items() if circuit.ends == pair}
             silent = [task for task, circuit in of_pair.items() if circuit.share.used_at <= since]
             await cancel_and_wait(*silent)
             if silent:
@@ -347,6 +343,11 @@ class RelayServer(ServicerBase):
             of_strangers = [task for task, circuit in self._circuits.items() if not self._knows(*circuit.ends)]
             of_strangers.sort(key=lambda task: self._circuits[task].share.used_at)
             await cancel_and_wait(*of_strangers[:missing])
+
+    def _count_circuits(self, dialler: PeerID, target: PeerID) -> tuple[int, int]:
+        """How many circuits a peer has dialled, and how many of those lead to the other one."""
+        of_peer = [circuit for circuit in self._circuits.values() if circuit.dialler == dialler]
+        return len(of_peer), sum(circuit.guest.peer == target for circuit in of_peer)
 
     def _reach_of(self, peer: PeerID) -> int:
         """How a peer says now that it is called; what it told when it reserved may be over."""
@@ -369,16 +370,16 @@ class RelayServer(ServicerBase):
     def _room_for(self, dialler: PeerID, guest: _Guest) -> int | _Refusal:
         """How many more circuits there may be between two peers, at least one; or why there may be none."""
         limits = self._limits
+        of_peer, between = self._count_circuits(dialler, guest.peer)
         rooms = {
             limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
-            limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
-            limits.circuits_per_pair - self._by_pair[dialler, guest.peer]: (
-                f"{limits.circuits_per_pair} circuits between the same two peers"
-            ),
+            limits.circuits_per_peer - of_peer: f"{limits.circuits_per_peer} circuits of one peer",
+            limits.circuits_per_pair - between: f"{limits.circuits_per_pair} circuits between the same two peers",
         }
         if len(self._circuits) >= limits.circuits * CROWDED_SHARE:
             # Identities cost nothing, so those of one host leave room for others.
-            left = limits.circuits_per_peer - self._by_host[self._endpoint.host_seen_of(dialler)]
+            host = self._endpoint.host_seen_of(dialler)
+            left = limits.circuits_per_peer - sum(each.host == host for each in self._circuits.values())
             rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
         return room if room > 0 else self._refuse(RelayCode.BUSY, rooms[room])
@@ -391,9 +392,6 @@ class RelayServer(ServicerBase):
         sessions, host = (expect(cookies[0]), expect(cookies[1])), self._endpoint.host_seen_of(dialler)
         share = self.rate.share(lambda: self._knows(dialler, guest.peer))
         circuit = _Circuit(dialler, host, guest, badge, sessions, share)
-        self._by_peer[dialler] += 1
-        self._by_host[host] += 1
-        self._by_pair[dialler, guest.peer] += 1
         guest.circuits += 1
         guest.used_at = self._now()
         task = asyncio.get_running_loop().create_task(self._carry(circuit))
@@ -410,9 +408,6 @@ class RelayServer(ServicerBase):
         circuit.share.close()
         circuit.guest.circuits -= 1
         circuit.guest.used_at = self._now()
-        _count_down(self._by_peer, circuit.dialler)
-        _count_down(self._by_host, circuit.host)
-        _count_down(self._by_pair, (circuit.dialler, circuit.guest.peer))
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
 
@@ -443,7 +438,7 @@ class RelayServer(ServicerBase):
         return min(left, default=None)
 
     def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
-        """End the reservations and circuits of those who show an unwanted badge from now on."""
+        """End the reservations and circuits of peers with badges that are unwanted from now on."""
         for guest in [each for each in self._guests.values() if is_unwanted(each.badge)]:
             del self._guests[guest.peer]
             guest.end("your badge is worth nothing any more")
@@ -496,12 +491,6 @@ async def _next_notice(guest: _Guest) -> Notice:
             return await guest.notices.get()
     except TimeoutError:
         return Alive()
-
-
-def _count_down(counts: Counter[K], key: K) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 def _text_of(address: Multiaddr | None) -> str:
