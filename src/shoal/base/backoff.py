@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shoal.base.bounded import Bounded
 
 
-@dataclass
+@dataclass(slots=True)
 class Backoff:
     """A pause after each failure, which doubles as long as failures follow each other.
 

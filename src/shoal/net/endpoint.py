@@ -91,13 +91,13 @@ class Endpoint(ABC):
         """Tells this process from another one with the same identity."""
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self.book = PeerBook()
+        self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
         """Where others can be dialled."""
         self.met: dict[Multiaddr, PeerID] = {}
         """Which peer has answered at an address that says nothing of its peer, by the address."""
-        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time)
+        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time, self.book)
         """What this peer has seen others do."""
         self.membership: Membership | None = None
         """This peer's place in a private run; ``None`` in an open one."""
