@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
+from shoal.base.bounded import MOST
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
 from shoal.peers.book import (
     FAILURES_TO_LOSE_SHARE,
     LEAST_SECONDS,
-    MAX_RECORDS,
     MAX_REST_SECONDS,
     SHARE_WASTED,
     PeerBook,
@@ -169,11 +169,11 @@ def test_leaders_that_never_start(memory: Memory, caplog: pytest.LogCaptureFixtu
 
 def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    for number in range(MAX_RECORDS + 100):
+    for number in range(MOST + 100):
         peer = PeerID(number.to_bytes(8, "big"))
         for _ in range(FAILURES_TO_LOSE_SHARE):
             memory.behaviour.note_lead(peer, 1.0, started=False)
-    assert len(memory.book) == len(memory.metrics.peers) == MAX_RECORDS
+    assert len(memory.book) == len(memory.metrics.peers) == MOST
     assert len(caplog.records) <= 5
 
 

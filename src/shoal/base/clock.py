@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from shoal.base.bounded import Bounded
 from shoal.errors import set_the_clock
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,6 @@ SETTLED_AFTER_SECONDS = 600.0
 CREEP = 1 / 60
 # Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them.
 MAX_SOURCES = 32
-MAX_DIFFERING = 256
 # Older samples are forgotten.
 MAX_AGE_SECONDS = 3600.0
 # Slower exchanges are too inexact to be used.
@@ -155,7 +155,7 @@ class SwarmClock:
         self._is_settled = False
         self._told_offset = 0.0
         # Peers that tell another time than this settled clock, and since when; the first ones are forgotten.
-        self._differing: dict[Hashable, float] = {}
+        self._differing: Bounded[Hashable, float] = Bounded()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -289,8 +289,6 @@ class SwarmClock:
             self._differing.pop(source, None)
             return 0.0
         since = self._differing.setdefault(source, now)
-        if len(self._differing) > MAX_DIFFERING:
-            del self._differing[next(iter(self._differing))]
         # Without anybody who agrees, it may be this machine that is wrong.
         is_right = any(abs(s.ahead_of_swarm - self.offset) <= UNNOTICEABLE_SECONDS for s in self.samples.values())
         return seconds if is_right and now - since >= SETTLING_SECONDS else 0.0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.errors import DialError, RefusedDialError
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER as MAX_ADDRESSES_PER_PEER
 from shoal.net.own_addresses import is_of_one_network
 from shoal.peers.book import PeerBook
 from shoal.peers.identity import CIRCUIT, PeerID, check_circuit, is_circuit
@@ -27,7 +28,6 @@ _CARRIER = ipaddress.ip_network("100.64.0.0/10")  # behind the router of a provi
 _TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 
 MAX_PEERS = 10_000
-MAX_ADDRESSES_PER_PEER = 8
 
 
 def ip_text_of(address: Multiaddr) -> str | None:

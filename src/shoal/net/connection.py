@@ -106,6 +106,8 @@ class Failure(Header):
 class Connection:
     """One authenticated stream, the greetings on it, and the messages of the current call.
 
+    Greeting and call share the stream and its turns, and every message passes here: so this is one object.
+
     Args:
         stream: the stream; from now on only this object uses it.
         make_hello: makes this side's greeting, sent along with its first message.

@@ -27,7 +27,7 @@ LEAST_ANSWERED = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What a peer grants to others."""
+    """What a peer grants to others; each attribute is one limit. Numbers without a reason beside them are guesses."""
 
     files: int | None = None
     """Accepted connections of any kind in the whole process: with :attr:`answered`, at most half of the files that it

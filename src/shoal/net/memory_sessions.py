@@ -22,12 +22,10 @@ from shoal.access.membership import Membership, judge_listener
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.net.pipes import PipeEnd
-from shoal.net.transport import COOKIE_SECONDS, Session, Throttle
+from shoal.net.transport import COOKIE_SECONDS, HANDSHAKE_TIMEOUT, Session, Throttle
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-HANDSHAKE_SECONDS = 5.0
-"""How long both sides wait for each other's part of the handshake."""
 _LENGTH = struct.Struct(">H")
 
 
@@ -124,7 +122,7 @@ async def prove_on_pipe(
         DialError: no peer answers, or not in time.
     """
     try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             await _send(end, b"")
             found = PeerID(await _read(end, MAX_PEER_ID_BYTES))
             if found != expected_peer:
@@ -138,7 +136,7 @@ async def prove_on_pipe(
     except BaseException as e:
         end.abort()
         if isinstance(e, TimeoutError):
-            raise DialError(f"{address}: no answer within {HANDSHAKE_SECONDS:g} s") from e
+            raise DialError(f"{address}: no answer within {HANDSHAKE_TIMEOUT:g} s") from e
         if isinstance(e, StreamClosedError):
             raise InterruptedDialError(f"{address}: the connection was closed during the handshake") from e
         if isinstance(e, ValueError):
@@ -149,7 +147,7 @@ async def prove_on_pipe(
 async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership | None) -> bool:
     """The listener's half of the handshake; returns whether somebody has said who it is. If not, the pipe has ended."""
     try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             await _read(end, 0)
             await _send(end, identity.peer_id.to_bytes())
             await _read(end, 0)

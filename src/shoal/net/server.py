@@ -59,6 +59,8 @@ class _Serving:
 class Server:
     """Serves the calls of other peers on connections that they have opened.
 
+    Half of its attributes say what each connection is doing; they change together, so they are not divided.
+
     Args:
         peer_id: the peer that serves.
         connect: wraps an accepted stream.

@@ -142,6 +142,8 @@ class Stream(ABC):
 
 OnStream = Callable[[Stream], None]
 
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds for connecting and proving both identities; also how long a listener waits for an unproven dialler."""
 COOKIE_BYTES = 32
 COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""

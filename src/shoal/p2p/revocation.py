@@ -62,9 +62,7 @@ class RevocationExchange(ServicerBase):
     ) -> None:
         self._endpoint, self._membership, self._cut_relayed = endpoint, membership, cut_relayed
         # Peers that have promised a newer list, and given none.
-        self._in_vain: Bounded[PeerID, None] = Bounded(
-            MAX_REVOKED, seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time
-        )
+        self._in_vain: Bounded[PeerID, None] = Bounded(seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time)
         # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._asking: dict[PeerID, None] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.base.backoff import Backoff
-from shoal.base.bounded import Bounded
+from shoal.base.bounded import MOST, Bounded
 from shoal.metrics import PeerHistory
 from shoal.peers.identity import PeerID
 
@@ -18,8 +18,6 @@ SHARE_WASTED = 0.05
 MAX_REST_SECONDS = 3600.0
 # The least that a failure is said to cost: even one that takes no time, such as a broken connection, earns a rest.
 LEAST_SECONDS = 0.5
-# Measured: a record with little in it takes 660 bytes, so both tables together take some five megabytes at most.
-MAX_RECORDS = 4096
 
 
 @dataclass(slots=True)
@@ -95,11 +93,11 @@ class PeerBook:
     push them out.
 
     Args:
-        most: how many records there are, of members of rounds and of others each.
+        most: how many records there are, of members of rounds and of others each; a record takes some 660 bytes.
         on_forget: called with each member of rounds whose record is dropped.
     """
 
-    def __init__(self, most: int = MAX_RECORDS, on_forget: Callable[[PeerID], object] | None = None) -> None:
+    def __init__(self, most: int = MOST, on_forget: Callable[[PeerID], object] | None = None) -> None:
         self._others: Bounded[PeerID, PeerRecord] = Bounded(most)
         self._members: Bounded[PeerID, PeerRecord] = Bounded(
             most, on_evict=None if on_forget is None else lambda peer, _: on_forget(peer)

@@ -26,7 +26,7 @@ from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
 from shoal.net.addresses import ip_text_of, is_global
 from shoal.net.dialler import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
-from shoal.net.own_addresses import MAX_ANNOUNCED
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
@@ -179,7 +179,7 @@ class ReachabilityManager:
         if self._endpoint.client_mode:
             return []
         self.evidence.own = self._endpoint.transport.addresses(latest)
-        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ANNOUNCED)
+        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ADDRESSES_PER_PEER)
 
     def public_addresses(self) -> list[Multiaddr]:
         """The same while others can call this peer directly, else none."""

@@ -34,7 +34,6 @@ CHECK_SECONDS = 2.0
 
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
-MAX_UNINFORMED = 1024
 
 COMPARED_CLOCKS = 8
 """Peers that are asked for the time when the clock of this machine has jumped."""
@@ -99,7 +98,7 @@ class Announcements:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         # Peers that may not have heard of the latest change. Nothing else remembers them: their connections end.
-        self._uninformed: Bounded[PeerID, None] = Bounded(MAX_UNINFORMED)
+        self._uninformed: Bounded[PeerID, None] = Bounded()
         self._task: asyncio.Task[None] | None = None
 
     def remember(self, peers: Sequence[PeerID]) -> None:

@@ -31,9 +31,9 @@ from shoal.net.addresses import is_loopback
 from shoal.net.transport import OnStream, Session, Stream, Transport, receive_frame, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import MAX_PORTS, Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.reach.candidates import Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
 from shoal.reach.relay.circuit import FIRST_PAUSE, LONGEST_PAUSE, Circuit
-from shoal.reach.relay.messages import Reach
+from shoal.reach.relay.messages import MAX_AT_ONCE, Reach
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ LATE_SHARE = 0.75
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
 
-MAX_PEERS = 4096
 
 Hosts = tuple[str, str]
 """Where a relay has seen this side and the other one."""
@@ -70,7 +69,7 @@ class PunchPolicy:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._outcomes: Bounded[PeerID, _PunchOutcome] = Bounded(MAX_PEERS)
+        self._outcomes: Bounded[PeerID, _PunchOutcome] = Bounded()
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -380,12 +379,12 @@ class Puncher:
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
         if self._transport.is_proxied:
             return Candidates()  # what others see is the proxy, and what goes past it is not wanted
-        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
+        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_AT_ONCE]]
         return own_candidates(ports, global_ipv6(self._transport.addresses()))
 
     def _plan(self, circuits: Sequence[Circuit], theirs: Candidates, round_trip: float, since: float) -> _Plan:
         targets: list[list[Multiaddr]] = []
-        for number, circuit in enumerate(circuits[:MAX_PORTS]):
+        for number, circuit in enumerate(circuits[:MAX_AT_ONCE]):
             seen, other, relay = circuit.seen_at, circuit.other_seen_at, circuit.session.remote_address
             found = worth_punching(
                 theirs.of_port(number),

@@ -112,7 +112,11 @@ class AcceptedSocket(TcpSocket):
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
-    """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own."""
+    """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own.
+
+    Its many attributes are the two directions of one socket. Every message passes here, so they are plain attributes of
+    one object, without calls between parts.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -62,7 +62,6 @@ LOOK_SECONDS = 5.0
 SETTLED_SECONDS = 60.0
 # A relay that has said nothing of itself for this long may have left.
 RECENT_SECONDS = 600.0
-MAX_KNOWN = 4096
 # Of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
 
@@ -95,6 +94,8 @@ class _Asked:
 class RelayClient:
     """Keeps this peer reachable through relays, while that is wanted.
 
+    Its attributes are those of one search: what is held, asked and known of each relay, and the tasks that do so.
+
     Args:
         endpoint: of the peer.
         answer: told by which relay, and with what, somebody wants to reach this peer.
@@ -117,10 +118,10 @@ class RelayClient:
         self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
         self._doubted_at = -math.inf
         # Whether a peer says that it is a relay, and when it said so last.
-        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded(MAX_KNOWN)
+        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded()
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
-        self._asked: Bounded[PeerID, _Asked] = Bounded(MAX_KNOWN)
+        self._asked: Bounded[PeerID, _Asked] = Bounded()
         self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
