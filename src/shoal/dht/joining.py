@@ -18,9 +18,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.server_mode import ServerMode
@@ -212,9 +212,8 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
 TICK_SECONDS = 5.0
 # The nearest neighbor is pinged after this time without any answer.
 IDLE_SECONDS = 20.0
-# First pause before a suspect is pinged again; doubled each time.
-FIRST_PAUSE_SECONDS = TICK_SECONDS
-# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
+# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
+# of a suspect is a tick, and doubles each time.
 LONGEST_PAUSE_SECONDS = 30.0
 # The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
 # initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
@@ -232,13 +231,9 @@ PATIENT_ATTEMPTS = 5
 SHARE_OF_INITIAL_PEERS = 0.25
 
 
-@dataclass
-class _Probe:
-    """When to ping a peer next."""
-
-    due: float
-    pause: float = FIRST_PAUSE_SECONDS
-    has_ended: bool = False
+def _backoff(due: float) -> Backoff:
+    """When to ping a peer: at this time, and then less and less often as long as it does not answer."""
+    return Backoff(TICK_SECONDS, LONGEST_PAUSE_SECONDS, rests_until=due)
 
 
 class Reunion:
@@ -272,7 +267,8 @@ class Reunion:
                 self._addresses.setdefault(peer, []).append(address)
         self._meet_neighbors = meet_neighbors
         self._neighbours = neighbours
-        self._probes: dict[Who, _Probe] = {}
+        self._probes: dict[Who, Backoff] = {}
+        """When to ping peers that are watched; a ping counts as failed until it is answered."""
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -303,17 +299,14 @@ class Reunion:
         watched |= dict.fromkeys(peer for peer in self._neighbours if peer not in table)
         watched |= dict.fromkeys(place for place in self._places if not self._is_met(place))
         self._probes = {
-            peer: self._probes.get(peer) or _Probe(now + FIRST_PAUSE_SECONDS * self._rng.random()) for peer in watched
+            peer: self._probes.get(peer) or _backoff(now + TICK_SECONDS * self._rng.random()) for peer in watched
         }
-        due = sorted(
-            (peer for peer in watched if self._probes[peer].due <= now), key=lambda peer: self._probes[peer].due
-        )
-        chosen = due[:PINGS_AT_A_TIME]
+        due = [peer for peer in watched if self._probes[peer].is_due(now)]
+        chosen = sorted(due, key=lambda peer: self._probes[peer].rests_until)[:PINGS_AT_A_TIME]
         longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
         for peer in chosen:
-            probe = self._probes[peer]
-            probe.due = now + probe.pause
-            probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
+            self._probes[peer].longest = max(longest, self._probes[peer].longest)
+            self._probes[peer].fail(now)
         if self._connectivity.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
             chosen += self._rng.sample(members, min(PINGS_AT_A_TIME, len(members)))
@@ -342,10 +335,10 @@ class Reunion:
             # A peer whose relay holds no reservation of it may have moved to other relays.
             is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
             if is_refused and isinstance(peer, PeerID) and peer in self._probes and peer not in self._addresses:
-                self._probes[peer].has_ended = True
+                self._probes[peer].longest = LONGEST_PAUSE_OF_ENDED_SECONDS
             return
         if peer in self._probes:
-            self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
+            self._probes[peer] = _backoff(self._now() + PAUSE_WHEN_WELL_SECONDS)
 
     # --- lost, and found again ----------------------------------------------------------------------------------------
 
@@ -363,15 +356,15 @@ class Reunion:
                 counted(len(candidates), "known peer"),
             )
         self._p2p.clock.settle_anew()
-        lost_at, attempt = self._connectivity.heard_at, 0
+        lost_at, backoff = self._connectivity.heard_at, Backoff(first=1.0, longest=LONGEST_PAUSE_SECONDS)
         while True:
             self._connectivity.heard.clear()
-            await self._pause(self._rng.uniform(0.0, min(LONGEST_PAUSE_SECONDS, 2.0**attempt)))
+            await self._pause(self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
-                await self._ping(await self._draw(attempt))
+                await self._ping(await self._draw(backoff.failures))
             if not self._connectivity.is_lost and await self._meet_neighbors():
                 break
-            attempt = min(attempt + 1, 16)
+            backoff.fail()
         self._protocol.connectivity.came_back.clear()
         logger.info("found the swarm again, %.0f s after the last answer", self._now() - lost_at)
 

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
@@ -265,7 +266,7 @@ class Writer:
     ) -> None:
         self._protocol, self._config = protocol, config
         self._refresh_queue, self._deposits = refresh_queue, deposits
-        self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
+        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
 
     async def store(
         self,
@@ -336,9 +337,6 @@ class Writer:
 
         if await publication.run(nodes, store_at) and walk.nearest:
             self._walks[publication.key_id] = walk
-            self._walks.move_to_end(publication.key_id)
-            if len(self._walks) > MAX_WALKS:
-                self._walks.popitem(last=False)
 
     async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
         for record in batch:
