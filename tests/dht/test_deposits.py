@@ -43,7 +43,7 @@ def lines_about(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @in_virtual_time
-async def test_a_node_that_hides_records_is_named_once_by_their_owner(caplog):
+async def test_owner_names_a_node_hiding_records_once(caplog):
     swarm = Swarm(seed=1)
     nodes = await swarm.grow(7)
     owner, other, *_ = nodes
@@ -85,7 +85,7 @@ async def test_honest_nodes_are_not_named(caplog):
 
 
 @in_virtual_time
-async def test_a_node_is_not_named_while_its_answer_to_a_newer_record_is_on_its_way(caplog):
+async def test_node_is_not_named_while_an_answer_travels(caplog):
     """It leaves out the newer one, which the owner has itself, and no longer has the older one."""
     swarm = Swarm(seed=3)
     nodes = await swarm.grow(7)
