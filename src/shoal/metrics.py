@@ -134,6 +134,8 @@ class Metrics:
     """Time spent in the all-reduce of successful rounds."""
     states_refused: int = 0
     """Downloaded states that were not adopted: they did not fit, or the user's ``check_state`` refused them."""
+    peers_absent: Counter[str] = field(default_factory=Counter)
+    """Peers that were seen or expected and were not in a group of this one, by reason."""
     donors_left: Counter[str] = field(default_factory=Counter)
     """Donors whose state this peer did not download to the end, by reason."""
     newcomers_turned_away: int = 0

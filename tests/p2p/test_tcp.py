@@ -331,7 +331,7 @@ async def test_listening_on_a_taken_port() -> None:
 OUT_OF_FILES = """
 import os, resource, socket, threading
 import shoal
-from shoal.p2p import tcp_listener
+from shoal.net.tcp import listener as tcp_listener
 
 failures, enough, tell = [], threading.Event(), tcp_listener._warn_seldom
 

@@ -94,6 +94,32 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
     return all(task.cancelled() for task in tasks)
 
 
+class TaskSet:
+    """Tasks that run until they end or are cancelled together. In their order, so that simulations can be repeated."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine in a task of its own."""
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+        return task
+
+    async def wait(self) -> None:
+        """Wait until all present tasks have ended; their errors are not raised here."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def cancel(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        await cancel_and_wait(*self._tasks)
+
+
 async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
     """Wait until a task or future has ended, and return whether it was cancelled; its error is not raised here."""
     task = asyncio.ensure_future(awaitable)

@@ -12,38 +12,20 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
+from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.extra import ExtraTensors
 from shoal.optim.diloco.in_flight import ANY_SLOT
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.schedule import Schedule, SlotCounter
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.epochs import EPOCHS_AHEAD
+from shoal.optim.options import with_defaults
 from shoal.p2p import PeerID
 from tests.optim.diloco.quadratic import A
 from tests.optim.diloco.test_fragment_updates import Peer
 
-OPTIONS = {
-    "run_id": "run",
-    "auxiliary": False,
-    "average": "pseudo_gradients",
-    "averager_opts": None,
-    "fragment_sync_delay": 0,
-    "sync_every": 2,
-    "load_state_compression": None,
-    "max_staleness": 4,
-    "check_every": 10,
-    "batch_size_per_step": 1,
-    "straggler_patience": None,
-    "matchmaking_time": 1.0,
-    "averaging_timeout": 5.0,
-    "compression": None,
-    "return_compression": None,
-    "sparse_mean": "senders",
-    "error_feedback": None,
-    "fragment_update_alpha": None,
-    "weighting": "batch",
-    "staleness": None,
-}
+TIMES = {"matchmaking_time": 1.0, "averaging_timeout": 5.0}
+OPTIONS = {"run_id": "run", "sync_every": 2, "batch_size_per_step": 1, **TIMES}
 
 
 class Tracker:
@@ -81,14 +63,14 @@ class Tracker:
 def rounds_with(slots, own, dead=(), client_mode=False, **options):
     peer = Peer(A)
     averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
-    settings = OuterSettings.resolve({**OPTIONS, **options})
+    settings = OuterSettings.resolve(**with_defaults(DiLoCo, {**OPTIONS, **options}))
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
     tracker.own = own
     dht = SimpleNamespace(peer_id=peer.id)
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     lock = threading.RLock()
-    rest = inner, tracker, averager, ExtraTensors(()), lock, 1.0, logging.DEBUG
+    rest = inner, tracker, averager, ExtraTensors(()), lock
     rounds = OuterRounds(dht, settings, counter, [peer.updates], *rest)
     peer.train()
     return rounds, peer

@@ -16,7 +16,6 @@ from shoal.averaging import StepControl
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.errors import AllreduceException
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
 from shoal.optim.diloco.contributions import OuterContributions
 from shoal.optim.diloco.extra import ExtraTensors
@@ -28,8 +27,7 @@ from shoal.optim.diloco.schedule import SlotCounter, group_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.progress.records import LocalTrainingProgress
-from shoal.optim.round_watch import RoundWatch
-from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -54,8 +52,6 @@ class OuterRounds:
     """What is averaged as it is, with the first fragment."""
     lock: threading.RLock
     """Held while outer parameters change."""
-    matchmaking_time: float
-    loglevel: int
     last: OuterRound | None = None
     """The outer update that was applied last."""
     has_trained: bool = False
@@ -93,7 +89,7 @@ class OuterRounds:
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
-        logger.log(self.loglevel, "slot %d begins", self.counter.slot)
+        logger.log(self.settings.status_loglevel, "slot %d begins", self.counter.slot)
 
     @property
     def _last_slot(self) -> int:
@@ -217,7 +213,7 @@ class OuterRounds:
     def helping(self) -> Auxiliary:
         """What this peer does instead if it has no data."""
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
-        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
+        return Auxiliary(searches, self.settings.averaging_timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -289,7 +285,7 @@ class OuterRounds:
         needs_most = not is_drawn and settings.average != PARAMETERS
         electorate = expected | self.tracker.electorate(slot - self._reach) if needs_most else set()
         timeout = settings.averaging_timeout
-        patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
+        patience = min(settings.straggler_patience + self.settings.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
             gather=each.statement(1 + len(electorate or expected), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
@@ -303,7 +299,7 @@ class OuterRounds:
         flight.control = control
         self._expected[each.number] = ExpectedMembers(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
-        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
+        watch_search(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:
@@ -358,7 +354,7 @@ class OuterRounds:
         """
         if not self.settings.overlaps or self.settings.average == PARAMETERS:
             return False
-        concurrent.futures.wait([control], self.matchmaking_time)
+        concurrent.futures.wait([control], self.settings.matchmaking_time)
         if control.done() or control.began_allreduce:
             return False
         last = flight.slot + (len(self.fragments) if self.settings.fragment_sync_delay is None else 1)
@@ -367,7 +363,7 @@ class OuterRounds:
 
     def _tell(self, done: OuterRound) -> None:
         logger.log(
-            self.loglevel,
+            self.settings.status_loglevel,
             "round %d of fragment %d: %d peers, %.2f s, %.0f kB%s",
             done.slot,
             done.fragment,
