@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
@@ -25,9 +25,6 @@ from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, Value
 from shoal.dht.traverse import Answer, Lookup, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    from shoal.dht.store import Deposits
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +204,10 @@ class Reader:
     Args:
         protocol: asks other nodes and knows this node's records.
         config: the node's settings.
-        deposits: what other nodes have agreed to keep for this one.
     """
 
-    def __init__(self, protocol: DHTProtocol, config: NodeConfig, deposits: Deposits) -> None:
-        self._protocol, self._config, self._deposits = protocol, config, deposits
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig) -> None:
+        self._protocol, self._config = protocol, config
         self.pending = PendingSearches()
         self.refresh_queue = CacheRefreshQueue(
             self._refresh,
@@ -261,15 +257,12 @@ class Reader:
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
             known = [number for target in targets for number in unfinished[target].known_entries()]
             most = max(unfinished[target].most_entries for target in targets)
-            asked_at = asyncio.get_running_loop().time()
             answers = await lookup.ask(node_id, targets, known_entries=known, most_entries=most)
             if answers is None:
                 return None
             heard, peer = {}, lookup.peer_of(node_id)
             for target, record in answers.items():
                 search = unfinished[target]
-                if peer is not None:
-                    self._deposits.check(peer, target, record.value, known, asked_at=asked_at, most_entries=most)
                 if peer is not None:
                     search.outcomes[peer] = record.outcome
                 if record.value is None:

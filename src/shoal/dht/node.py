@@ -21,7 +21,7 @@ from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.server_mode import ServerMode
 from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.store import Deposits, Writer, make_record
+from shoal.dht.store import Writer, make_record
 from shoal.dht.traverse import Lookup, PeerFinder
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError, NoAccessTokenError
@@ -63,9 +63,8 @@ class DHTNode:
         self._owns_p2p = owns_p2p
         self._neighbours: Neighbours | None = None
         self._server_mode = ServerMode(protocol)
-        deposits = Deposits(protocol.p2p.metrics)
-        self._reader = Reader(protocol, config, deposits)
-        self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
+        self._reader = Reader(protocol, config)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue)
         self.finder = PeerFinder(protocol, self._meet_nodes_near)
         """Looks for the addresses of peers."""
 
