@@ -1,4 +1,4 @@
-"""Tables for members only: who may take part, and what a captured message is worth."""
+"""A DHT for members only: which peers may take part, and what a captured message is worth."""
 
 from __future__ import annotations
 

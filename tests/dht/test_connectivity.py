@@ -1,4 +1,4 @@
-"""Whose fault is a silence?"""
+"""Whether a silent peer is gone, or this machine offline or busy."""
 
 from __future__ import annotations
 

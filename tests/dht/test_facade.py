@@ -1,4 +1,4 @@
-"""What a DHT looks like to those who hold one: how it shows itself, how it ends, other names of its options."""
+"""How a DHT shows itself, how it ends, and the other names of its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling a peer of which nothing but the id is known."""
+"""Calling a peer of which only the id is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an asker has already is not told again: contacts of nodes, and entries of dictionaries."""
+"""Answers leave out what the asker has: contacts of nodes, and entries of dictionaries."""
 
 from __future__ import annotations
 

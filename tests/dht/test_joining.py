@@ -1,4 +1,4 @@
-"""How a node joins, finds back, and what it says when it cannot."""
+"""How a node joins, finds its swarm again, and what it says when it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of one kind in many keys: where each stands, what a sample tells, and that all find each other meanwhile."""
+"""Records of a swarm in many keys: which key holds what, what a sample tells, and that all peers find each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a walk makes of hostile hearsay."""
+"""What a walk makes of hostile answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is marked with an owner belongs to that owner alone: at every node, for every way of taking it."""
+"""A record with an owner tag belongs to its owner alone, at every node and against every attack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that join by addresses which do not say what peer is there, in virtual time."""
+"""Nodes that join by addresses without a peer id, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three calls between two nodes, also with hostile ones."""
+"""The three calls between two nodes, honest and hostile."""
 
 from __future__ import annotations
 

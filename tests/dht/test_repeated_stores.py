@@ -1,4 +1,4 @@
-"""Records that are stored again and again go straight to the nodes that were found before."""
+"""Repeated stores go straight to the nodes that were found before."""
 
 from __future__ import annotations
 

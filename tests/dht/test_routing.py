@@ -1,4 +1,4 @@
-"""Ids, buckets, and the table of neighbors."""
+"""Ids, buckets, and the routing table."""
 
 from __future__ import annotations
 

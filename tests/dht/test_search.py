@@ -1,4 +1,4 @@
-"""How what several nodes say about one key becomes one result."""
+"""How the answers of several nodes about one key become one result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many gets share one walk, and what is read often is cached."""
+"""Concurrent gets share one walk, and records that are read often are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks of one process wait for each other."""
+"""Walks of one process queue up."""
 
 from __future__ import annotations
 
