@@ -21,6 +21,7 @@ from shoal.dht.records import (
     NodeContact,
     PingRequest,
     PingResponse,
+    Refusal,
     StoreRequest,
     StoreResponse,
     pack_contact,
@@ -141,6 +142,7 @@ HEADERS: list[Header] = [
         node_id=_NODE_ID,
     ),
     StoreResponse(accepted=[True] * 7, node_id=_NODE_ID),
+    StoreResponse(accepted=[True, False], node_id=_NODE_ID, refusals=[Refusal("invalid", "SchemaValidator")]),
     FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30, known=bytes(range(32))),
     FindResponse(
         results=[

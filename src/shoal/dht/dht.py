@@ -204,8 +204,8 @@ class DHT(Facade):
             return f"<DHT {state or 'starting'}>"
         where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
         known = len(node.protocol.routing_table)
-        company = "1 other peer" if known == 1 else f"{known} other peers"
-        return f"<DHT {where}, {state or f'knows {company}'}>"
+        others = "1 other peer" if known == 1 else f"{known} other peers"
+        return f"<DHT {where}, {state or f'knows {others}'}>"
 
     def check(self) -> None:
         """Check that it can be used.
