@@ -230,7 +230,7 @@ class JointOptimizer(SwarmOptimizer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        """Raises if this or its DHT is closed: training would go on alone, and nobody would notice."""
+        """Raises if this or its DHT is closed: training would continue alone, and nobody would notice."""
         if self._closing.is_set():
             raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():

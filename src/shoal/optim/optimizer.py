@@ -67,7 +67,7 @@ class Optimizer(JointOptimizer):
 
     Each peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
     they average their gradients, weighted by their samples, and all make the same step: one *epoch*. Peers may join and
-    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with its own
+    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off continues with its own
     gradients, and a peer that has fallen behind downloads the state again.
 
     Args:
@@ -122,7 +122,7 @@ class Optimizer(JointOptimizer):
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -138,6 +138,7 @@ class Optimizer(JointOptimizer):
 
     kind = "Optimizer"
     options: Options
+    # Options that programs read as attributes; others need none. They are most of this class's attributes.
     target_batch_size: int = option("target_batch_size")
     batch_size_per_step: int | None = option("batch_size_per_step")
     status_loglevel: int = option("status_loglevel")
@@ -593,7 +594,7 @@ class Optimizer(JointOptimizer):
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
     def _should_load_state_from_peers(self) -> bool:
-        """Whether this peer must download the state of another one before it goes on."""
+        """Whether this peer must download the state of another peer before it continues."""
         return self._synchronization.is_needed()
 
     def is_synchronized_with_peers(self) -> bool:
@@ -624,7 +625,7 @@ class Optimizer(JointOptimizer):
             self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
-        """Go on from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state as another peer would have given it, such as one from an archive.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.

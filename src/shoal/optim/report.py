@@ -5,7 +5,7 @@ published every few seconds, in one record with what the peer has counted itself
 
     report(loss=...)  ──►  Reporting: means, samples, time of a step  ──►  {run}_reports  ──►  shoal monitor
 
-The record stands under the owner tag of the peer, so that nobody else can write it. In a large swarm it stands under
+The record is stored under the owner tag of the peer, so that no other peer can write it. In a large swarm it is under
 the key with the bits of the peer's record of progress, see :mod:`shoal.dht.key_sharding`.
 """
 
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 # Least seconds between two records of a peer, times one more than the depth of the keys in a large swarm.
 PERIOD = 5.0
-# Seconds for which a record is valid.
+# Seconds for which a record is valid: a monitor shows a peer that is gone for two minutes.
 LIFETIME = 120.0
+# What a node accepts from a peer: together less than 16 kB, of which a monitor may hold thousands.
 MAX_METRICS, MAX_NAME_CHARACTERS = 24, 48
 MAX_TROUBLES, MAX_TROUBLE_CHARACTERS = 16, 64
 MAX_REASON_CHARACTERS, MAX_WORD_CHARACTERS = 200, 32
@@ -187,7 +188,8 @@ class ProgressSource(Protocol):
 
 
 class Reporting:
-    """What one peer reports. Used by the training thread alone.
+    """What one peer reports. Used by the training thread alone. Most of its attributes are totals for one field each of
+    :class:`PeerReport`.
 
     Args:
         dht: where the record is published.
@@ -229,7 +231,7 @@ class Reporting:
     # --- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, samples: int) -> None:
-        """This peer has processed so many more samples."""
+        """This peer has processed this many more samples."""
         self._samples += samples
 
     @contextlib.contextmanager

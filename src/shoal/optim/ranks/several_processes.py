@@ -178,7 +178,7 @@ class SeveralProcesses(SwarmOptimizer):
         return loss
 
     def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
-        """Called in the first process: step with a batch of so many samples in all processes together."""
+        """Called in the first process: step with a batch of this many samples, those of all processes together."""
         raise NotImplementedError
 
     def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:
