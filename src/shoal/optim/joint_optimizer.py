@@ -13,8 +13,8 @@ import torch
 
 from shoal.access.badges import Roles, name_of
 from shoal.base import standby
-from shoal.base.closeable import Facade
 from shoal.errors import NotAMemberError, ReactorError
+from shoal.optim.grad_scaler import SwarmOptimizer
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -66,14 +66,6 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
 def option(name: str) -> Any:
     """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
     return property(lambda optimizer: getattr(optimizer.options, name))
-
-
-class SwarmOptimizer(Facade, torch.optim.Optimizer):
-    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
-    only these."""
-
-    steps_each_batch: ClassVar[bool] = False
-    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
 
 
 class JointOptimizer(SwarmOptimizer):

@@ -11,9 +11,9 @@ import torch
 
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.optim.consistency import OtherTensors
-from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.grad_scaler import GradScaler, SwarmOptimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.joint_optimizer import SwarmOptimizer, uncompiled
+from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.ranks.processes import Command, Processes, ProcessMessage
 from shoal.optim.ranks.shards import Shards, check_sharded
