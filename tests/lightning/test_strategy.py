@@ -217,7 +217,7 @@ def test_losses_are_reported_to_those_who_watch(
     told: list[float] = []
     losses: list[float] = []
     monkeypatch.setattr(Reporting, "is_due", property(lambda self: True))
-    monkeypatch.setattr(Reporting, "report", lambda self, figures: told.append(float(figures["loss"])))
+    monkeypatch.setattr(Reporting, "report", lambda self, figures, last: told.append(float(figures["loss"])))
 
     class Look(pl.callbacks.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

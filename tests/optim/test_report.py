@@ -64,7 +64,7 @@ class Shelf:
 
 def make(depth: int = 0) -> tuple[Reporting, Shelf, Clock]:
     shelf, clock = Shelf(depth), Clock()
-    return Reporting(shelf, "run", shelf.tracker, lambda: SimpleNamespace(peers=range(4)), clock), shelf, clock
+    return Reporting(shelf, "run", shelf.tracker, clock), shelf, clock
 
 
 def test_means_are_weighted_and_published_periodically():
@@ -77,7 +77,7 @@ def test_means_are_weighted_and_published_periodically():
         assert len(shelf.stored) == 1, "the first one goes at once, the others wait"
         assert not reporting.is_due
     clock.now = PERIOD
-    reporting.report({})
+    reporting.report({}, SimpleNamespace(peers=range(4)))
     key, report, subkey = shelf.stored[1]
     assert (key, subkey) == (key_of_reports("run"), tag_of(shelf.peer_id))
     assert report.metrics == pytest.approx({"loss": 1.75, "accuracy": 0.175})
@@ -114,11 +114,13 @@ def test_the_time_of_a_step_has_parts():
 def test_what_a_step_had_is_told():
     rounds = [SimpleNamespace(peers=range(2), weights=(30.0, 12.0))]
     shelf = Shelf()
-    reporting = Reporting(shelf, "run", shelf.tracker, lambda: rounds[-1], Clock(), target_batch_size=64)
-    assert reporting.samples_of_round(own=8) == 42
-    assert reporting.samples_of_round(own=8) == 8, "there was no new round: this peer has made the step alone"
+    reporting = Reporting(shelf, "run", shelf.tracker, Clock(), target_batch_size=64)
+    assert reporting.samples_of_round(rounds[-1], own=8) == 42
+    assert reporting.samples_of_round(rounds[-1], own=8) == 8, (
+        "there was no new round: this peer has made the step alone"
+    )
     rounds.append(SimpleNamespace(peers=range(2), weights=(30.0, 20.0)))
-    reporting.note_step(reporting.samples_of_round(own=8))
+    reporting.note_step(reporting.samples_of_round(rounds[-1], own=8))
     reporting.report({})
     report = shelf.stored[0][1]
     assert (report.step_samples, report.step_target) == (50, 64)

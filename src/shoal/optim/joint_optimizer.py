@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.optim.options import SwarmOptions
     from shoal.optim.progress_tracker import ProgressTracker
-    from shoal.optim.report import Reporting
+    from shoal.optim.report import HasPeers, Reporting
     from shoal.optim.searches import Auxiliary
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,12 @@ class JointOptimizer(SwarmOptimizer):
             ValueError: there are too many figures, or a name is too long.
         """
         self._check_open()
-        self._reporting.report(metrics)
+        self._reporting.report(metrics, self._latest_round)
+
+    @property
+    def _latest_round(self) -> HasPeers | None:
+        """The last round of this peer; ``None`` if there was none."""
+        raise NotImplementedError
 
     @property
     def report_is_due(self) -> bool:

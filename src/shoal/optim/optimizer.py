@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation, StepControl
+from shoal.averaging import Aggregation, RoundResult, StepControl
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
@@ -291,10 +291,7 @@ class Optimizer(JointOptimizer):
         self._auxiliary = Auxiliary(searches, options.averaging_timeout) if auxiliary else None
         timeouts = options.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
-        main_averager = self.grad_averager or self.state_averager
-        self._reporting = Reporting(
-            dht, run_id, self.tracker, lambda: main_averager.last_round, target_batch_size=options.target_batch_size
-        )
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=options.target_batch_size)
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._schema_hash = self._compute_schema_hash()
@@ -547,7 +544,9 @@ class Optimizer(JointOptimizer):
         if not is_over:
             return
         # The weights of rounds that average parameters are no samples.
-        self._note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
+        self._note_step(
+            0.0 if self.grad_averager is None else self._reporting.samples_of_round(self._latest_round, own)
+        )
         is_same = self._schema_hash == self._compute_schema_hash()
         assert is_same, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch(with_others=self.tracker.had_others)
@@ -566,6 +565,10 @@ class Optimizer(JointOptimizer):
         """The same for its parameters, where gradients are not averaged."""
         if self.grad_averager is None:
             self.global_step.schedule_state()
+
+    @property
+    def _latest_round(self) -> RoundResult | None:
+        return (self.grad_averager or self.state_averager).last_round
 
     def _note_step(self, samples: float) -> None:
         """A joint step with this many samples was made; 0: they are not counted."""
