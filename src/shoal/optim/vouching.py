@@ -31,7 +31,7 @@ import msgspec
 from shoal.averaging.messages import Signature
 from shoal.averaging.round.receipts import DIGEST_BYTES, MAX_MEMBERS, Receipt, is_sealed, seal
 from shoal.net.transport import Count
-from shoal.optim.history.epochs import EPOCHS_AHEAD
+from shoal.optim.history.window import EPOCHS_AHEAD
 
 if TYPE_CHECKING:
     from shoal.optim.evidence import OpenGuard

@@ -23,24 +23,14 @@ from shoal.base.logs import Seldom
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
-from shoal.optim.diloco.extra import ExtraTensors
+from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.in_flight import PARAMETERS, VersionRelation
+from shoal.optim.diloco.fragments import ExtraTensors, Fragment
 from shoal.optim.diloco.inner import InnerOptimizers
-from shoal.optim.diloco.schedule import SlotCounter
-from shoal.optim.diloco.update_log import (
-    SHARE_FOR_NEWCOMERS,
-    LoggedUpdate,
-    OuterParameters,
-    Wanted,
-    answer,
-    parse_answer,
-    parse_request,
-    request_for,
-)
-from shoal.optim.diloco.version_history import MOST
-from shoal.optim.history.epochs import usual_lag
+from shoal.optim.diloco.messages import OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
+from shoal.optim.diloco.slots import SlotCounter
+from shoal.optim.history.journal import MOST, SHARE_FOR_NEWCOMERS, Update
+from shoal.optim.history.window import Relation, window_of
 from shoal.optim.recovery.state_holder import first_accepted, refusing_nonsense
 from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.training_state import OlderStateError
@@ -111,14 +101,14 @@ class Giving:
                 return OwnedState(described, copies, infos)
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole, is_far_behind = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters](), False
+        found, whole, is_far_behind = dict[int, list[Update]](), dict[int, OuterParameters](), False
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             for number, (version, known) in wanted.items():
                 each = self.fragments[number]
-                if updates := each.kept.since(version):
+                if updates := each.journal.since(version):
                     found[number] = updates
-                elif known is not None and known in each.chain.links:
+                elif known is not None and known in each.journal.entries:
                     metadata, tensors = each.dump()
                     whole[number] = metadata, copies_of(tensors)
                 else:
@@ -166,9 +156,7 @@ class CatchingUp:
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        if self._in_vain >= MOST_IN_VAIN or any(
-            each.standing is VersionRelation.LOST for each in self.rounds.fragments
-        ):
+        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Relation.ELSEWHERE for each in self.rounds.fragments):
             return True
         return self.rounds.counter.slot < self._least_slot
 
@@ -176,8 +164,8 @@ class CatchingUp:
     def _least_slot(self) -> int:
         """A peer before this slot has missed something."""
         rounds = self.rounds
-        lag = usual_lag(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
-        return rounds.tracker.global_epoch - lag
+        window = window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
+        return rounds.tracker.global_epoch - int(window.behind)
 
     def is_needed_before_round(self) -> bool:
         """The same, when this peer is about to end a slot.
@@ -197,13 +185,13 @@ class CatchingUp:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
-        lost = [each for each in rounds.fragments if each.standing is VersionRelation.LOST]
+        lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
         if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
             rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
-            behind = {each.number for each in rounds.fragments if each.standing is VersionRelation.BEHIND}
+            behind = {each.number for each in rounds.fragments if each.standing is Relation.BEHIND}
             missed = self._missed()
             if missed is None or not (lost or behind or missed):
                 return self.download()
@@ -221,7 +209,7 @@ class CatchingUp:
         versions = max(each.state.version for each in lost)
         with self.rounds.tracker.pause_updates():
             self._make(self._begin_to_fetch([each.number for each in lost]))
-        if any(each.standing is VersionRelation.LOST for each in lost):
+        if any(each.standing is Relation.ELSEWHERE for each in lost):
             return False
         self._tell_what_is_lost(versions)
         return True
@@ -235,7 +223,7 @@ class CatchingUp:
         """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
         rounds, schedule = self.rounds, self.rounds.counter.schedule
         slots = range(rounds.counter.slot, rounds.tracker.global_epoch)
-        if len(slots) > rounds.settings.max_staleness * schedule.fragments:
+        if len(slots) > rounds.settings.rules.max_staleness * schedule.fragments:
             return None
         return {schedule.fragment_of(slot) for slot in slots}
 
@@ -257,7 +245,7 @@ class CatchingUp:
         for each in fragments:
             each.may_lack_updates = False
         # Who has lost does not continue what it has: no updates would do.
-        versions = [MOST if each.standing is VersionRelation.LOST else each.state.version for each in fragments]
+        versions = [MOST if each.standing is Relation.ELSEWHERE else each.state.version for each in fragments]
         pairs = zip(fragments, versions, strict=True)
         part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
@@ -265,7 +253,7 @@ class CatchingUp:
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
         """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
         fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
-        updates, whole = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters]()
+        updates, whole = dict[int, list[Update]](), dict[int, OuterParameters]()
         try:
             if found is not None:
                 with refusing_nonsense():
@@ -325,7 +313,7 @@ class CatchingUp:
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
                 for each in rounds.fragments:  # nobody is left who has more
-                    each.standing = VersionRelation.GOOD
+                    each.standing = Relation.WITH
             return False
 
     def _take_over_statistics(self) -> None:

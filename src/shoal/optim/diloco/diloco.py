@@ -18,25 +18,22 @@ from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragments
-from shoal.optim.diloco.in_flight import OuterRound
+from shoal.optim.diloco.contribution import Contribution, Staleness
+from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.fragments import ExtraTensors, Fragments
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager
-from shoal.optim.diloco.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
-from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
-from shoal.optim.diloco.schedule import Schedule, SlotCounter
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.diloco.slot_tracker import make_tracker
-from shoal.optim.diloco.version_history import OuterVersion, hash_of
-from shoal.optim.diloco.weights import Staleness
+from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.progress.company import Company, check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.synchronization import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.optimizer_state import zero_gradients
@@ -204,13 +201,9 @@ class DiLoCo(JointOptimizer):
                 number,
                 part,
                 OuterState(part.read(), factory, outer_scheduler),
-                settings.mixing,
-                average,
-                settings.staleness,
-                max_staleness,
+                settings.rules,
                 lock,
-                settings.compressor(part.length),
-                check_every,
+                Contribution(settings.compressor(part.length)),
                 dht.peer_id.to_bytes(),
             )
             for number, part in enumerate(parts)
@@ -224,7 +217,11 @@ class DiLoCo(JointOptimizer):
             "performance_ema_alpha": performance_ema_alpha,
             "guard": guard,
         }
-        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
+        target = target_batch_size
+        if target is None:
+            target = self.schedule.steps_of(0)
+            defaults["rule"] = StepRule(settings.straggler_patience, overlaps=settings.others_may_be_ahead)
+        self.tracker = ProgressTracker(dht, run_id, target, **{**defaults, **(tracker_opts or {})})
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
             next_chunk_timeout = default_silence(matchmaking_time, averaging_timeout)
@@ -265,8 +262,9 @@ class DiLoCo(JointOptimizer):
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
         rounds = self._rounds
-        target = target_batch_size or 0
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target)
+        self._reporting = Reporting(
+            dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target_batch_size or 0
+        )
         self._become_torch_optimizer({})
         self._begin()
 
@@ -276,10 +274,8 @@ class DiLoCo(JointOptimizer):
             self.averager.run_in_background()
             sharing = self.averager.node.state_sharing
             for each in self._fragments:
-                each.kept.serves_newcomers = lambda: sharing.is_busy
+                each.journal.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            if self.tracker.guard == "open":
-                self._rounds.deeds.advise(self.averager.node)
             self._company = Company(self.run_id, self._describe(), self._on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
@@ -307,7 +303,7 @@ class DiLoCo(JointOptimizer):
             needed={
                 "average": settings.average,
                 "fragments": schedule.fragments,
-                "weighting": settings.weighting,
+                "weighting": settings.rules.weighting,
             },
             shared={} if self.auxiliary else shared,
         )
@@ -491,10 +487,10 @@ class DiLoCo(JointOptimizer):
             each.fragment.write(values)
         self._set_aside = None
 
-    def outer_versions(self) -> list[tuple[OuterVersion, bytes]]:
+    def outer_versions(self) -> list[tuple[Entry, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
         tell the same hash."""
-        return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
+        return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
         return self.inner.param_groups

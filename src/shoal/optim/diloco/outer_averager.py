@@ -19,8 +19,8 @@ from shoal.averaging.state.multi_source import MAX_VOTERS
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
-from shoal.optim.diloco.extra import ROLE as EXTRA_ROLE
-from shoal.optim.diloco.version_history import OuterStatement
+from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
+from shoal.optim.diloco.messages import OuterStatement
 from shoal.p2p import PeerID
 
 

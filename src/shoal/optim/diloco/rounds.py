@@ -18,15 +18,14 @@ from shoal.base.logs import Seldom
 from shoal.errors import AllreduceException
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
-from shoal.optim.diloco.contributions import OuterContributions
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.in_flight import ANY_SLOT, PARAMETERS, ExpectedMembers, Flight, OuterRound
+from shoal.optim.diloco.contribution import PARAMETERS
+from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, OuterRound
+from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.inner import InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
-from shoal.optim.diloco.schedule import SlotCounter, group_of
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.history.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
+from shoal.optim.diloco.slots import ANY_SLOT, Attendance, ExpectedMembers, SlotCounter, group_of
+from shoal.optim.history.window import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.progress.records import LocalTrainingProgress
 from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
@@ -34,7 +33,7 @@ from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
-    from shoal.optim.diloco.slot_tracker import OuterTracker
+    from shoal.optim.progress_tracker import ProgressTracker
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class OuterRounds:
     counter: SlotCounter
     fragments: Sequence[FragmentUpdates]
     inner: InnerOptimizers
-    tracker: OuterTracker
+    tracker: ProgressTracker
     averager: OuterAverager
     extra: ExtraTensors
     """What is averaged as it is, with the first fragment."""
@@ -68,7 +67,7 @@ class OuterRounds:
     _expected: dict[int, ExpectedMembers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.deeds = OuterContributions(self.tracker.board)
+        self.attendance = Attendance(self.tracker.board)
         self._warn_seldom = Seldom(logger.warning)
 
     def end_slot(self) -> None:
@@ -112,7 +111,7 @@ class OuterRounds:
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
         coming = self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
-        return self.tracker.whom_to_wait_for(coming)
+        return self.attendance.worth_waiting_for(coming)
 
     def _goes_back_to_others(self, slot: int) -> bool:
         """Whether this peer is too far ahead of others that do not follow it, and has gone to their slot.
@@ -124,7 +123,7 @@ class OuterRounds:
             last = max(self._slots_near(0), default=slot)
             is_too_far = last < slot - 1
         else:
-            slots = self.tracker.board.slots_of_companions(get_dht_time()).values()
+            slots = self.attendance.slots_of_companions(get_dht_time()).values()
             last = max(slots, default=slot)
             # If they have not moved since this peer waited for them there, they do not train.
             is_alive = last > self._went_back_to
@@ -172,7 +171,7 @@ class OuterRounds:
         tracker = self.tracker
         if tracker.expected_members(until_epoch=ANY_SLOT):
             return True
-        if tracker.board.is_cut_off(get_dht_time()):
+        if self.attendance.is_cut_off(get_dht_time()):
             self._warn_seldom(
                 "this peer reaches nobody, although others have not left: it makes no update until they are back, or "
                 "silent for a minute. Is it offline?"
@@ -189,10 +188,10 @@ class OuterRounds:
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
-        size, board, slot = self.averager.group_size, self.tracker.board, self.counter.slot
+        size, slot = self.averager.group_size, self.counter.slot
         if self.settings.average != PARAMETERS or size is None or self.counter.schedule.sync_every is None:
             return None
-        others = board.everybody(get_dht_time())
+        others = self.attendance.everybody(get_dht_time())
         if len(others) < size:
             return None
         bits, members = group_of(self.dht.peer_id.to_bytes(), others, slot, size)
@@ -203,7 +202,7 @@ class OuterRounds:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
         self.counter.go_to(slot)
         if self.counter.schedule.sync_every is not None:
-            self.tracker.board.set_steps(self.counter.schedule.steps_of(slot))
+            self.tracker.board.set_target(self.counter.schedule.steps_of(slot))
         self.tracker.update_epoch(slot, members=list(members))
         if not self.averager.client_mode:
             self.averager.state_sharing_priority = slot
@@ -276,18 +275,18 @@ class OuterRounds:
             is_drawn: nobody else can come.
         """
         settings = self.settings
-        delay = settings.fragment_sync_delay
         # A newcomer counts if it was there for half of the steps.
-        least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
-        flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
+        half = -(-(self.counter.schedule.sync_every or 0) // 2)
+        least, each.contribution.is_fresh = half if each.contribution.is_fresh else 0, False
+        flight = each.begin(slot, self.averager.vectors[each.number], least)
         if not expected:
-            self.deeds.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
+            self.attendance.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
             return
         if each.number == 0:
             self.extra.read(self.averager.extra)
         # Where groups are drawn, none of them is most of the run.
         needs_most = not is_drawn and settings.average != PARAMETERS
-        electorate = expected | self.tracker.electorate(slot - self._reach) if needs_most else set()
+        electorate = expected | self.attendance.electorate(get_dht_time(), slot - self._reach) if needs_most else set()
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
@@ -328,7 +327,7 @@ class OuterRounds:
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
                 if flight.control.began_allreduce or self._others_are_there(flight.slot):
-                    self.deeds.note(flight, None)
+                    self.attendance.note(flight, None)
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return
@@ -339,9 +338,9 @@ class OuterRounds:
         if has_met_others:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
             expected = replace(self._expected[each.number], patience=time.monotonic() - began_at)
-            self.deeds.note(flight, expected)
+            self.attendance.note(flight, expected)
         done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
-        if not flight.is_finite:
+        if not flight.message.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
             each.reset_model()
             self.inner.forget_what_is_not_finite()
@@ -362,7 +361,7 @@ class OuterRounds:
         if control.done() or control.began_allreduce:
             return False
         last = flight.slot + (len(self.fragments) if self.settings.fragment_sync_delay is None else 1)
-        others = self.tracker.electorate(flight.slot - self._reach)
+        others = self.attendance.electorate(get_dht_time(), flight.slot - self._reach)
         return 2 * (1 + len(self.tracker.still_expected(dict.fromkeys(others, last)))) <= 1 + len(others)
 
     def _tell(self, done: OuterRound) -> None:

@@ -19,11 +19,17 @@ from shoal.compression import (
 )
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
-from shoal.optim.diloco.compressor import Compressor, default_feedback
-from shoal.optim.diloco.in_flight import AVERAGES, PARAMETERS
-from shoal.optim.diloco.merge_policy import MergePolicy
-from shoal.optim.diloco.schedule import Schedule
-from shoal.optim.diloco.weights import Staleness, check_weighting, usual_staleness
+from shoal.optim.diloco.contribution import (
+    AVERAGES,
+    PARAMETERS,
+    Compressor,
+    check_weighting,
+    default_feedback,
+    usual_staleness,
+)
+from shoal.optim.diloco.fragment_updates import UpdateRules
+from shoal.optim.diloco.fragments import MergePolicy
+from shoal.optim.diloco.slots import Schedule
 from shoal.optim.joint_optimizer import check_run_id
 from shoal.optim.progress.records import count_of_samples
 
@@ -43,18 +49,13 @@ class OuterSettings:
     """For so many seconds the first peer that is ready waits for others."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
-    mixing: MergePolicy
+    rules: UpdateRules
     codec: CompressionBase
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
     """The share of what a message has left out that is added to the next one."""
-    check_every: int
-    """Peers compare the bits of their outer parameters after so many updates of a fragment."""
     average: str
-    weighting: str
-    staleness: Staleness
-    max_staleness: int
     auxiliary: bool
     """Only help others, without batches of its own."""
 
@@ -108,12 +109,18 @@ class OuterSettings:
             given,
             batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
-            mixing=MergePolicy.choose(given["fragment_update_alpha"], delay),
+            rules=UpdateRules(
+                MergePolicy.choose(given["fragment_update_alpha"], delay),
+                average,
+                check_weighting(given["weighting"]),
+                given["staleness"] or usual_staleness,
+                given["max_staleness"],
+                check_every,
+                delay,
+            ),
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),
-            weighting=check_weighting(given["weighting"]),
-            staleness=given["staleness"] or usual_staleness,
         )
 
     @property
@@ -153,7 +160,8 @@ class OuterSettings:
         """What all peers of a run must have in common, in words."""
         every = schedule.sync_every
         length = f"{schedule.target_batch_size} samples per slot" if every is None else f"sync_every {every}"
-        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {self.weighting}"
+        weighting = self.rules.weighting
+        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {weighting}"
 
 
 def _check_auxiliary(given: Mapping[str, Any], averager_opts: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from shoal.averaging.state.download import GivenState, Layout, OwnedState, State
 from shoal.base.logs import Seldom, one_line
 from shoal.base.reactor import in_thread
 from shoal.errors import StateRefusedError
-from shoal.optim.history.round_history import LineageKeeper
+from shoal.optim.history.journal import LineageKeeper
 from shoal.optim.setup.devices import LaunchedWork
 from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.schedules import catch_up, check_received_schedule, dump_scheduler_state, load_scheduler_state

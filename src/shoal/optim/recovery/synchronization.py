@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
 from shoal.errors import ShoalError
-from shoal.optim.history.epochs import usual_lag
 from shoal.optim.history.fork_choice import ForkChoice
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
+from shoal.optim.history.window import window_of
 
 if TYPE_CHECKING:
     from shoal.optim.global_step import GlobalStep
@@ -103,7 +103,7 @@ class Synchronization:
         self._tracker, self._global_step = tracker, global_step
         self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
         self._closing, self._overlaps = closing, global_step.settings.overlaps
-        self._usual_lag = usual_lag(overlaps=self._overlaps)
+        self._usual_lag = int(window_of(overlaps=self._overlaps).behind)
         self._strict_check_due = True
         self._has_looked = False
         self._has_told_what_is_lost = False

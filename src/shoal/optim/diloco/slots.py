@@ -1,0 +1,338 @@
+"""Slots: when peers exchange which fragment, and how they agree that a slot is over.
+
+The exchanges of a run are numbered. Each of them, a *slot*, is for one fragment: slot k for fragment ``k % fragments``.
+The number is agreed in the swarm, so a peer that hears of a later slot goes there and skips those between. To the
+progress tracker, slots are epochs. They are counted in samples of all peers; or in inner steps, which nobody adds up:
+then the first peer that has made all of them ends the slot (:class:`StepRule`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from shoal.base.clock import get_dht_time
+from shoal.optim.history.fork_choice import weights_of
+from shoal.optim.progress.board import EpochRule, ProgressBoard
+from shoal.optim.progress.records import Companion, GlobalTrainingProgress, LocalTrainingProgress, expected_members
+from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.optim.diloco.fragment_updates import Flight
+
+# Later than all slots.
+ANY_SLOT = 2**62
+
+
+def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
+    """Whom a peer meets in a slot if peers meet in groups.
+
+    Groups are drawn anew for each slot, in the same way by all peers that know the same others. Else fast peers would
+    meet none but each other, and two halves of a run would hardly mix.
+
+    Args:
+        own: this peer.
+        others: all other peers, in any order.
+        slot: number of the slot.
+        size: of a group; the last one may be smaller.
+
+    Returns:
+        The bits under which the group meets, and its other members.
+    """
+    order = sorted({own, *others}, key=lambda peer: hashlib.sha256(slot.to_bytes(8) + peer).digest())
+    number = order.index(own) // size
+    return f"{slot % 2**8:08b}{number % 2**16:016b}", set(order[number * size : (number + 1) * size]) - {own}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Says how long each slot is. Exactly one of ``sync_every`` and ``target_batch_size`` is given.
+
+    Raises:
+        ValueError: both or none of them are given, or there are more fragments than steps between two exchanges.
+    """
+
+    fragments: int = 1
+    """How many fragments the parameters have."""
+    sync_every: int | None = None
+    """Inner steps from one exchange of a fragment to the next one. Slots are evenly spread over these steps."""
+    target_batch_size: int | None = None
+    """Samples of all peers together in each slot."""
+
+    def __post_init__(self) -> None:
+        if (self.sync_every is None) == (self.target_batch_size is None):
+            raise ValueError(
+                "give either sync_every, the inner steps between two exchanges, or target_batch_size, the samples of "
+                f"all peers between two exchanges: got {self.sync_every} and {self.target_batch_size}"
+            )
+        if self.fragments < 1:
+            raise ValueError(f"there must be at least 1 fragment, got {self.fragments}")
+        if self.sync_every is not None and self.sync_every < self.fragments:
+            raise ValueError(
+                f"{self.fragments} fragments do not fit into sync_every={self.sync_every} inner steps, one step each: "
+                "use fewer fragments or exchange less often"
+            )
+
+    def fragment_of(self, slot: int) -> int:
+        """The fragment that is exchanged at the end of a slot."""
+        return slot % self.fragments
+
+    def due_at(self, slot: int) -> int:
+        """After how many inner steps of the run a slot ends; 0 for the slot before the first one.
+
+        Only with ``sync_every``. A fragment is exchanged every ``sync_every`` steps exactly, whether or not the number
+        of fragments divides that.
+        """
+        assert self.sync_every is not None, "with target_batch_size nobody knows how many steps a slot has"
+        if slot < 0:
+            return 0
+        period, fragment = divmod(slot, self.fragments)
+        return period * self.sync_every + (fragment + 1) * self.sync_every // self.fragments
+
+    def steps_of(self, slot: int) -> int:
+        """How many inner steps a slot has. Only with ``sync_every``."""
+        return self.due_at(slot) - self.due_at(slot - 1)
+
+
+class SlotCounter:
+    """Where one peer is in the run: the slot, and what the peer has done in it.
+
+    Args:
+        schedule: says how long slots are.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.slot = 0
+        self.steps = 0
+        """Inner steps of this peer in this slot."""
+        self.samples = 0
+        """Samples of this peer in this slot."""
+
+    def count(self, samples: int) -> None:
+        """This peer has made an inner step with so many samples."""
+        self.steps += 1
+        self.samples += samples
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this peer has made all the steps of the slot. With ``target_batch_size`` it cannot tell by itself."""
+        return self.schedule.sync_every is not None and self.steps >= self.schedule.steps_of(self.slot)
+
+    def go_to(self, slot: int) -> None:
+        """The slot is over, or the swarm is at a later one. What is done from now on belongs to ``slot``."""
+        if slot != self.slot:
+            self.slot, self.steps, self.samples = slot, 0, 0
+
+    @property
+    def position(self) -> int:
+        """Where a learning rate schedule stands, the same in all peers at the same point of the run.
+
+        With ``sync_every`` this is the number of inner steps of the run. It moves with this peer's steps, but not
+        beyond the end of the slot. With ``target_batch_size`` it is the number of slots.
+        """
+        if self.schedule.sync_every is None:
+            return self.slot
+        begins, ends = self.schedule.due_at(self.slot - 1), self.schedule.due_at(self.slot)
+        return min(begins + self.steps, ends)
+
+
+# --- the end of a slot that is counted in inner steps -----------------------------------------------------------------
+
+
+class StepRule(EpochRule):
+    """Ends a slot when the first peer has made all its inner steps. The others may complete theirs, but not for longer
+    than the patience of the first one.
+
+    Args:
+        patience: how long others are waited for, in seconds.
+        overlaps: whether others may be at the next slot although this peer has missed nothing.
+    """
+
+    adds_up = False
+
+    def __init__(self, patience: float, *, overlaps: bool = False) -> None:
+        self._patience, self._overlaps = patience, overlaps
+        self.is_late = False
+        """Whether the latest round failed here. Others may have met without this peer, and need not wait for it."""
+        # Of the slot with this number: until when this peer may continue, by what it has heard so far.
+        self._deadline: tuple[int, float] = (-1, math.inf)
+
+    def share(self, target: int, num_peers: int) -> float:
+        return target  # what matters is when a peer will have made all steps
+
+    def summary(
+        self, progress: GlobalTrainingProgress, records: Collection[LocalTrainingProgress], now: float
+    ) -> GlobalTrainingProgress:
+        target, ends = progress.target_batch_size, [math.inf]
+        for record in records:
+            left = target - record.samples_accumulated
+            if left <= 0:
+                ends.append(now)
+            elif record.samples_per_second > 0:
+                ends.append(max(now, record.time + left / record.samples_per_second))
+        most = max((record.samples_accumulated for record in records), default=0)
+        return replace(progress, samples_accumulated=most, eta_next_epoch=min(*ends, now + FAR_AHEAD))
+
+    def end(
+        self,
+        progress: GlobalTrainingProgress,
+        own: LocalTrainingProgress,
+        called_end: Callable[[float], float],
+        now: float,
+    ) -> float:
+        ahead = progress.epoch - own.epoch
+        if own.samples_accumulated >= progress.target_batch_size or (ahead > 0 and not (self._overlaps and ahead == 1)):
+            return now
+        called = called_end(progress.eta_next_epoch)
+        if ahead > 0:  # others are training on already, and may wait in the background
+            called = min(called, now + self._patience)
+        if self.is_late:  # with fewer steps it meets them; with all of them it would be late again
+            called = min(called, progress.eta_next_epoch)
+        slot, known = self._deadline
+        self._deadline = own.epoch, min(called, known if slot == own.epoch else math.inf)
+        return max(now, self._deadline[1])
+
+    def declared_end(self, end: float, own: LocalTrainingProgress, target: int, now: float, patience: float) -> float:
+        return now + patience if own.samples_accumulated >= target else end
+
+
+# A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
+FAR_AHEAD = 1e9
+
+
+# --- who comes to rounds ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpectedMembers:
+    """The peers that are expected in the round at the end of a slot."""
+
+    slot: int
+    peers: Collection[PeerID]
+    since: float
+    """DHT time at which this peer begins to wait."""
+    patience: float
+    """Training may stand still for these peers for this many seconds."""
+
+
+class Attendance:
+    """Which peers come to rounds, which may end long after their slots, and overlap.
+
+    Args:
+        board: knows the progress of all peers.
+    """
+
+    def __init__(self, board: ProgressBoard) -> None:
+        self._board = board
+        # Peers that were expected in the last round for which they could have come, and did not come; and its slot.
+        self._absent: Mapping[bytes, int] = MappingProxyType({})
+
+    def note(self, flight: Flight, expected: ExpectedMembers | None) -> None:
+        """A round has ended.
+
+        Args:
+            expected: its expected members; ``None``: it has failed here, and others may have had it without this peer.
+        """
+        board, guard, result, now = self._board, self._board.guard, flight.result, get_dht_time()
+        with board.lock:
+            if isinstance(board.rule, StepRule):
+                board.rule.is_late = expected is None
+            if expected is None:
+                guard.begin_to_wait((), now, 0.0)
+                guard.note_round({}, now)
+                guard.note_who_went_on((), board.companions, now, flight.slot)
+                return
+            samples: dict[bytes, float] = {}
+            if result is not None:
+                guard.note_failures([peer.to_bytes() for peer in result.seen_failing], result.duration, now)
+                done = {peer.to_bytes(): each for peer, each in zip(result.peers, flight.group.done, strict=True)}
+                samples = {peer: done[peer] if weight else 0 for peer, weight in weights_of(result).items()}
+            self.note_members(samples, now, expected)
+
+    def note_members(self, samples: Mapping[bytes, float], now: float, expected: ExpectedMembers) -> None:
+        """A round is over, in which these members have brought this much; empty if this peer was alone."""
+        board, peers = self._board, {peer.to_bytes() for peer in expected.peers}
+        known = {peer: slot for peer, slot in self._absent.items() if peer in board.companions}
+        absent = {**known, **dict.fromkeys(peers, expected.slot)}
+        self._absent = {peer: slot for peer, slot in absent.items() if peer not in samples}
+        board.guard.begin_to_wait(peers, expected.since, expected.patience)
+        board.guard.note_round(samples, now, board.companions, expected.slot)
+
+    def everybody(self, now: float) -> set[bytes]:
+        """All other peers that are known and can be reached, whatever slot they are at."""
+        with self._board.lock:
+            return self._reachable(now).keys() - self._board.strangers()
+
+    def electorate(self, now: float, earliest: int) -> set[PeerID]:
+        """Other peers that count when it is asked whether most have come to a round.
+
+        These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
+        waiting for them. Otherwise two halves of a run could each be most of those that count: when they wait for
+        nobody else, or when one of them is some slots ahead. A peer that missed a round it was expected in is not
+        counted until it shows up, unless it advanced without this one. Nor are newcomers as long as they may not join,
+        because others of them have cost too much time.
+
+        Args:
+            earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
+                peer's slot on.
+        """
+        board = self._board
+        with board.lock:
+            kin = board.kin(now)
+            coming = expected_members(board.own.epoch, ANY_SLOT, kin, board.last_members, now)
+            present = {peer for peer in coming if board.guard.has_time_for(peer, now)}
+            met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
+            return {PeerID(peer) for peer in present | met if not self._is_absent(peer)}
+
+    def _is_absent(self, peer: bytes) -> bool:
+        """Whether a peer was expected recently, and neither came nor advanced, as far as this one believes it."""
+        slot = self._absent.get(peer)
+        if slot is None:
+            return False
+        return self._board.companions[peer].record.epoch <= slot or not self._board.guard.is_proven(peer)
+
+    def slots_of_companions(self, now: float) -> dict[bytes, int]:
+        """The slots of others that can be called and were in a round with this peer."""
+        with self._board.lock:
+            return self._slots_of_met(now)
+
+    def _slots_of_met(self, now: float) -> dict[bytes, int]:
+        guard = self._board.guard
+        return {peer: c.record.epoch for peer, c in self._reachable(now).items() if guard.has_met(peer)}
+
+    def _reachable(self, now: float) -> dict[bytes, Companion]:
+        companions = self._board.companions.items()
+        return {peer: c for peer, c in companions if c.is_reachable(now) and not c.record.is_donor}
+
+    def worth_waiting_for(self, peers: Collection[PeerID]) -> set[PeerID]:
+        """Of several peers that may come, those that are worth waiting for."""
+        with self._board.lock:
+            found = self._board.guard.whom_to_wait_for({peer.to_bytes() for peer in peers}, get_dht_time())
+            return set(map(PeerID, found))
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
+
+        Others with whom it was in a round have fallen silent, without a goodbye, and their system did not refuse the
+        call. If there is only one of them, one of both must continue. Records of strangers say nothing: anybody can
+        publish some that nobody answers for.
+
+        Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
+        have expired, however they fell silent.
+        """
+        board = self._board
+        with board.lock:
+            fell_silent = {
+                peer: c
+                for peer, c in board.companions.items()
+                if c.unreachable_since is not None and c.expiration >= now and not c.record.is_donor
+            }
+            if board.own.client_mode:
+                return bool(fell_silent)
+            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and board.guard.has_met(peer)]
+            return len(silent) > 1 or any(peer < board.own.peer_id for peer in silent)
