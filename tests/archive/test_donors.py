@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.averaging.state.upload_slots import UploadSlots
-from shoal.optim.diloco.slots import Attendance, StepRule
+from shoal.optim.diloco.slots import StepRule
 from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.message import ProgressMessage
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
@@ -39,7 +39,7 @@ def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
     assert board.expected_members(NOW, EPOCH + 9) == {b"other"}
     assert board.still_expected(NOW, {b"donor": EPOCH, b"other": EPOCH}) == {b"other"}
     assert board.global_progress(NOW).num_peers == 1
-    assert Attendance(board).everybody(NOW) == {b"other"}
+    assert board.present(NOW) == [b"other"]
 
 
 def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:

@@ -199,7 +199,9 @@ def rounds_of(peer, ask):
         end_flights=lambda: None,
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
-        settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4, others_may_be_ahead=False),
+        settings=SimpleNamespace(
+            average="pseudo_gradients", rules=SimpleNamespace(max_staleness=4), others_may_be_ahead=False
+        ),
         averager=SimpleNamespace(load_part_from_peers=ask),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),

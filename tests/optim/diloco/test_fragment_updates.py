@@ -368,7 +368,8 @@ def test_the_same_slot_alone_once_more_is_another_update():
     a.train()
     alone(0, a)
     first = a.updates.journal.newest, a.outer
-    a.updates.restore(metadata, tensors, Effort(), 0, is_fresh=False)
+    a.updates.restore(metadata, tensors)
+    a.updates.contribution.forget()
     with torch.no_grad():
         a.parameter.copy_(b.parameter)
     a.target = B

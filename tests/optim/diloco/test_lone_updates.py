@@ -12,6 +12,7 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
+from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
@@ -42,13 +43,15 @@ OPTIONS = {
     "fragment_update_alpha": None,
     "weighting": "batch",
     "staleness": None,
+    "verbose": False,
 }
 
 
-class Attendance:
-    """Knows which peers come."""
+class Known(Attendance):
+    """Knows others only by the slots at which they are."""
 
-    def __init__(self, tracker):
+    def __init__(self, tracker, *args, **options):
+        super().__init__(tracker, *args, **options)
         self.tracker, self.not_worth_it, self.voters = tracker, set(), set()
 
     def note(self, flight, expected):
@@ -68,7 +71,7 @@ class Attendance:
 
 
 class Tracker:
-    """Knows others only by the slots at which they are."""
+    """Knows the slots of others."""
 
     def __init__(self, slots, dead):
         self.slots, self.own, self.dead = [slot for slot in slots if slot not in dead], 0, dead
@@ -92,19 +95,18 @@ class Tracker:
         self.own = epoch
 
 
-def rounds_with(slots, own, dead=(), client_mode=False, **options):
+def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
     peer = Peer(A)
     averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
     settings = OuterSettings.resolve({**OPTIONS, **options})
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
     tracker.own = own
-    dht = SimpleNamespace(peer_id=peer.id)
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     lock = threading.RLock()
-    rest = inner, tracker, averager, ExtraTensors(()), lock, 1.0, logging.DEBUG
-    rounds = OuterRounds(dht, settings, counter, [peer.updates], *rest)
-    rounds.attendance = Attendance(tracker)
+    attendance = Known(tracker, settings, fragments, is_client=client_mode)
+    rest = inner, tracker, averager, ExtraTensors(()), lock, attendance
+    rounds = OuterRounds(peer.id, settings, counter, [peer.updates], *rest)
     peer.train()
     return rounds, peer
 
@@ -140,7 +142,7 @@ def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch,
     rounds, peer = rounds_with(slots, own, **options)
     before = peer.model
     now = 1000.0
-    monkeypatch.setattr("shoal.optim.diloco.rounds.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.optim.diloco.attendance.time.monotonic", lambda: now)
     rounds.end_slot()
     if slots == [own - EPOCHS_AHEAD] and rounds.settings.overlaps:
         assert rounds.counter.slot == own, "others get some time to catch up"
@@ -205,8 +207,8 @@ def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
 def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(caplog, slots, delay, is_passed_over):
     """The one that is behind gives up, and meets the others in the next slot."""
     caplog.set_level(logging.DEBUG, "shoal")
-    rounds, peer = rounds_with(slots, 5, fragment_sync_delay=delay)
-    rounds.matchmaking_time, rounds.fragments = 0.01, [peer.updates, Peer(A).updates]
+    rounds, peer = rounds_with(slots, 5, fragments=2, fragment_sync_delay=delay, matchmaking_time=0.01)
+    rounds.fragments = [peer.updates, Peer(A).updates]
     others = dict(enumerate(slots))
     rounds.attendance.voters = set(others)
     rounds.tracker.still_expected = lambda last: {peer for peer in last if others[peer] <= last[peer]}
@@ -221,13 +223,12 @@ def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(ca
 
 
 def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
-    rounds, _ = rounds_with([4, 5, 6], 5, fragment_sync_delay=None)
-    rounds.fragments = [*rounds.fragments, None]
+    rounds, _ = rounds_with([4, 5, 6], 5, fragments=2, fragment_sync_delay=None)
     rounds.tracker.board.companions_to_call = lambda now: [SimpleNamespace(epoch=4, peer_id=bytes([4]))]
     behind = PeerID(bytes([4]))
-    assert rounds.whom_to_expect() == {5, 6, behind}
+    assert rounds.attendance.expected(5) == {5, 6, behind}
     rounds.attendance.not_worth_it = {behind}
-    assert rounds.whom_to_expect() == {5, 6}
+    assert rounds.attendance.expected(5) == {5, 6}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.diloco.slots import Attendance, ExpectedMembers, Schedule, SlotCounter, StepRule, group_of
+from shoal.optim.diloco.attendance import Attendance
+from shoal.optim.diloco.fragment_updates import ExpectedMembers
+from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule, group_of
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
@@ -32,7 +34,7 @@ def board(request):
 
 @pytest.fixture
 def attendance(board):
-    return Attendance(board)
+    return Attendance(SimpleNamespace(board=board), SimpleNamespace(), 1, is_client=False)
 
 
 def meets(attendance, members, slot=0, absent=()):

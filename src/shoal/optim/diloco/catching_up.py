@@ -176,7 +176,7 @@ class CatchingUp:
         if self.is_needed():
             return True
         rounds = self.rounds
-        if rounds.tracker.knows_others and not rounds.whom_to_expect():
+        if rounds.tracker.knows_others and not rounds.attendance.expected(rounds.counter.slot):
             rounds.tracker.believe_as_a_newcomer()
             return self.is_needed()
         return False

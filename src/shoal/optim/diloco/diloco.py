@@ -17,6 +17,7 @@ from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
+from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
 from shoal.optim.diloco.contribution import Contribution, Staleness
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
@@ -247,7 +248,7 @@ class DiLoCo(JointOptimizer):
             **(averager_opts or {}),
         )
         self._rounds = OuterRounds(
-            dht,
+            dht.peer_id,
             settings,
             self._counter,
             self._fragments,
@@ -256,8 +257,7 @@ class DiLoCo(JointOptimizer):
             self.averager,
             extra,
             lock,
-            matchmaking_time,
-            logging.INFO if verbose else logging.DEBUG,
+            Attendance(self.tracker, settings, len(parts), is_client=client_mode),
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None

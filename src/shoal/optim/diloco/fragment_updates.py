@@ -46,6 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class ExpectedMembers:
+    """The peers that are expected in the round at the end of a slot."""
+
+    slot: int
+    peers: Collection[PeerID]
+    since: float
+    """DHT time at which this peer begins to wait."""
+    patience: float
+    """Training may stand still for these peers for this many seconds."""
+
+
+@dataclass(frozen=True)
 class UpdateRules:
     """How messages count and results are applied, the same in all peers but for ``delay`` and ``merge``."""
 
@@ -140,6 +152,8 @@ class Flight:
     """Inner steps since the message was made."""
     control: StepControl | None = None
     """``None``: nobody else is there."""
+    expected: ExpectedMembers | None = None
+    """The peers that were expected when it began."""
     group: GroupFinding = GroupFinding()
     """Of the latest group."""
     attempts: set[bytes] = field(default_factory=set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ class OuterSettings:
 
     batch_size_per_step: int | None
     averaging_timeout: float
+    matchmaking_time: float
+    loglevel: int
     straggler_patience: float
     """For so many seconds the first peer that is ready waits for others."""
     fragment_sync_delay: int | None
@@ -118,6 +121,7 @@ class OuterSettings:
                 check_every,
                 delay,
             ),
+            loglevel=logging.INFO if given["verbose"] else logging.DEBUG,
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shoal.base.clock import get_dht_time
-from shoal.optim.history.fork_choice import weights_of
-from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.records import Companion, GlobalTrainingProgress, LocalTrainingProgress, expected_members
-from shoal.p2p import PeerID
+from shoal.optim.progress.board import EpochRule
+from shoal.optim.progress.records import GlobalTrainingProgress, LocalTrainingProgress
 
 if TYPE_CHECKING:
-    from shoal.optim.diloco.fragment_updates import Flight
+    pass
 
 # Later than all slots.
 ANY_SLOT = 2**62
@@ -203,136 +199,3 @@ class StepRule(EpochRule):
 
 # A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
 FAR_AHEAD = 1e9
-
-
-# --- who comes to rounds ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ExpectedMembers:
-    """The peers that are expected in the round at the end of a slot."""
-
-    slot: int
-    peers: Collection[PeerID]
-    since: float
-    """DHT time at which this peer begins to wait."""
-    patience: float
-    """Training may stand still for these peers for this many seconds."""
-
-
-class Attendance:
-    """Which peers come to rounds, which may end long after their slots, and overlap.
-
-    Args:
-        board: knows the progress of all peers.
-    """
-
-    def __init__(self, board: ProgressBoard) -> None:
-        self._board = board
-        # Peers that were expected in the last round for which they could have come, and did not come; and its slot.
-        self._absent: Mapping[bytes, int] = MappingProxyType({})
-
-    def note(self, flight: Flight, expected: ExpectedMembers | None) -> None:
-        """A round has ended.
-
-        Args:
-            expected: its expected members; ``None``: it has failed here, and others may have had it without this peer.
-        """
-        board, guard, result, now = self._board, self._board.guard, flight.result, get_dht_time()
-        with board.lock:
-            if isinstance(board.rule, StepRule):
-                board.rule.is_late = expected is None
-            if expected is None:
-                guard.begin_to_wait((), now, 0.0)
-                guard.note_round({}, now)
-                guard.note_who_went_on((), board.companions, now, flight.slot)
-                return
-            samples: dict[bytes, float] = {}
-            if result is not None:
-                guard.note_failures([peer.to_bytes() for peer in result.seen_failing], result.duration, now)
-                done = {peer.to_bytes(): each for peer, each in zip(result.peers, flight.group.done, strict=True)}
-                samples = {peer: done[peer] if weight else 0 for peer, weight in weights_of(result).items()}
-            self.note_members(samples, now, expected)
-
-    def note_members(self, samples: Mapping[bytes, float], now: float, expected: ExpectedMembers) -> None:
-        """A round is over, in which these members have brought this much; empty if this peer was alone."""
-        board, peers = self._board, {peer.to_bytes() for peer in expected.peers}
-        known = {peer: slot for peer, slot in self._absent.items() if peer in board.companions}
-        absent = {**known, **dict.fromkeys(peers, expected.slot)}
-        self._absent = {peer: slot for peer, slot in absent.items() if peer not in samples}
-        board.guard.begin_to_wait(peers, expected.since, expected.patience)
-        board.guard.note_round(samples, now, board.companions, expected.slot)
-
-    def everybody(self, now: float) -> set[bytes]:
-        """All other peers that are known and can be reached, whatever slot they are at."""
-        with self._board.lock:
-            return self._reachable(now).keys() - self._board.strangers()
-
-    def electorate(self, now: float, earliest: int) -> set[PeerID]:
-        """Other peers that count when it is asked whether most have come to a round.
-
-        These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
-        waiting for them. Otherwise two halves of a run could each be most of those that count: when they wait for
-        nobody else, or when one of them is some slots ahead. A peer that missed a round it was expected in is not
-        counted until it shows up, unless it advanced without this one. Nor are newcomers as long as they may not join,
-        because others of them have cost too much time.
-
-        Args:
-            earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
-                peer's slot on.
-        """
-        board = self._board
-        with board.lock:
-            kin = board.kin(now)
-            coming = expected_members(board.own.epoch, ANY_SLOT, kin, board.last_members, now)
-            present = {peer for peer in coming if board.guard.has_time_for(peer, now)}
-            met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
-            return {PeerID(peer) for peer in present | met if not self._is_absent(peer)}
-
-    def _is_absent(self, peer: bytes) -> bool:
-        """Whether a peer was expected recently, and neither came nor advanced, as far as this one believes it."""
-        slot = self._absent.get(peer)
-        if slot is None:
-            return False
-        return self._board.companions[peer].record.epoch <= slot or not self._board.guard.is_proven(peer)
-
-    def slots_of_companions(self, now: float) -> dict[bytes, int]:
-        """The slots of others that can be called and were in a round with this peer."""
-        with self._board.lock:
-            return self._slots_of_met(now)
-
-    def _slots_of_met(self, now: float) -> dict[bytes, int]:
-        guard = self._board.guard
-        return {peer: c.record.epoch for peer, c in self._reachable(now).items() if guard.has_met(peer)}
-
-    def _reachable(self, now: float) -> dict[bytes, Companion]:
-        companions = self._board.companions.items()
-        return {peer: c for peer, c in companions if c.is_reachable(now) and not c.record.is_donor}
-
-    def worth_waiting_for(self, peers: Collection[PeerID]) -> set[PeerID]:
-        """Of several peers that may come, those that are worth waiting for."""
-        with self._board.lock:
-            found = self._board.guard.whom_to_wait_for({peer.to_bytes() for peer in peers}, get_dht_time())
-            return set(map(PeerID, found))
-
-    def is_cut_off(self, now: float) -> bool:
-        """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
-
-        Others with whom it was in a round have fallen silent, without a goodbye, and their system did not refuse the
-        call. If there is only one of them, one of both must continue. Records of strangers say nothing: anybody can
-        publish some that nobody answers for.
-
-        Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
-        have expired, however they fell silent.
-        """
-        board = self._board
-        with board.lock:
-            fell_silent = {
-                peer: c
-                for peer, c in board.companions.items()
-                if c.unreachable_since is not None and c.expiration >= now and not c.record.is_donor
-            }
-            if board.own.client_mode:
-                return bool(fell_silent)
-            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and board.guard.has_met(peer)]
-            return len(silent) > 1 or any(peer < board.own.peer_id for peer in silent)
