@@ -31,6 +31,8 @@ from shoal.base.logs import (
 )
 from shoal.testing import run
 
+pytestmark = pytest.mark.oldest
+
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
 SPEAK = """
@@ -333,7 +335,7 @@ except ValueError:
 
 
 def test_lines_of_the_program_itself_stay_as_they_are() -> None:
-    script = 'import logging, shoal.base.logs\nshoal.logs.use_hivemind_log_handler("in_root_logger")\n'
+    script = 'import logging, shoal.base.logs\nshoal.base.logs.use_hivemind_log_handler("in_root_logger")\n'
     assert "\ttab" in output_of(script + 'logging.getLogger("mine").warning("a\\ttab")')[0]
 
 

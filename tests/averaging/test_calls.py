@@ -22,6 +22,8 @@ from shoal.averaging.redialling import (
 from shoal.errors import DialError, InterruptedDialError, NoReservationError, RefusedDialError, StreamClosedError
 from shoal.testing import run
 
+pytestmark = pytest.mark.once
+
 
 def calls(
     failures: int, seconds: float, dials: list[float], error: type[DialError] = DialError

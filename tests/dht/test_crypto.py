@@ -30,6 +30,8 @@ from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import DHTRecord
 from shoal.peers.identity import Identity
 
+pytestmark = pytest.mark.oldest
+
 KEY = DHTID.generate("key").to_bytes()
 
 

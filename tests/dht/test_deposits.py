@@ -91,14 +91,14 @@ async def test_a_node_is_not_named_while_its_answer_to_a_newer_record_is_on_its_
     nodes = await swarm.grow(7)
     owner = nodes[0]
     await store_everywhere(owner, 20.0)
-    call_store = owner.protocol.call_store
+    store_at = owner.protocol.store_at
 
     async def answers_come_late(*args):
-        accepted = await call_store(*args)
+        accepted = await store_at(*args)
         await asyncio.sleep(5.0)
         return accepted
 
-    owner.protocol.call_store = answers_come_late
+    owner.protocol.store_at = answers_come_late
     storing = owner.protocol.spawn(store_everywhere(owner, 30.0))
     while not storing.done():
         await read_all([owner])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.lookup import SECONDS_BETWEEN_SEARCHES
+from shoal.dht.traverse import SECONDS_BETWEEN_SEARCHES
 from shoal.errors import DialError, P2PDaemonError
 from shoal.p2p import P2P, Identity, PeerID
 from tests.dht.swarm import Swarm

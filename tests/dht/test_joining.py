@@ -11,8 +11,8 @@ import pytest
 from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.joining import IDLE_SECONDS, LONGEST_PAUSE_OF_ENDED_SECONDS
+from shoal.dht.local_records import records_for_newcomer
 from shoal.dht.routing import RoutingTable
-from shoal.dht.server_mode import records_for_newcomer
 from shoal.dht.storage import DHTLocalStorage
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError
 from shoal.p2p import Identity, PeerID

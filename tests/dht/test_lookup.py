@@ -10,7 +10,7 @@ import pytest
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht import DHTID, DHTNode, lookup
+from shoal.dht import DHTID, DHTNode, traverse
 from shoal.dht.records import (
     FindRequest,
     FindResponse,
@@ -216,7 +216,7 @@ async def test_nobody_hides_an_honest_node_by_telling_of_it_under_another_peer()
 
 @in_virtual_time
 async def test_an_answer_under_another_id_is_counted_and_told_once(caplog, monkeypatch):
-    monkeypatch.setattr(lookup, "warn_seldom", Seldom(lookup.logger.warning))
+    monkeypatch.setattr(traverse, "warn_seldom", Seldom(traverse.logger.warning))
     swarm, liar = await swarm_with_liar()
     for _ in range(3):
         await swarm.nodes[0].find_nearest_nodes([KEY], k_nearest=20)

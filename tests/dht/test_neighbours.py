@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from shoal.access.tokens import Token
-from shoal.dht import DHTNode, neighbours
+from shoal.dht import DHTNode, joining
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import BootstrapError, ValidationError
 from shoal.net.pasted import short_form
@@ -52,7 +52,10 @@ def _has_multicast() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,7 @@ def own_service(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(autouse=True)
 def never_alone_by_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may answer late. What a node does that waits in vain has tests of its own."""
-    monkeypatch.setattr(neighbours, "FIRST_SECONDS", 30.0)
+    monkeypatch.setattr(joining, "FIRST_SECONDS", 30.0)
 
 
 @asynccontextmanager
@@ -90,7 +93,7 @@ def knows(node: DHTNode, other: DHTNode) -> bool:
 async def start_alone(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> DHTNode:
     """The first node, which does not wait for others."""
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours, "FIRST_SECONDS", 0.0)
+        patch.setattr(joining, "FIRST_SECONDS", 0.0)
         node: DHTNode = await start("local", **options)
     return node
 
@@ -98,7 +101,7 @@ async def start_alone(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 async def test_the_first_starts_alone_and_those_who_come_later_join_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "shoal.dht.neighbours")
+    caplog.set_level(logging.INFO, "shoal.dht.joining")
     async with nodes() as start:
         first = await start_alone(start, monkeypatch)
         assert caplog.messages == [
@@ -278,7 +281,7 @@ async def test_any_failure_of_zeroconf_is_told_and_tried_again(
 async def test_a_neighbour_with_another_time_is_joined_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="shoal.dht.neighbours")
+    caplog.set_level(logging.INFO, logger="shoal.dht.joining")
     async with nodes() as start:
         await start_alone(start, monkeypatch)
 
@@ -365,7 +368,7 @@ async def test_a_peer_without_a_table_cannot_look_around() -> None:
 
 def test_a_dht_that_looks_around(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours, "FIRST_SECONDS", 0.0)
+        patch.setattr(joining, "FIRST_SECONDS", 0.0)
         first = shoal.DHT("local", start=True)
     with first, shoal.DHT(initial_peers=["local"], start=True) as second:
         assert second.store("key", 1, shoal.get_dht_time() + 60)

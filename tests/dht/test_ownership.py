@@ -11,8 +11,7 @@ from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.crypto import PrivateKey, PublicKey, SignatureValidator, tag_of
-from shoal.dht.local_records import MOST_RECORDS_OF_A_TRUSTED_HOST, MOST_RECORDS_OF_THE_TRUSTED, LocalRecords
-from shoal.dht.quotas import Payer
+from shoal.dht.local_records import MOST_RECORDS_OF_A_TRUSTED_HOST, MOST_RECORDS_OF_THE_TRUSTED, LocalRecords, Payer
 from shoal.dht.records import NewRecord
 from shoal.dht.storage import DictionaryDHTValue, Unproven
 from shoal.dht.store import make_record
@@ -174,7 +173,7 @@ async def test_a_forgery_is_refused_by_every_node(forge, in_cache):
     for attacker in owned.others:
         for victim in owned.nodes:
             if victim is attacker:
-                accepted = [attacker.protocol.records.keep(forged)]
+                accepted = [bool(attacker.protocol.records.keep(forged))]
             else:
                 accepted = await attacker.protocol.call_store(victim.peer_id, [forged])
             assert accepted == [False]
@@ -381,7 +380,7 @@ async def test_many_peers_of_one_host_are_checked_at_once():
     node = await Swarm().node()
     here = LocalRecords(None, node.protocol.record_validator)
     peers = [Identity.generate().peer_id for _ in range(MOST_RECORDS_OF_A_TRUSTED_HOST + 5)]
-    accepted = [here.keep(unsigned_by(peer), Payer(peer, "one host")) for peer in peers]
+    accepted = [bool(here.keep(unsigned_by(peer), Payer(peer, "one host"))) for peer in peers]
     assert accepted == [True] * MOST_RECORDS_OF_A_TRUSTED_HOST + [False] * 5
     assert here.keep(unsigned_by(peers[-1]), Payer(peers[-1], "another host"))
     here.prove(KEY_ID, here.find(KEY_ID)[0])

@@ -20,7 +20,8 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import records
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.node import NodeConfig
-from shoal.dht.protocol import DHTProtocol
+from shoal.dht.protocol import PING_BACK_SHARE, DHTProtocol
+from shoal.dht.reasons import Outcome, Reason
 from shoal.dht.records import (
     FindRequest,
     FindResponse,
@@ -36,7 +37,6 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID
-from shoal.dht.server_mode import PING_BACK_SHARE
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
 from shoal.errors import (
@@ -53,6 +53,8 @@ from shoal.net.transport import decode_header
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.oldest
 
 KEY = DHTID.generate("key")
 
@@ -144,7 +146,7 @@ async def test_who_looks_for_neighbors_alone_is_sent_no_values():
     assert await caller.call_store(peer, [plain(b"v" * 10_000, later(10))]) == [True]
     sent = server.p2p.metrics.bytes_sent
     answer = await caller.call_find(peer, [KEY], neighbors_only=True)
-    assert answer.records[KEY] == (None, -math.inf, [])
+    assert answer.records[KEY] == (None, -math.inf, [], Outcome(Reason.NOTHING))
     assert server.p2p.metrics.bytes_sent < sent + 1000
 
 
@@ -307,7 +309,7 @@ async def test_a_scanner_learns_nothing_by_the_time_of_the_answer(error):
         raise error("no such peer")
 
     server.p2p.transport.dial = dial
-    answer = await server.seat.can_call_back(caller.node_id.to_bytes(), caller.p2p.peer_id)
+    answer = await server._can_call_back(caller.node_id.to_bytes(), caller.p2p.peer_id)
     assert answer is False
     assert loop.time() - began == pytest.approx(server.wait_timeout * PING_BACK_SHARE, abs=1e-9)
 
@@ -594,7 +596,7 @@ async def test_malformed_dictionaries_are_refused(content):
     caller, server = await pair()
     record = NewRecord(KEY, WHOLE_DICTIONARY, content, later(9))
     assert await caller.call_store(server.p2p.peer_id, [record]) == [False]
-    assert caller.records.read(KEY, Found.DICTIONARY, content, 2e9) is None
+    assert caller.records.read(KEY, Found.DICTIONARY, content, 2e9)[0] is None
 
 
 @given(st.binary(max_size=300))

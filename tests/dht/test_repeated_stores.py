@@ -8,8 +8,8 @@ import pytest
 
 from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.lookup import Lookup
 from shoal.dht.store import WALK_LASTS_SECONDS
+from shoal.dht.traverse import Lookup
 from tests.dht.swarm import Swarm, holders
 from tests.dht.virtual_time import in_virtual_time
 

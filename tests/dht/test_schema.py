@@ -19,6 +19,8 @@ from shoal.dht.routing import DHTID
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator, conbytes
 from shoal.dht.validation import PLAIN_VALUE, CompositeValidator, DHTRecord
 
+pytestmark = pytest.mark.oldest
+
 
 class Status(BaseModel):
     epoch: StrictInt

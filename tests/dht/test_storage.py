@@ -25,6 +25,8 @@ from shoal.dht.storage import (
 from shoal.testing import VirtualTimeLoop
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.oldest
+
 KEY = DHTID.generate("key")
 
 

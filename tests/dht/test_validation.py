@@ -6,6 +6,8 @@ import pytest
 
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
 
+pytestmark = pytest.mark.oldest
+
 RECORD = DHTRecord(key=b"k" * 20, subkey=b"s", value=b"value", expiration_time=1.0)
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.averaging import messages
 from shoal.averaging.control import GROUP_ID_BYTES
-from shoal.averaging.groups.leading import read_group
+from shoal.averaging.groups.group import read_group
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import EnterRequest
 from shoal.dht.crypto import peer_of, tag_of, with_signatures

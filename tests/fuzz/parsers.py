@@ -14,8 +14,7 @@ from shoal.access.tokens import Token
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PublicKey
-from shoal.dht.local_records import LocalRecords
-from shoal.dht.quotas import Payer, Room
+from shoal.dht.local_records import LocalRecords, Payer, Room
 from shoal.dht.records import FindRequest, NewRecord, peer_of_contact, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
@@ -61,10 +60,10 @@ PASTED = ["203.0.113.7:31337", "'[2001:db8::7]:31337',", "example.org:1 local", 
 for room in (
     "dht.records",
     "dht.authorization",
-    "p2p.candidates",
-    "p2p.joining",
-    "p2p.presence",
-    "p2p.relay_messages",
+    "reach.candidates",
+    "reach.checkup",
+    "reach.presence",
+    "reach.relay.messages",
     "p2p.revocation",
 ):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined

@@ -16,6 +16,8 @@ from shoal.lightning import distributed
 from tests.lightning import collectives, comm_hooks
 from tests.processes import LIMIT_SECONDS, run_in_group
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups")]
+
 
 @pytest.mark.timeout(LIMIT_SECONDS + 30)
 def test_three_processes_and_a_group_of_two_of_them() -> None:

@@ -29,6 +29,8 @@ from tests.lightning.models import (
 from tests.optim.conftest import in_parallel
 from tests.optim.diloco.test_diloco import introduce
 
+pytestmark = pytest.mark.lightning
+
 Make = Callable[..., Any]
 """Makes strategies."""
 MEAN = functools.partial(torch.optim.SGD, lr=1.0)

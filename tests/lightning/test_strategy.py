@@ -37,6 +37,8 @@ from tests.lightning.models import (
     warned_of,
 )
 
+pytestmark = pytest.mark.lightning
+
 Make = Callable[..., Any]
 DECAY = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 

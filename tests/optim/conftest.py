@@ -17,6 +17,8 @@ from shoal.optim import Optimizer
 from shoal.optim.progress.exchange import HOLDERS_READ_AT_START
 from tests.device import chosen_device
 
+pytestmark = pytest.mark.oldest
+
 may_use_sequential_schedules = pytest.mark.filterwarnings(
     r"ignore:The epoch parameter in .scheduler\.step\(\). was not necessary:UserWarning:torch\.optim\.lr_scheduler"
 )

@@ -16,6 +16,8 @@ from shoal.optim.consistency import ConsistencyCheck, OtherTensors, owners_of
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 
+pytestmark = pytest.mark.devices
+
 ME, OTHER, THIRD = (PeerID(b"\x00$\x08\x01\x12 " + bytes([number]) * 32) for number in range(3))
 LAMBDA = "Pass the schedule as scheduler="
 

@@ -16,6 +16,8 @@ from shoal.optim.progress.records import Companion, LocalTrainingProgress
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
+pytestmark = pytest.mark.once
+
 NOW, OWN, BATCH = 1e9, b"own", 8
 PEERS = [Identity.generate().peer_id.to_bytes() for _ in range(6)]
 FRIEND, LIAR = PEERS[0], PEERS[-1]
@@ -581,19 +583,6 @@ def test_a_stranger_gains_nothing_by_saying_that_it_went_on_with_those_that_this
     assert all(map(evidence.is_proven, friends))
     assert not evidence.is_proven(LIAR)
     assert evidence.whom_to_wait_for({FRIEND, *others}, NOW + 41) == set(friends)
-
-
-def test_nobody_is_waited_for_again_and_again_on_the_word_of_a_member():
-    """Where all meet in one group, who takes part comes. Each round a member may vouch for a peer that is not there."""
-    evidence = veteran(FRIEND)
-    evidence.full_group = 16
-    for epoch in range(3):
-        now = NOW + 40 + 10 * epoch
-        evidence.note_testimony({LIAR: 100.0})
-        evidence.begin_to_wait(evidence.whom_to_wait_for({FRIEND, LIAR}, now - 5), now - 5, 5.0)
-        evidence.note_round({OWN: 100.0, FRIEND: 100.0}, now, {FRIEND: claim(FRIEND, epoch)}, epoch)
-        evidence.note_testimony({LIAR: 100.0})
-        assert evidence.whom_to_wait_for({FRIEND, LIAR}, now) == {FRIEND}
 
 
 def test_those_that_left_one_behind_have_a_vote_per_host():

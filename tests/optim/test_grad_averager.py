@@ -16,6 +16,8 @@ from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.state_jobs import let_go
 from tests.optim.conftest import in_parallel, wait_until
 
+pytestmark = pytest.mark.devices
+
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)

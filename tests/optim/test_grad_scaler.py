@@ -14,6 +14,8 @@ import torch
 from shoal.optim import GradScaler, Optimizer
 from tests.optim.conftest import in_parallel, wait_until
 
+pytestmark = pytest.mark.devices
+
 SCALE = 2.0**10
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from shoal.optim.low_rank import get_flatten_greedy_dims, orthogonalize_
 
+pytestmark = pytest.mark.devices
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 

@@ -19,6 +19,8 @@ from shoal.optim.recovery.state_holder import StateHolder
 from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, meet, wait_until
 
+pytestmark = pytest.mark.slow
+
 GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 WIDTH, PEERS = 512, 2
 TOLERANCE = 0.3

@@ -110,6 +110,8 @@ def test_speed_is_measured_and_epochs_take_their_time():
     assert [after - before for before, after in itertools.pairwise(begins)] == pytest.approx([8.0] * 2, abs=0.01)
 
 
+@pytest.mark.devices
+@pytest.mark.pretend
 @over_sockets
 @pytest.mark.parametrize(
     "options",

@@ -22,6 +22,8 @@ from shoal.optim.setup.optimizer_state import (
 )
 from shoal.optim.setup.schedules import scheduled_hyperparameters
 
+pytestmark = pytest.mark.devices
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),

@@ -8,7 +8,12 @@ from tests.device import on_cpu_only
 from tests.optim import sharded
 from tests.processes import run_in_group
 
-pytestmark = [pytest.mark.timeout(300), on_cpu_only]  # gloo takes no tensors of a device that it does not know
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("groups"),
+    pytest.mark.timeout(300),
+    on_cpu_only,  # gloo takes no tensors of a device that it does not know
+]
 
 
 @pytest.mark.slow_drill

@@ -24,6 +24,8 @@ from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.records import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
 
+pytestmark = pytest.mark.once
+
 PEERS = [PeerID(b"peer %d" % index) for index in range(6)]
 
 

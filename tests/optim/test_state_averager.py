@@ -22,6 +22,8 @@ from shoal.optim.state_averager import TrainingStateAverager
 from shoal.p2p import PeerID
 from tests.optim.conftest import in_parallel, wait_until
 
+pytestmark = pytest.mark.devices
+
 OPTIONS = {"prefix": "state", "min_matchmaking_time": 30.0, "start": True}
 MODES = {
     "default": {},

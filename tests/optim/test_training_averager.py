@@ -11,6 +11,8 @@ from shoal.averaging.state.download import layout_of
 from shoal.optim import TrainingAverager
 from tests.optim.conftest import in_parallel, wait_until
 
+pytestmark = pytest.mark.devices
+
 
 def make_model(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)

@@ -17,6 +17,8 @@ from shoal.net.tcp.transport import TcpTransport
 from shoal.p2p import P2P, Identity, Multiaddr
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
+pytestmark = pytest.mark.oldest
+
 HERE = OwnAddress("127.0.0.1", LOOPBACK)
 
 

@@ -11,9 +11,8 @@ import pytest
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.connection_pool import MAX_AGE_SECONDS, ConnectionPool
+from shoal.net.connection_pool import BARREN_SECONDS, MAX_AGE_SECONDS, ConnectionPool
 from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
-from shoal.net.pooled_peer import BARREN_SECONDS
 from shoal.net.service import P2PContext, ServicerBase
 from shoal.peers.identity import Identity
 from shoal.reach.presence import Presence, PresenceQuery, PresenceReply

@@ -24,6 +24,8 @@ from shoal.peers.scores import (
     PeerScores,
 )
 
+pytestmark = pytest.mark.once
+
 FRIEND, REDUCER = (Identity.generate().peer_id for _ in range(2))
 BOTH = [FRIEND, REDUCER]
 

@@ -18,10 +18,10 @@ from shoal.net.pipes import PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
+from shoal.reach.relay.circuit import Circuit, successes
 from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
 from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
-from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
+from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSAL_PAUSES, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
@@ -362,8 +362,8 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
                 assert stream.is_relayed
                 assert loop.time() - began == pytest.approx(seconds, abs=0.1), "the second time it is not tried"
                 stream.abort()
-            await asyncio.sleep(SETBACK_SECONDS)
-            assert caller.circuits.reversals.is_over(guest.peer_id)
+            await asyncio.sleep(REVERSAL_PAUSES[0])
+            assert caller.circuits.reversals.is_due(guest.peer_id)
 
     run(main())
 
@@ -378,31 +378,11 @@ async def test_a_relay_that_is_gone_says_nothing_about_calls_in_reverse(kind: st
         await gone.shutdown()
         with pytest.raises(NoRelayError, match=str(gone.peer_id)):
             await caller.circuits.dial(addresses[str(gone.peer_id)], guest.peer_id)
-        assert caller.circuits.reversals.is_over(guest.peer_id)
+        assert caller.circuits.reversals.is_due(guest.peer_id)
         (stream,) = await caller.circuits.dial(addresses[str(relay.peer_id)], guest.peer_id)
         assert not stream.is_relayed
         assert caller.metrics.dials_reversed == 1
         stream.abort()
-
-
-def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
-    now = 0.0
-    setbacks, (first, second) = Setbacks(lambda: now), (Identity.generate().peer_id for _ in range(2))
-    pauses = []
-    for _ in range(8):
-        setbacks.note(first)
-        began = now
-        while not setbacks.is_over(first):
-            now += 1.0
-        pauses.append(now - began)
-    assert pauses == [min(SETBACK_SECONDS * 2**number, MAX_SETBACK_SECONDS) for number in range(8)]
-    for peer in (first, second):
-        setbacks.note(peer)
-    setbacks.forget(first)
-    assert setbacks.is_over(first)
-    assert not setbacks.is_over(second)
-    setbacks.forget()
-    assert setbacks.is_over(second)
 
 
 @pytest.mark.parametrize(

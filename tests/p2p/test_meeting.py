@@ -24,7 +24,6 @@ from shoal.net.pasted import short_form
 from shoal.net.tcp.handshake import ALPN
 from shoal.net.tcp.transport import TcpTransport
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.joining import advise_on_private
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
 
@@ -228,7 +227,7 @@ class Server:
         transport = TcpTransport(Identity.generate(), machine=machine("127.0.0.1/8", *self.networks))
         p2p = await P2P.create(transport=transport, nat_port_map=False, **self.options)  # type: ignore[arg-type]
         try:
-            return advise_on_private(p2p, address)
+            return p2p.advise(address)
         finally:
             await p2p.shutdown()
 

@@ -7,6 +7,8 @@ import pytest
 from shoal.peers.identity import Identity, PeerID
 from shoal.reach.punch_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
 
+pytestmark = pytest.mark.once
+
 HOSTS = ("8.8.4.4", "9.9.9.9")
 PEER = Identity.generate().peer_id
 

@@ -79,7 +79,7 @@ async def test_who_is_said_to_be_private_is_called_through_relays(kind: str) -> 
         assert node.protocol.is_node
         assert any("p2p-circuit" in address for address in await node.get_visible_maddrs())
         assert node.p2p.metrics.reservations == 1
-        await until(lambda: relay.p2p.reaches.get(node.peer_id, Reach.CLIENT) == Reach.EASY)
+        await until(lambda: relay.p2p.book.find(node.peer_id).reach == Reach.EASY)
         await node.shutdown()
         await relay.shutdown()
 

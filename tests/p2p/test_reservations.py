@@ -23,6 +23,8 @@ from shoal.testing import run
 from tests.p2p.peers import KINDS, until
 from tests.p2p.relays import HERE, Relayed, introduce, reserve, square, tell
 
+pytestmark = pytest.mark.once
+
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -29,6 +29,8 @@ from shoal.p2p import Header, Identity, Multiaddr
 from tests.p2p.peers import Number, end_of, until
 from tests.p2p.test_tcp import Listening, dial_in_vain, read
 
+pytestmark = pytest.mark.oldest
+
 NO_IDLING = 1000.0
 
 

@@ -32,6 +32,8 @@ from shoal.net.transport import (
 from shoal.p2p import P2P, Call, Header, Identity
 from tests.p2p.peers import Empty, Number, Pair, ScriptedStream, Text, serving, until
 
+pytestmark = pytest.mark.once
+
 T = TypeVar("T")
 EXAMPLES = int(os.environ.get("SHOAL_FUZZ_EXAMPLES", "300"))
 """More of them make the tests with hostile bytes a fuzzer."""
@@ -42,11 +44,11 @@ fuzzed = settings(max_examples=EXAMPLES, deadline=None)
 for room in (
     "dht.records",
     "averaging.messages",
-    "optim.progress_exchange",
-    "p2p.candidates",
-    "p2p.joining",
-    "p2p.presence",
-    "p2p.relay_messages",
+    "optim.progress.exchange",
+    "reach.candidates",
+    "reach.checkup",
+    "reach.presence",
+    "reach.relay.messages",
 ):
     importlib.import_module(f"shoal.{room}")  # the tests below cover what travels there, too
 

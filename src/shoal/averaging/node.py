@@ -8,6 +8,7 @@ with different tags are averaged in lanes of their own, which do not wait for ea
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -18,10 +19,10 @@ import torch
 
 from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
-from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.leading import UNTRUE
 from shoal.averaging.groups.matchmaking import Matchmaking
+from shoal.averaging.groups.memory import UNTRUE
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust
 from shoal.averaging.messages import (
     CALL_FAILURES,
     PEER_FAILURES,
@@ -37,7 +38,6 @@ from shoal.averaging.messages import (
     StatusRequest,
 )
 from shoal.averaging.round.delivery import stripes_for
-from shoal.averaging.round.receipts import Notary, Receipt
 from shoal.averaging.round.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState
@@ -106,7 +106,6 @@ class Lane:
                 "phases": config.phases,
                 "aggregation": "mean" if config.aggregation is None else config.aggregation.fingerprint,
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
-                **({"verify_reducers": "yes"} if config.verify_reducers else {}),
                 **config.agreement,
             },
         )
@@ -166,10 +165,6 @@ class AveragerNode(ServicerBase):
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
         """What this peer knows about others beyond their own word; may be changed at any time."""
-        self.on_receipt: Callable[[Receipt], object] | None = None
-        """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
-        self.next_epoch: Callable[[], int] = lambda: 0
-        """Tells the epoch to which the next round leads."""
         self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
@@ -291,8 +286,8 @@ class AveragerNode(ServicerBase):
                 self._report_overstated(session.overstating)
         finally:
             self.rounds.leave_group(group.group_id)
-        control.round = self.last_round = session.result
-        lane.matchmaking.former_members.note_round(group, control.round.failed_peers)
+        control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, get_dht_time())
         self._count(control.round)
         return self._gathered(session.group)
 
@@ -403,13 +398,9 @@ class AveragerNode(ServicerBase):
             config.quorum,
             config.quorum_grace,
             config.aggregation,
-            verify_reducers=config.verify_reducers,
         )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        take, notary = self.on_receipt, None
-        if take is not None:
-            notary = Notary(config.prefix, self.next_epoch(), sign, take)
-        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, notary)
+        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse)
         made.on_stuck = self.p2p.behaviour.note_stuck
         return made
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.have_set import MAX_KNOWN, numbers_of_entries
-from shoal.dht.lookup import Lookup
-from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
+from shoal.dht.config import NodeConfig
+from shoal.dht.get import CacheRefreshQueue
+from shoal.dht.protocol import NO_ANSWER, DHTProtocol
+from shoal.dht.reasons import Outcome, StoreReport, outcome_of_failure
+from shoal.dht.records import MAX_KNOWN, MAX_VALUE_BYTES, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
+from shoal.dht.traverse import Lookup
 from shoal.dht.validation import (
     MAX_LIFETIME_SECONDS,
     PLAIN_VALUE,
@@ -25,19 +27,15 @@ from shoal.dht.validation import (
     check_expiration,
     check_subkey,
 )
+from shoal.errors import NoAccessTokenError
 from shoal.metrics import Metrics
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    from shoal.dht.get import CacheRefreshQueue
-    from shoal.dht.node import NodeConfig
-    from shoal.dht.protocol import DHTProtocol
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
-StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
-"""Asks a node to keep records; returns ``None`` if it does not answer."""
+StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["tuple[PeerID, list[Outcome]] | None"]]
+"""Asks a node to keep records; returns its peer and what it did with each, or ``None`` if its peer is not known."""
 
 
 class Publication:
@@ -51,8 +49,10 @@ class Publication:
     def __init__(self, key_id: DHTID, num_replicas: int) -> None:
         self.key_id = key_id
         self.records: list[NewRecord] = []
-        self.answers: list[list[bool]] = []
-        """Whether each replica keeps each record, in the order in which the answers came."""
+        self.outcomes: dict[PeerID, list[Outcome]] = {}
+        """What each node did with each record."""
+        self.answers = 0
+        """How many nodes have answered."""
         self.has_answer = asyncio.Event()
         """Set when one replica has answered, or none will."""
         self.is_finished = asyncio.Event()
@@ -63,29 +63,42 @@ class Publication:
         self.records.append(record)
         return len(self.records) - 1
 
-    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> None:
-        """Store at nodes in the given order, with no more attempts in flight than replicas are missing."""
-        waiting = deque(nodes)
-        in_flight: dict[asyncio.Task[list[bool] | None], None] = {}
+    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> bool:
+        """Store at nodes in the given order, with no more attempts in flight than replicas are missing.
+
+        Returns:
+            Whether all nodes that were asked have answered.
+        """
+        waiting, all_answered = deque(nodes), True
+        in_flight: dict[asyncio.Task[tuple[PeerID, list[Outcome]] | None], None] = {}
         try:
             while True:
-                while waiting and len(self.answers) + len(in_flight) < self._num_replicas:
+                while waiting and self.answers + len(in_flight) < self._num_replicas:
                     attempt = asyncio.ensure_future(store_at(waiting.popleft(), self.records))
                     in_flight[attempt] = None
                 if not in_flight:
-                    return
+                    return all_answered
                 await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in [attempt for attempt in in_flight if attempt.done()]:
                     del in_flight[attempt]
-                    answer = attempt.result()
-                    if answer is not None:
-                        self.answers.append(answer)
-                        self.has_answer.set()
+                    all_answered &= self._note(attempt.result())
         finally:
             for attempt in in_flight:
                 attempt.cancel()
 
-    def begin_anew(self) -> None:
+    def _note(self, answer: tuple[PeerID, list[Outcome]] | None) -> bool:
+        """Note what a node did; returns whether it has answered."""
+        if answer is None:
+            return False
+        peer, outcomes = answer
+        self.outcomes[peer] = outcomes
+        if not outcomes[0].answered:
+            return False
+        self.answers += 1
+        self.has_answer.set()
+        return True
+
+    def restart(self) -> None:
         """Wait for answers again: nobody has given one, but others will be asked."""
         self.has_answer.clear()
         self.is_finished.clear()
@@ -95,13 +108,14 @@ class Publication:
         self.has_answer.set()
         self.is_finished.set()
 
-    def is_accepted(self, position: int) -> bool:
-        """Whether most of the replicas that answered keep this record.
+    def report(self, position: int, on_the_way: Mapping[PeerID, Outcome]) -> StoreReport:
+        """What came of one record.
 
-        A few may disagree without harm: a newcomer that accepts an outdated record, or a dishonest node.
+        Args:
+            position: that of the record.
+            on_the_way: the outcomes of nodes that gave no answer on the walk to the key.
         """
-        votes = [answer[position] for answer in self.answers]
-        return sum(votes) * 2 > len(votes)
+        return StoreReport({**on_the_way, **{peer: each[position] for peer, each in self.outcomes.items()}})
 
 
 # Most keys and keepers that are remembered, and most records of each.
@@ -170,7 +184,7 @@ class Deposits:
             peer: the peer of the node.
             key_id: the key.
             told: the value that it tells.
-            known: :func:`~shoal.dht.have_set.numbers_of_entries` that it need not tell.
+            known: :func:`~shoal.dht.records.numbers_of_entries` that it need not tell.
             asked_at: when it was asked, by the loop's time: what it has agreed to keep since then does not count.
             most_entries: so many entries it was asked for at most; 0: for all.
         """
@@ -216,8 +230,10 @@ def _is_told(key_id: DHTID, subkey: bytes, expires: float, told: StoredValue | N
     return number in known
 
 
-# So long the nodes that were found near a key are taken for the nearest ones, unless a nearer one is heard of before.
+# The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
+# trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
+# A trainer writes to about ten keys.
 MAX_WALKS = 64
 
 
@@ -233,14 +249,15 @@ class _Walk:
 class Writer:
     """Stores records on behalf of a node.
 
-    Who looks for a group declares that and withdraws it soon, and who trains reports progress every few seconds. So a
-    key at which this node has just stored something is not walked to again, as long as all the nodes there answer.
+    Peers store at the same keys repeatedly: a trainer reports its progress every few seconds, and one that looks for a
+    group declares that and soon withdraws it. So this node does not walk again to a key at which it has just stored
+    something, as long as all the nodes there answer.
 
     Args:
         protocol: asks other nodes, and has this node's records.
         config: the node's settings.
         refresh_queue: gets the cached records that are outdated now.
-        deposits: is told who keeps what.
+        deposits: is told which node keeps what.
     """
 
     def __init__(
@@ -257,12 +274,8 @@ class Writer:
         exclude_self: bool = False,
         await_all_replicas: bool = True,
         num_workers: int | None = None,
-    ) -> list[bool]:
-        """Store records at the nodes nearest to their keys.
-
-        Returns:
-            For each record, whether most of the nodes that answered keep it now.
-        """
+    ) -> list[StoreReport]:
+        """Store records at the nodes nearest to their keys, and return what came of each."""
         publications: dict[DHTID, Publication] = {}
         places = []
         for record in records:
@@ -284,7 +297,7 @@ class Writer:
             await publications[key_id].has_answer.wait()
         unanswered = [publication for publication in publications.values() if not publication.answers]
         for publication in unanswered:
-            publication.begin_anew()
+            publication.restart()
         if unanswered:
             await lookup.find_nearest(
                 [publication.key_id for publication in unanswered],
@@ -295,11 +308,14 @@ class Writer:
             )
         for publication in publications.values():
             await (publication.is_finished if await_all_replicas else publication.has_answer).wait()
-        accepted = [publication.is_accepted(position) for publication, position in places]
-        if self._config.cache_on_store:
-            for record, was_accepted in zip(records, accepted, strict=True):
-                self._update_cache(record, was_accepted)
-        return accepted
+        reports = [publication.report(position, lookup.failures) for publication, position in places]
+        for record, report in zip(records, reports, strict=True):
+            for outcome in report.nodes.values():
+                if not outcome:
+                    self._protocol.p2p.metrics.stores_failed[outcome.reason] += 1
+            if self._config.cache_on_store:
+                self._update_cache(record, was_accepted=bool(report))
+        return reports
 
     def _take_walk(self, key_id: DHTID, now: float) -> _Walk | None:
         """The last walk to a key, unless it is old or a nearer node is known. It is kept again if all nodes answer."""
@@ -311,34 +327,34 @@ class Writer:
 
     async def _publish(self, publication: Publication, nodes: Sequence[DHTID], walk: _Walk) -> None:
         """Store the records of one key at the first of these nodes that answer."""
-        all_answer = bool(walk.nearest)
 
-        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
-            nonlocal all_answer
+        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> tuple[PeerID, list[Outcome]] | None:
             if node_id == self._protocol.node_id:
-                return [self._protocol.records.keep(record) for record in batch]
+                return self._protocol.p2p.peer_id, [self._protocol.records.keep(record) for record in batch]
             peer = walk.lookup.peer_of(node_id)
-            accepted = None if peer is None else await self._store_at(peer, batch)
-            all_answer &= accepted is not None
-            return accepted
+            return None if peer is None else (peer, await self._store_at(peer, batch))
 
-        await publication.run(nodes, store_at)
-        if all_answer:
+        if await publication.run(nodes, store_at) and walk.nearest:
             self._walks[publication.key_id] = walk
             self._walks.move_to_end(publication.key_id)
             if len(self._walks) > MAX_WALKS:
                 self._walks.popitem(last=False)
 
-    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[bool] | None:
+    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
         for record in batch:
             self._deposits.set_aside(peer, record)
-        accepted = await self._protocol.call_store(peer, batch)
-        for record, is_kept in zip(batch, accepted or (), strict=False):
-            if is_kept:
+        try:
+            outcomes = await self._protocol.store_at(peer, batch)
+        except NoAccessTokenError:
+            raise
+        except NO_ANSWER as e:
+            return [outcome_of_failure(e)] * len(batch)
+        for record, outcome in zip(batch, outcomes, strict=True):
+            if outcome:
                 self._deposits.note(peer, record)
-        return accepted
+        return outcomes
 
-    def _update_cache(self, record: NewRecord, was_accepted: bool) -> None:
+    def _update_cache(self, record: NewRecord, *, was_accepted: bool) -> None:
         """Update or refresh the cached record that this store has changed."""
         cached = self._protocol.cache.get(record.key_id)
         if record.subkey == PLAIN_VALUE:
@@ -358,7 +374,7 @@ def _within_a_day(key: DHTKey, expiration_time: float) -> float:
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
         warn_seldom(
-            "the record for key %s shall live %.0f s: it lives a day. Store it again before that",
+            "the record for key %s is to live %.0f s, over the limit of a day: store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
         )
@@ -389,6 +405,6 @@ def make_record(
     if len(packed) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the value for key {key!r} takes {len(packed)} bytes, over the limit of {MAX_VALUE_BYTES}: "
-            "the table is for small facts"
+            "the DHT is for small facts"
         )
     return NewRecord(key_id, packed_subkey, packed, expires)

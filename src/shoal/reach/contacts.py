@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from shoal.base.bounded import Bounded
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import network_of
@@ -17,17 +18,14 @@ class Contacts:
 
     def __init__(self) -> None:
         # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._places: dict[PeerID, tuple[str, bool]] = {}
+        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(MAX_CONTACTS)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def note(self, peer: PeerID, address: Multiaddr, *, is_outside: bool) -> None:
         """There is a connection with a peer at this address."""
-        self._places.pop(peer, None)
         self._places[peer] = network_of(address) or str(peer), is_outside
-        while len(self._places) > MAX_CONTACTS:
-            del self._places[next(iter(self._places))]
 
     def place_of(self, peer: PeerID) -> tuple[str, bool]:
         """The host of a peer, which is the same for all peers of one network, and whether it is outside."""

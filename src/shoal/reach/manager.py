@@ -19,13 +19,14 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
-from shoal.net.addresses import Notes, ip_text_of, is_name
+from shoal.net.addresses import ip_text_of, is_name
 from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.endpoint import Endpoint
 from shoal.net.own_addresses import MAX_ANNOUNCED
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
@@ -37,9 +38,9 @@ from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.nat_probe import is_mapping_hard, places_of
 from shoal.reach.presence import greet_anew
 from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.relay.client import RelayClient
+from shoal.reach.relay.outgoing import OutgoingCircuits
+from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
@@ -72,29 +73,37 @@ class ReachabilityManager:
     """What a peer knows of how others reach it.
 
     Args:
-        p2p: the peer.
+        endpoint: of the peer.
         options: what the user wants.
+        relay: what this peer does for others, once it is public.
+        reservations: the relays through which it is called, as long as it is not.
+        circuits: dials others through relays.
     """
 
-    def __init__(self, p2p: P2P, options: Libp2pOptions) -> None:
-        self._p2p, self.options = p2p, options
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: Libp2pOptions,
+        relay: RelayServer,
+        reservations: RelayClient,
+        circuits: OutgoingCircuits,
+    ) -> None:
+        self._endpoint, self.options = endpoint, options
+        self._relay, self._reservations, self._circuits = relay, reservations, circuits
         self.evidence = Evidence(options.forced)
         self.on_change: dict[Callable[[], object], None] = {}
         """Called after each change of what this peer is to others."""
-        self.on_upheaval: dict[Callable[[], object], None] = {}
-        """Called when what was learnt about routers is no longer worth anything."""
         self.mapping: PortMapping | None = None
         """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
         """The router gives each connection another outer port."""
-        self._rng = random.Random(p2p.peer_id.to_bytes())
+        self._rng = random.Random(endpoint.peer_id.to_bytes())
         self.now = asyncio.get_running_loop().time
         """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_company = False
-        self._seen: Notes[str] = Notes()
         self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
@@ -105,7 +114,7 @@ class ReachabilityManager:
         self._life: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
-        self._uninformed: dict[PeerID, None] = {}
+        self._uninformed: Bounded[PeerID, None] = Bounded(MAX_UNINFORMED)
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -113,7 +122,7 @@ class ReachabilityManager:
     @property
     def state(self) -> Reachability:
         """What this peer is to others."""
-        return Reachability.CLIENT if self._p2p.client_mode else self.evidence.state
+        return Reachability.CLIENT if self._endpoint.client_mode else self.evidence.state
 
     @property
     def reach(self) -> Reach:
@@ -127,12 +136,13 @@ class ReachabilityManager:
     @property
     def relay_rate(self) -> float:
         """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
-        rates = [held.rate for held in self._p2p.reservations.held.values()]
+        rates = [held.rate for held in self._reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
 
     def seen_at(self) -> list[str]:
         """The hosts at which others outside see this machine."""
-        return list(dict.fromkeys(self._seen.values()))
+        seen = (record.sees_me_at for record in self._endpoint.book.values())
+        return list(dict.fromkeys(filter(None, seen)))
 
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
@@ -140,22 +150,23 @@ class ReachabilityManager:
         Args:
             latest: look at this machine's networks again.
         """
-        if self._p2p.client_mode:
+        if self._endpoint.client_mode:
             return []
-        self.evidence.own = self._p2p.transport.addresses(latest)
-        return self.evidence.announced(self.now(), self._circuits(), MAX_ANNOUNCED)
+        self.evidence.own = self._endpoint.transport.addresses(latest)
+        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ANNOUNCED)
+
+    def public_addresses(self) -> list[Multiaddr]:
+        """The same while others can call this peer directly, else none."""
+        return self.announced() if self._told is not None and self.state is Reachability.PUBLIC else []
 
     def confirmed(self) -> list[Multiaddr]:
         """The addresses at which others are known to reach this peer from outside."""
         return self.evidence.confirmed(self.now())
 
-    def _circuits(self) -> list[Multiaddr]:
-        return self._p2p.reservations.addresses()
-
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        addresses = self._p2p.server.addresses_of(peer)
-        if not addresses or is_private(addresses[0]) or self._p2p.transport.is_inside(addresses[0]):
+        addresses = self._endpoint.server.addresses_of(peer)
+        if not addresses or is_private(addresses[0]) or self._endpoint.transport.is_inside(addresses[0]):
             return ""
         return addresses[0].values()[0] or ""
 
@@ -164,8 +175,8 @@ class ReachabilityManager:
 
         It says nothing of the networks of this machine, for the other peer may see how soon it is said.
         """
-        addresses = self._p2p.address_book.peek(peer)
-        judge = self._p2p.judge_for(self._p2p.seen_of(peer))
+        addresses = self._endpoint.address_book.peek(peer)
+        judge = self._endpoint.judge_for(self._endpoint.seen_of(peer))
         return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def outer_hosts(self) -> set[str]:
@@ -185,7 +196,7 @@ class ReachabilityManager:
         Raises:
             P2PDaemonError: there is no place to listen.
         """
-        transport = self._p2p.transport
+        transport = self._endpoint.transport
         usable = [address for address in hosts if transport.supports(address)]
         for address in hosts:
             if address not in usable:
@@ -195,27 +206,35 @@ class ReachabilityManager:
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
             )
         for address in usable:
-            await transport.listen(address, self._p2p.server.accept)
+            await transport.listen(address, self._endpoint.server.accept)
         self.evidence.announcement = announced
         self.begin()
 
     def begin(self) -> None:
         """Be called by others from now on: at the addresses where this peer listens, or else through relays."""
-        self._p2p.transport.on_addresses_changed = self._note_move
-        self._p2p.reservations.on_change = self.update
-        self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
+        self._endpoint.transport.on_addresses_changed = self._note_move
         self._told = self.evidence.state, self.announced(), self.reach
-        self.mapping = forward_port(self._p2p)
+        if self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None:
+            self.mapping = forward_port(self._endpoint.transport, self._note_mapped)
         self.update()
+
+    def _note_mapped(self, addresses: Sequence[Multiaddr]) -> None:
+        """The router forwards a port, or no longer."""
+        for version in ("ip4", "ip6"):
+            # What a router has from another router leads nowhere.
+            claimed = next((each for each in addresses if version in each and is_global(each)), None)
+            self.offer(f"router, {version}", claimed)
+            if claimed in self.evidence.own:
+                self.check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
     def note_stream(self, stream: Stream) -> None:
         """There is a connection with another peer."""
         address, local = stream.remote_address, stream.local_address
-        if address is None or stream.is_relayed or self._p2p.client_mode:
+        if address is None or stream.is_relayed or self._endpoint.client_mode:
             return
-        is_outside = not self._p2p.transport.is_inside(address)
+        is_outside = not self._endpoint.transport.is_inside(address)
         self.contacts.note(stream.remote, address, is_outside=is_outside)
         if is_outside:
             self._streams.add(stream)
@@ -250,10 +269,10 @@ class ReachabilityManager:
         except ValueError:
             return
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
-        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
+        if version is None or not self.contacts.place_of(witness)[1] or self._endpoint.transport.is_inside(seen):
             return
-        former, host = self._seen.get(witness, ""), str(seen[version])
-        self._seen.note(witness, host)
+        record, host = self._endpoint.book[witness], str(seen[version])
+        former, record.sees_me_at = record.sees_me_at, host
         if former not in ("", host) and self.now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
             self._seen_elsewhere_at = self.now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
@@ -286,15 +305,16 @@ class ReachabilityManager:
 
     def update(self) -> None:
         """Conclude anew, and tell those who are concerned of a change."""
-        if self._p2p.client_mode or not self._p2p.is_alive:
+        if self._endpoint.client_mode or not self._endpoint.is_alive:
             return
-        circuits = self._circuits()
-        is_called = bool(circuits) or self._p2p.server.has_arranged()  # which goes on without a relay
+        is_called = (
+            bool(self._reservations.addresses()) or self._endpoint.server.has_arranged()
+        )  # which goes on without a relay
         state = self.evidence.conclude(self.now(), is_reserved=is_called)
-        metrics, reservations = self._p2p.metrics, self._p2p.reservations
+        metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
-        self._p2p.relay.is_public = state is Reachability.PUBLIC
-        reservations.reach = self._p2p.circuits.reach = self.reach
+        self._relay.is_public = state is Reachability.PUBLIC
+        reservations.reach = self._circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
         now_told = state, self.announced(), self.reach
@@ -326,30 +346,35 @@ class ReachabilityManager:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._remember(self._p2p.pool.renew())  # what is open may be dead already
+        self._remember(self._endpoint.pool.renew())  # what is open may be dead already
         self.check_soon()
-        for callback in list(self.on_upheaval) if has_moved else ():
-            callback()
+        if has_moved:
+            self.forget_routers()
+
+    def forget_routers(self) -> None:
+        """What was learnt about routers is no longer worth anything."""
+        self._circuits.forget_routers()
+        if self.mapping is not None:
+            self.mapping.look_again()
 
     def announce_anew(self) -> None:
         """Tell the peers that have connections to this one where it is now."""
-        if not self._p2p.is_alive:
+        if not self._endpoint.is_alive:
             return
-        self._greet(self._p2p.pool.renew())
+        self._greet(self._endpoint.pool.renew())
 
     def _remember(self, peers: Sequence[PeerID]) -> None:
         """Note peers that have yet to hear where this one is."""
-        self._uninformed.update(dict.fromkeys(peers))
-        while len(self._uninformed) > MAX_UNINFORMED:
-            del self._uninformed[next(iter(self._uninformed))]
+        for peer in peers:
+            self._uninformed.setdefault(peer)
 
     def _greet(self, peers: Sequence[PeerID]) -> None:
         """Greet these peers, and all who have not heard of earlier changes."""
         if self._announcing is not None:
             self._announcing.cancel()
-        self._p2p.pool.renew()
+        self._endpoint.pool.renew()
         self._remember(peers)
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, self._uninformed))
+        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._endpoint, self._uninformed))
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -377,9 +402,9 @@ class ReachabilityManager:
 
     def warn_client(self) -> None:
         """Tell the user that nobody can call this peer, and what to do."""
-        if self._p2p.client_mode:
+        if self._endpoint.client_mode:
             return
-        if not self._p2p.transport.addresses():
+        if not self._endpoint.transport.addresses():
             self._warn_seldom(
                 "nobody can call this peer: it does not listen (no_listen), and none of %d peers relays. Leave "
                 "no_listen out, or run a public `shoal dht`",
@@ -409,7 +434,7 @@ class ReachabilityManager:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._life is None and self._p2p.is_alive:
+        if self._life is None and self._endpoint.is_alive:
             self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
@@ -433,10 +458,10 @@ class ReachabilityManager:
     def _look_for_relays(self) -> None:
         """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
         is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
-        reservations = self._p2p.reservations
+        reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
             self._looked_for_relays_at = self.now()
-            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
+            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
             self.check_soon()
 
     def check_soon(self) -> None:
@@ -458,8 +483,8 @@ class ReachabilityManager:
         self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
-        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._endpoint.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._endpoint.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
         for witness, answer in zip(witnesses, answers, strict=True):
@@ -477,20 +502,20 @@ class ReachabilityManager:
             return
 
         def may_observe(peer: PeerID) -> bool:
-            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+            return self._endpoint.book.find(peer).reach == Reach.PUBLIC and bool(places_of(self._endpoint, peer))
 
         observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
-        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
+        is_hard = await is_mapping_hard(self._endpoint, observers) if is_outside else None
         if is_hard is not None:
             self.is_hard = is_hard
-            self._p2p.metrics.nat = "hard" if is_hard else "easy"
+            self._endpoint.metrics.nat = "hard" if is_hard else "easy"
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
-        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._p2p.transport
+        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._endpoint.transport
         before = transport.arrivals
         try:
-            answer = await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            answer = await self._endpoint.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
             if any(answer.reached.values()) and transport.arrivals == before:
                 raise ProtocolError("it says that it has reached this peer, and nobody has come")
             return answer

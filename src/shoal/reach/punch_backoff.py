@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shoal.base.backoff import Backoff
+from shoal.base.bounded import Bounded
 from shoal.peers.identity import PeerID
 
 MAX_PEERS = 4096
@@ -19,11 +20,10 @@ Hosts = tuple[str, str]
 """Where a relay has seen this side and the other one."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _PunchOutcome:
     hosts: Hosts
-    pause: float = 0.0
-    not_before: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE))
 
 
 class PunchPolicy:
@@ -38,7 +38,7 @@ class PunchPolicy:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._outcomes: OrderedDict[PeerID, _PunchOutcome] = OrderedDict()
+        self._outcomes: Bounded[PeerID, _PunchOutcome] = Bounded(MAX_PEERS)
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -46,12 +46,12 @@ class PunchPolicy:
     def allows(self, peer: PeerID) -> bool:
         """Whether to punch towards a peer."""
         last = self._outcomes.get(peer)
-        return last is None or self._now() >= last.not_before
+        return last is None or last.backoff.is_due(self._now())
 
     def expects_success(self, peer: PeerID) -> bool:
         """Whether the last punch towards a peer has made a connection."""
         last = self._outcomes.get(peer)
-        return last is not None and not last.pause
+        return last is not None and not last.backoff.failures
 
     def note_hosts(self, peer: PeerID, hosts: Hosts) -> None:
         """Forget the outcome if one of both sides is behind another router now."""
@@ -61,23 +61,21 @@ class PunchPolicy:
 
     def note_success(self, peer: PeerID, hosts: Hosts) -> None:
         """A punch has made a connection."""
-        self._note(peer, _PunchOutcome(hosts))
+        self._outcomes[peer] = _PunchOutcome(hosts)
 
     def note_failure(self, peer: PeerID, hosts: Hosts) -> None:
         """A punch has made none."""
         last = self._outcomes.get(peer)
-        pause = FIRST_PAUSE if last is None or not last.pause else min(2 * last.pause, LONGEST_PAUSE)
-        self._note(peer, _PunchOutcome(hosts, pause, self._now() + pause))
+        outcome = self._outcomes[peer] = _PunchOutcome(hosts)
+        if last is not None:
+            outcome.backoff.failures = last.backoff.failures
+        outcome.backoff.fail(self._now())
 
     def note_hopeless(self, peer: PeerID, hosts: Hosts) -> None:
         """The routers of both sides give each connection another port, so nobody can guess any."""
-        self._note(peer, _PunchOutcome(hosts, FIRST_PAUSE, math.inf))
-
-    def _note(self, peer: PeerID, outcome: _PunchOutcome) -> None:
-        self._outcomes[peer] = outcome
-        self._outcomes.move_to_end(peer)
-        while len(self._outcomes) > MAX_PEERS:
-            self._outcomes.popitem(last=False)
+        self._outcomes[peer] = _PunchOutcome(
+            hosts, Backoff(FIRST_PAUSE, LONGEST_PAUSE, failures=1, rests_until=math.inf)
+        )
 
     def clear(self) -> None:
         """This machine is in another network: nothing of before holds."""

@@ -94,6 +94,10 @@ class Puncher:
         self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
         self._is_closed = False
 
+    def forget_routers(self) -> None:
+        """This machine is behind other routers: nothing of before holds."""
+        self.policy.clear()
+
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether to ask for a punch when this peer is dialled."""
         if self._transport.is_proxied:

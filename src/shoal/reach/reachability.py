@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from shoal.base.bounded import Bounded
 from shoal.peers.multiaddr import Multiaddr
 
 # How long an accepted connection speaks for an address.
@@ -109,7 +110,7 @@ class _Record:
     """The evidence about one address."""
 
     accepted_at: float = -math.inf
-    verdicts: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(MAX_WITNESSES_KEPT))
     """By witness: when, and whether it reached this peer."""
 
     def standing(self, now: float, needed: int) -> AddressStatus:
@@ -179,11 +180,7 @@ class Evidence:
 
     def note_verdict(self, now: float, witness: str, address: Multiaddr, *, reached: bool) -> None:
         """A witness outside has dialled this peer at an address; ``witness`` is the same for all peers of one host."""
-        verdicts = self._record(address).verdicts
-        verdicts.pop(witness, None)
-        verdicts[witness] = now, reached
-        while len(verdicts) > MAX_WITNESSES_KEPT:
-            del verdicts[next(iter(verdicts))]
+        self._record(address).verdicts[witness] = now, reached
 
     def note_judged(self) -> None:
         """All witnesses that were asked have answered: what is still unknown now has nobody to confirm it."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from shoal.base.logs import counted
 from shoal.base.tasks import run_in_worker
 from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
-from shoal.dht.neighbours import FIRST_SECONDS
+from shoal.dht.joining import FIRST_SECONDS
 from shoal.net.addresses import is_loopback
 from shoal.net.pasted import Target
 from shoal.p2p import P2P, PeerID

@@ -12,13 +12,14 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from shoal.base.backoff import TokenBuckets
 from shoal.base.logs import Seldom
 from shoal.errors import StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.limits import Limits, more_files
 from shoal.net.tcp.connect import hurry_within_host, set_options
 from shoal.net.tcp.handshake import BUSY_ALERT, HANDSHAKE_TIMEOUT, listener_context, verify_dialler
-from shoal.net.tcp.listener import HostRates, WaitingRoom
+from shoal.net.tcp.listener import WaitingRoom
 from shoal.net.tcp.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
 from shoal.net.tcp.stream import AcceptedSocket, TcpStream, disown_socket, own_socket
 from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
@@ -90,7 +91,7 @@ class UnauthenticatedLimits:
         self._on_proven = on_proven
         self._tls: tuple[ssl.SSLContext, bytes] | None = None
         self._files = limits.files
-        self._rates = HostRates(limits.handshakes_per_second, limits.handshake_burst)
+        self._rates = TokenBuckets(limits.handshakes_per_second, limits.handshake_burst)
         self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
         """Who has connected and said nothing yet."""
         self.shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 5.0
 """How long the two sides of a circuit wait for each other."""
-SETBACK_SECONDS = 120.0
-MAX_SETBACK_SECONDS = 3600.0
-MAX_SETBACKS = 4096
 
 
 class Ends(Protocol):
@@ -53,6 +50,9 @@ class Circuit:
 
 class Punching(Protocol):
     """Tries for direct connections from the ports of circuits; see :class:`~.outgoing.OutgoingCircuits`."""
+
+    def forget_routers(self) -> None:
+        """This machine is behind other routers."""
 
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether this peer, as the dialler, should ask for it. If so, sessions are opened as punchable."""
@@ -131,34 +131,6 @@ async def _open_session(
         except (DialError, TimeoutError) as e:
             logger.debug("no session at %s: %r", place, e)
     return await transport.open_session(places[-1], cookie, punchable=punchable)
-
-
-class Setbacks:
-    """What did not work with whom, and when it is worth another attempt: after two minutes, doubling to an hour."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        # By peer: when the pause is over, and how long it was.
-        self._pauses: dict[PeerID, tuple[float, float]] = {}
-
-    def is_over(self, peer: PeerID) -> bool:
-        """Whether another attempt is worth it."""
-        return self._pauses.get(peer, (0.0, 0.0))[0] <= self._now()
-
-    def note(self, peer: PeerID) -> None:
-        """It has not worked."""
-        _, pause = self._pauses.pop(peer, (0.0, SETBACK_SECONDS / 2))
-        pause = min(2 * pause, MAX_SETBACK_SECONDS)
-        self._pauses[peer] = self._now() + pause, pause
-        while len(self._pauses) > MAX_SETBACKS:
-            del self._pauses[next(iter(self._pauses))]
-
-    def forget(self, peer: PeerID | None = None) -> None:
-        """It has worked with a peer; without one: this machine has moved, and nothing that was known is true."""
-        if peer is None:
-            self._pauses.clear()
-        else:
-            self._pauses.pop(peer, None)
 
 
 def mark_relayed(stream: Stream, place: Multiaddr | None, relay: PeerID) -> None:

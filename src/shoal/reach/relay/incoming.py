@@ -11,22 +11,20 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, ShoalError
 from shoal.net.addresses import Judge, may_be_dialled_for
 from shoal.net.dialler import CIRCUIT_SECONDS
+from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID, is_circuit
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import LOWEST_PORT
 from shoal.reach.relay.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
 from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Incoming, Reach
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.relay.outgoing import OutgoingCircuits
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +51,13 @@ class IncomingCircuits:
     """Answers what relays announce.
 
     Args:
-        p2p: whose relays these are.
+        endpoint: of the peer whose relays these are.
+        circuits: knows how to find direct connections on the way.
         most: connections that may be opened for them at the same time.
     """
 
-    def __init__(self, p2p: P2P, most: int) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint, circuits: OutgoingCircuits, most: int) -> None:
+        self._endpoint, self._circuits = endpoint, circuits
         self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
@@ -118,9 +117,9 @@ class IncomingCircuits:
                 if incoming.reverse_cookies:
                     await self._call_in_reverse(relay, places, incoming)
                     return
-                punching = self._p2p.circuits.punching if incoming.punch else None
+                punching = self._circuits.punching if incoming.punch else None
                 circuits = await open_circuits(
-                    self._p2p.transport, relay, places, incoming.cookies, punchable=punching is not None
+                    self._endpoint.transport, relay, places, incoming.cookies, punchable=punching is not None
                 )
                 try:
                     await self._receive(peer, Reach(incoming.reach), circuits, punching)
@@ -145,14 +144,14 @@ class IncomingCircuits:
 
             def accept(stream: Stream, place: Multiaddr | None = place, relay: PeerID = relay) -> None:
                 mark_relayed(stream, place, relay)
-                self._p2p.server.accept(stream)
+                self._endpoint.server.accept(stream)
 
-            self._p2p.transport.receive(circuit.session, accept)
+            self._endpoint.transport.receive(circuit.session, accept)
         if going_on is not None:
             await going_on
 
     async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
-        cookies, transport = incoming.reverse_cookies, self._p2p.transport
+        cookies, transport = incoming.reverse_cookies, self._endpoint.transport
         if incoming.peer == relay.to_bytes():
             wanted = list(places)  # it is the relay itself that wants to be called
         else:
@@ -174,7 +173,7 @@ class IncomingCircuits:
 
     def _accept_arranged(self, stream: Stream) -> None:
         stream.is_arranged = True
-        self._p2p.server.accept(stream)
+        self._endpoint.server.accept(stream)
 
     async def close(self) -> None:
         """Answer nobody any more."""

@@ -18,16 +18,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
+from shoal.base.backoff import TokenBuckets
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.net.connection import Call
+from shoal.net.endpoint import Endpoint
 from shoal.net.frames import send_frame
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
-from shoal.net.tcp.listener import HostRates, host_charged
+from shoal.net.tcp.listener import host_charged
 from shoal.net.transport import Session
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
@@ -48,9 +50,6 @@ from shoal.reach.relay.messages import (
     Reserve,
     Reserved,
 )
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 K = TypeVar("K")
@@ -127,15 +126,15 @@ class RelayServer(ServicerBase):
     """Takes reservations, makes circuits, and tells others at which address they are seen.
 
     Args:
-        p2p: the peer that serves.
+        endpoint: of the peer that serves.
         wanted: always or never be a relay; ``None``: as long as this peer is public.
         limits: what it grants.
     """
 
     roles: ClassVar[Roles] = ANY_ROLE
 
-    def __init__(self, p2p: P2P, wanted: bool | None, limits: RelayLimits) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint, wanted: bool | None, limits: RelayLimits) -> None:
+        self._endpoint = endpoint
         self.wanted = wanted
         self.is_public = False
         """Others can call this peer, so that it may be a relay."""
@@ -148,17 +147,17 @@ class RelayServer(ServicerBase):
         self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
-        self._connects = HostRates(limits.connects_per_second, limits.connect_burst)
-        self._observations = HostRates(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
+        self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
+        self._observations = TokenBuckets(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
         self._observing: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
     @property
     def serves(self) -> bool:
         """Whether this peer is a relay at present."""
-        if self._is_closed or self.wanted is False or self._p2p.client_mode:
+        if self._is_closed or self.wanted is False or self._endpoint.client_mode:
             return False
-        membership = self._p2p.membership
+        membership = self._endpoint.membership
         if membership is not None and not membership.own.roles & (Roles.TRAIN | Roles.RELAY):
             return False
         return self.is_public or self.wanted is True
@@ -179,14 +178,14 @@ class RelayServer(ServicerBase):
         return len(self._observing)
 
     def _count_bytes(self, nbytes: int) -> None:
-        self._p2p.metrics.bytes_carried += nbytes
+        self._endpoint.metrics.bytes_carried += nbytes
 
     def _refuse(self, code: RelayCode, text: str = "") -> tuple[RelayCode, str]:
-        self._p2p.metrics.circuits_refused[_REASONS[code]] += 1
+        self._endpoint.metrics.circuits_refused[_REASONS[code]] += 1
         return code, text
 
     def _seen(self, peer: PeerID) -> str:
-        return self._p2p.address_seen_of(peer)
+        return self._endpoint.address_seen_of(peer)
 
     # --- reservations -------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class RelayServer(ServicerBase):
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
         # From now on it greets anew when this changes.
-        self._p2p.reaches.note(guest.peer, request.reach)
+        self._endpoint.book[guest.peer].reach = request.reach
         loop = asyncio.get_running_loop()
         end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
         try:
@@ -266,7 +265,7 @@ class RelayServer(ServicerBase):
 
     def _knows(self, *peers: PeerID) -> bool:
         """Whether all of these peers have delivered in rounds with this one, or are this one."""
-        return all(peer == self._p2p.peer_id or self._p2p.behaviour.has_delivered(peer) for peer in peers)
+        return all(peer == self._endpoint.peer_id or self._endpoint.behaviour.has_delivered(peer) for peer in peers)
 
     def _most_dispensable(self, is_known: bool) -> _Guest | None:
         """The guest that makes room for a peer without any relay; one that would have none itself only if it is idle.
@@ -336,7 +335,8 @@ class RelayServer(ServicerBase):
 
     def _reach_of(self, peer: PeerID) -> int:
         """How a peer says now that it is called; what it told when it reserved may be over."""
-        return max(Reach.PUBLIC, min(self._p2p.reaches.get(peer, Reach.EASY), Reach.CLIENT))
+        reach = self._endpoint.book.find(peer).reach
+        return Reach.EASY if reach is None else max(Reach.PUBLIC, min(reach, Reach.CLIENT))
 
     def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[RelayCode, str, _Guest | None, int]:
         """The guest, and how many circuits there may be to it; or why there may be none."""
@@ -346,9 +346,8 @@ class RelayServer(ServicerBase):
         if guest is None:
             return *self._refuse(RelayCode.NO_RESERVATION), None, 0
         host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
-        if self._connects.is_exhausted(host, now):
+        if not self._connects.take(host, now):
             return *self._refuse(RelayCode.BUSY, "too many calls from one host"), None, 0
-        self._connects.spend(host, now)
         if guest.notices.full():
             return *self._refuse(RelayCode.BUSY, "the peer does not listen to this relay"), None, 0
         rooms = {
@@ -360,7 +359,7 @@ class RelayServer(ServicerBase):
         }
         if len(self._circuits) >= limits.circuits * CROWDED_SHARE:
             # Identities cost nothing, so those of one host leave room for others.
-            left = limits.circuits_per_peer - self._by_host[self._p2p.host_seen_of(dialler)]
+            left = limits.circuits_per_peer - self._by_host[self._endpoint.host_seen_of(dialler)]
             rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
         if room <= 0 and not request.reverse_cookies:
@@ -369,10 +368,10 @@ class RelayServer(ServicerBase):
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
         """The cookies of a new circuit, for each side."""
-        transport = self._p2p.transport
+        transport = self._endpoint.transport
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
-        badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
-        sessions, host = (expect(cookies[0]), expect(cookies[1])), self._p2p.host_seen_of(dialler)
+        badge = next((each.stream.badge for each in self._endpoint.connections_from(dialler)), None)
+        sessions, host = (expect(cookies[0]), expect(cookies[1])), self._endpoint.host_seen_of(dialler)
         share = self.rate.share(lambda: self._knows(dialler, guest.peer))
         circuit = _Circuit(dialler, host, guest, badge, sessions, share)
         self._by_peer[dialler] += 1
@@ -402,7 +401,7 @@ class RelayServer(ServicerBase):
 
     async def _carry(self, circuit: _Circuit) -> None:
         """Wait for both sides of a circuit, and copy what they send each other."""
-        transport = self._p2p.transport
+        transport = self._endpoint.transport
         try:
             async with asyncio.timeout(MEETING_SECONDS):
                 first, second = await asyncio.gather(*circuit.sessions)
@@ -410,10 +409,10 @@ class RelayServer(ServicerBase):
                 await send_frame(first, Ready(seen_at=seen[0], other_seen_at=seen[1]))
                 await send_frame(second, Ready(seen_at=seen[1], other_seen_at=seen[0]))
         except (TimeoutError, StreamClosedError) as e:
-            self._p2p.metrics.circuits_refused["nobody came"] += 1
+            self._endpoint.metrics.circuits_refused["nobody came"] += 1
             logger.debug("no circuit from %s to %s: %r", circuit.dialler, circuit.guest.peer, e)
             return
-        self._p2p.metrics.circuits_carried += 1
+        self._endpoint.metrics.circuits_carried += 1
         try:
             async with asyncio.timeout(self._seconds_left(circuit)):
                 await transport.join(first, second, circuit.share, IDLE_SECONDS)
@@ -422,7 +421,7 @@ class RelayServer(ServicerBase):
 
     def _seconds_left(self, circuit: _Circuit) -> float | None:
         """Until the badge of either side is worth nothing any more; ``None`` without badges."""
-        membership, badges = self._p2p.membership, (circuit.badge, circuit.guest.badge)
+        membership, badges = self._endpoint.membership, (circuit.badge, circuit.guest.badge)
         left = [membership.seconds_left(badge) for badge in badges if membership is not None and badge is not None]
         return min(left, default=None)
 
@@ -440,11 +439,10 @@ class RelayServer(ServicerBase):
     async def rpc_observe(self, request: Observe, context: P2PContext) -> OpenObservation:
         """Give a cookie for a session that tells at which address its other end is seen."""
         host, now = host_charged(self._seen(context.remote_id), context.remote_id), self._now()
-        if self._observations.is_exhausted(host, now):
+        if not self._observations.take(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
-        self._observations.spend(host, now)
-        cookie = self._p2p.transport.new_cookie()
-        task = asyncio.get_running_loop().create_task(self._observe(self._p2p.transport.expect_session(cookie)))
+        cookie = self._endpoint.transport.new_cookie()
+        task = asyncio.get_running_loop().create_task(self._observe(self._endpoint.transport.expect_session(cookie)))
         self._observing[task] = None
         task.add_done_callback(self._observing.pop)
         return OpenObservation(cookie=cookie)

@@ -8,12 +8,19 @@ from collections import Counter
 from statistics import fmean
 
 from shoal.base.clock import get_dht_time
-from shoal.dht.have_set import MAX_KNOWN, MAX_KNOWN_BYTES, HaveSet, numbers_of_entries, pack_known
-from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import FindRequest, FindResponse
+from shoal.dht.records import (
+    MAX_KNOWN,
+    MAX_KNOWN_BYTES,
+    FindRequest,
+    FindResponse,
+    HaveSet,
+    numbers_of_entries,
+    pack_known,
+)
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, ValueWithExpiration
+from shoal.dht.traverse import Lookup
 from shoal.p2p import P2PContext
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
@@ -148,7 +155,7 @@ async def test_one_who_says_nothing_of_what_it_knows_is_told_all(monkeypatch):
     told = Told(monkeypatch)
     swarm = await swarm_with_a_dictionary(40)
     told.answers = told.contacts = 0
-    monkeypatch.setattr("shoal.dht.lookup.pack_known", lambda numbers, rng: b"")  # as in earlier versions
+    monkeypatch.setattr("shoal.dht.traverse.pack_known", lambda numbers, rng: b"")  # as in earlier versions
     found = await swarm.nodes[3].get("key", latest=True, keep_copies=False)
     assert len(found.value) == 40
     assert told.contacts == 20 * told.answers
@@ -160,7 +167,7 @@ async def test_several_keys_at_once_lead_to_the_same_nodes_as_one_by_one(monkeyp
     keys = [DHTID.generate(f"key {number}") for number in range(16)]
     node = swarm.nodes[0]
     together = await node.find_nearest_nodes(keys, k_nearest=5)
-    monkeypatch.setattr("shoal.dht.lookup.pack_known", lambda numbers, rng: b"")
+    monkeypatch.setattr("shoal.dht.traverse.pack_known", lambda numbers, rng: b"")
     alone = [await node.find_nearest_nodes([key], k_nearest=5) for key in keys]
     assert [list(together[key]) for key in keys] == [list(found[key]) for key, found in zip(keys, alone, strict=True)]
 
@@ -173,7 +180,7 @@ async def test_nodes_with_chosen_ids_are_told_again(monkeypatch):
         said.append(list(numbers))
         return pack_known(numbers, rng)
 
-    monkeypatch.setattr("shoal.dht.lookup.pack_known", note)
+    monkeypatch.setattr("shoal.dht.traverse.pack_known", note)
     target = DHTID.generate("key")
     lookup, wary = (Lookup(swarm.nodes[0].protocol) for _ in range(2))
     nearest = lookup.starting_nodes(target)

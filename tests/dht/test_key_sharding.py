@@ -21,6 +21,8 @@ from shoal.dht.key_sharding import (
 )
 from shoal.optim.progress.exchange import MOST_READ
 
+pytestmark = pytest.mark.xdist_group("spread")
+
 
 def owner(number: int) -> bytes:
     return b"owner %d" % number
