@@ -6,7 +6,7 @@ import itertools
 import threading
 from unittest.mock import MagicMock, Mock
 
-from shoal.optim.recovery.synchronization import LONGEST_PAUSE, LONGEST_WAIT, Retries, Synchronization
+from shoal.optim.recovery.when import LONGEST_PAUSE, LONGEST_WAIT, Retries, Synchronization
 
 
 class Waiting(threading.Event):

@@ -38,7 +38,7 @@ from shoal.optim.progress.run_settings import (
     settings_of_averager,
 )
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from shoal.optim.recovery.synchronization import Synchronization
+from shoal.optim.recovery.when import Synchronization
 from shoal.optim.report import Reporting
 from shoal.optim.setup.devices import BatchesAhead
 from shoal.optim.setup.missing_gradients import MissingGradients

@@ -121,7 +121,7 @@ def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, cl
 
 
 def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
-    peer = Peer(A)
+    peer = Peer(A, delay=2)
     peer.train()
     flight = peer.updates.begin(0, peer.vector)
     flight.control = StepControl(0.0)  # it never ends
@@ -138,7 +138,7 @@ def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
 
 
 def test_a_result_that_the_model_does_not_have_yet_is_kept():
-    peer, other = Peer(A), Peer(A)
+    peer, other = Peer(A, delay=2), Peer(A, delay=2)
     peer.train()
     peer.updates.begin(0, peer.vector)
     peer.train(1)
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_model_or_of_none(make_dhts, closing):
         peer.opt.load_state_dict(whole)
     whole = peer.opt.state_dict()
     del whole["shoal"]["outer"]["fragments"][0]["chain"]
-    with pytest.raises(ValueError, match="no list of 1 to 64 links"):
+    with pytest.raises(ValueError, match="no list of 1 to 64 versions"):
         peer.opt.load_state_dict(whole)
     with pytest.raises(ValueError, match="no state of an optimizer"):
         peer.opt.load_state_dict({})

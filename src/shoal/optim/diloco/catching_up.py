@@ -31,7 +31,8 @@ from shoal.optim.diloco.messages import OuterParameters, Wanted, answer, parse_a
 from shoal.optim.diloco.slots import SlotCounter
 from shoal.optim.history.journal import MOST, SHARE_FOR_NEWCOMERS, Update
 from shoal.optim.history.window import Relation, window_of
-from shoal.optim.recovery.state_holder import first_accepted, refusing_nonsense
+from shoal.optim.recovery.download import first_accepted, refusing_nonsense
+from shoal.optim.recovery.when import needs_state
 from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.training_state import OlderStateError
 
@@ -156,16 +157,16 @@ class CatchingUp:
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Relation.ELSEWHERE for each in self.rounds.fragments):
-            return True
-        return self.rounds.counter.slot < self._least_slot
+        rounds = self.rounds
+        has_lost = any(each.standing is Relation.ELSEWHERE for each in rounds.fragments)
+        must_download = has_lost or self._in_vain >= MOST_IN_VAIN
+        return needs_state(rounds.counter.slot, rounds.tracker.global_epoch, self._most_behind, has_lost=must_download)
 
     @property
-    def _least_slot(self) -> int:
-        """A peer before this slot has missed something."""
+    def _most_behind(self) -> int:
+        """How many slots a peer may be behind the swarm without having missed anything."""
         rounds = self.rounds
-        window = window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
-        return rounds.tracker.global_epoch - int(window.behind)
+        return int(window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained).behind)
 
     def is_needed_before_round(self) -> bool:
         """The same, when this peer is about to end a slot.
@@ -286,7 +287,7 @@ class CatchingUp:
         rounds.end_flights()
         timeout, is_new = options.pop("timeout", self.load_state_timeout), not rounds.has_trained
         # A donor may be a newcomer itself, and know of nobody yet.
-        least_slot = self._least_slot if self.is_needed() else 0
+        least_slot = rounds.tracker.global_epoch - self._most_behind if self.is_needed() else 0
 
         def find_state() -> bool:
             return first_accepted(

@@ -35,7 +35,7 @@ from shoal.optim.progress.company import Company, check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.recovery.synchronization import Retries
+from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.optimizer_state import zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
