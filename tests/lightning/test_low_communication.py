@@ -126,7 +126,7 @@ def test_what_the_trainer_sees(make: Make, pl: ModuleType, tmp_path: Path) -> No
     )
     make_trainer(pl, tmp_path, strategy=strategy, callbacks=[Look()]).fit(model, data())
     assert isinstance(seen["optimizer"], shoal.DiLoCo)
-    assert seen["optimizer"].settings.straggler_patience == 7.0
+    assert seen["optimizer"].options.straggler_patience == 7.0
     assert len(seen["optimizer"].outer_optimizers) == 2
     assert seen["optimizer"].client_mode
     assert not seen["optimizer"].is_alive()

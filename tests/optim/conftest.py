@@ -117,7 +117,7 @@ class Trainer:
         self.samples = 0
 
     def step(self) -> None:
-        if not self.opt.settings.reuse_grad_buffers:
+        if not self.opt.options.reuse_grad_buffers:
             self.opt.zero_grad()
         dtype = next(self.model.parameters()).dtype
         backward(self.model, torch.randn(self.batch_size, 6, generator=self.rng).to(dtype))

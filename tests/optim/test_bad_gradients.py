@@ -40,7 +40,7 @@ class Recorder:
 
     def step(self):
         trainer, opt = self.trainer, self.trainer.opt
-        if not opt.settings.reuse_grad_buffers:
+        if not opt.options.reuse_grad_buffers:
             opt.zero_grad()
         backward(trainer.model, self.batch * (torch.nan if opt.local_epoch in self.bad_epochs else 1.0))
         opt.step(batch_size=8)

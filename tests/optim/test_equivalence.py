@@ -86,7 +86,7 @@ def train_alone(
 def contribute(opt: Optimizer, model: torch.nn.Module, batches: Sequence[torch.Tensor], loss_of: Callable) -> None:
     """Give this peer's share of an epoch, all of it and nothing more, however fast or slow the others are."""
     for number, batch in enumerate(batches):
-        if not opt.settings.reuse_grad_buffers:
+        if not opt.options.reuse_grad_buffers:
             opt.zero_grad()
         loss_of(model, batch).backward()
         if number < len(batches) - 1:

@@ -224,7 +224,7 @@ def test_a_global_step_knows_the_scale_of_what_was_accumulated(make_optimizer):
     opt, scaler = make_optimizer(model, reuse_grad_buffers=True, target_batch_size=8), make_scaler()
     scaler.scale(loss_of(model, torch.ones(4, 6))).backward()
     scaler.step(opt, batch_size=4)
-    opt.tracker.target_batch_size = opt.target_batch_size = 4
+    opt.tracker.target_batch_size = 4
     opt.tracker.board.target_batch_size = 4
     opt.global_step.run(opt._scaling.before_global_step(opt, None))
     plain = sgd(reference.parameters())

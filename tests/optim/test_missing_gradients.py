@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shoal import DHT, DiLoCo, Optimizer
-from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.setup.missing_gradients import BATCHES_READ
+from shoal.optim.gradient_accumulator import BATCHES_READ, GradientAccumulator
 from tests.optim.conftest import backward, make_model
 
 KINDS = ["gradients", "local updates", "DiLoCo"]

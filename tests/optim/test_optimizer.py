@@ -15,7 +15,7 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.dht import DHT
-from shoal.optim import Optimizer, state_jobs
+from shoal.optim import Optimizer, searches
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
@@ -23,7 +23,7 @@ from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery import when
 from shoal.optim.recovery.when import Synchronization
-from shoal.optim.state_jobs import let_go
+from shoal.optim.searches import let_go
 from shoal.p2p import PeerID
 from shoal.testing import Host, Network, run
 from tests.device import chosen_device
@@ -661,7 +661,7 @@ def test_a_silent_peer_holds_up_the_end_for_one_round_at_most(monkeypatch):
         waits.append(({*futures}, timeout))
         now[0] += timeout
 
-    monkeypatch.setattr(state_jobs.concurrent.futures, "wait", wait)
+    monkeypatch.setattr(searches.concurrent.futures, "wait", wait)
     monkeypatch.setattr(when.time, "monotonic", lambda: now[0])
     controls = [StepControl(scheduled_time=0.0, deadline=1e12) for _ in range(3)]
     for control in controls[:2]:

@@ -8,7 +8,7 @@ import torch
 from shoal.compression import Float16Compression, NoCompression
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings
+from shoal.optim.options import Options, with_defaults
 from shoal.optim.setup.training_setup import default_silence
 
 
@@ -21,28 +21,9 @@ def sgd(groups) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-def resolve(**options) -> OptimizerSettings:
-    defaults = {
-        "optimizer": sgd,
-        "params": [torch.nn.Parameter(torch.zeros(1))],
-        "scheduler": None,
-        "batch_size_per_step": None,
-        "grad_averager": DEFAULT_GRAD_AVERAGER,
-        "grad_averager_factory": None,
-        "use_local_updates": False,
-        "offload_optimizer": None,
-        "reuse_grad_buffers": False,
-        "delay_optimizer_step": None,
-        "delay_grad_averaging": False,
-        "delay_state_averaging": True,
-        "use_ext_grad_buffer": None,
-        "auxiliary": False,
-        "client_mode": False,
-        "matchmaking_time": 15.0,
-        "averaging_timeout": 60.0,
-        "average_state_every": 1,
-    }
-    return OptimizerSettings.resolve({**defaults, **options})
+def resolve(**options) -> Options:
+    given = {"optimizer": sgd, "params": [torch.nn.Parameter(torch.zeros(1))], "run_id": "run", "target_batch_size": 8}
+    return Options.resolve(**with_defaults(Optimizer, {**given, **options}))
 
 
 INSTANCE = {"optimizer": sgd([torch.nn.Parameter(torch.zeros(1))]), "params": None}

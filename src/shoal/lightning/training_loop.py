@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     import shoal
-    from shoal.lightning.strategy import HivemindStrategy
 else:
     Callback = object
 
@@ -106,13 +105,12 @@ class SwarmProgress(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the progress of the swarm."""
-        strategy: HivemindStrategy = trainer.strategy
-        values = strategy.swarm_progress()
+        values: dict[str, float] = trainer.strategy.swarm_progress()
         pl_module.log_dict(
             {name: float(value) for name, value in values.items()}, prog_bar=True, on_step=True, on_epoch=False
         )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        for optimizer in strategy.optimizers:
+        for optimizer in trainer.strategy.optimizers:
             # To read a loss means to wait for the device, so only those are read that are published.
             if isinstance(optimizer, (JointOptimizer, SeveralProcesses)) and optimizer.report_is_due:
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:

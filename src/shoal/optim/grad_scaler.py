@@ -15,12 +15,11 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
+from shoal.optim.joint_optimizer import SwarmOptimizer
 from shoal.optim.setup.devices import local_part
 
 if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager
-    from shoal.optim.optimizer import Optimizer
-
 
 __all__ = ["GradScaler"]
 
@@ -85,16 +84,12 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: it is not a shoal.Optimizer or shoal.DiLoCo.
         """
-        from shoal.optim.diloco.diloco import DiLoCo
-        from shoal.optim.optimizer import Optimizer
-        from shoal.optim.ranks.several_processes import SeveralProcesses
-
-        assert isinstance(optimizer, (Optimizer, SeveralProcesses, DiLoCo)), (
+        assert isinstance(optimizer, SwarmOptimizer), (
             f"expected a shoal.Optimizer or a shoal.DiLoCo, got {type(optimizer).__name__}"
         )
         if not self.is_enabled():
             return False
-        if isinstance(optimizer, DiLoCo):
+        if optimizer.steps_each_batch:
             self.unscale_batch(optimizer)
             return True
         with self._lock:
@@ -104,7 +99,8 @@ class GradScaler(TorchGradScaler):
             grads = _gradients(optimizer)
             if grads:
                 torch._foreach_mul_(grads, 1 / self.get_scale())
-            self._unscaled[id(optimizer.opt)] = finite
+            joint: Any = optimizer
+            self._unscaled[id(joint.opt)] = finite
             return True
 
     def unscale_batch(self, optimizer: torch.optim.Optimizer, *, ends: bool = False) -> bool:
@@ -243,7 +239,7 @@ class LossScaling:
         self._accumulated: GradScaler | None = None
 
     def accumulate(
-        self, averager: GradientAverager, optimizer: Optimizer, batch_size: int, scaler: GradScaler | None
+        self, averager: GradientAverager, optimizer: SwarmOptimizer, batch_size: int, scaler: GradScaler | None
     ) -> bool:
         """Add the current gradients to those accumulated before.
 
@@ -269,7 +265,7 @@ class LossScaling:
         if self._in_place:
             averager.reset_accumulated_grads_()
 
-    def before_global_step(self, optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
+    def before_global_step(self, optimizer: SwarmOptimizer, scaler: GradScaler | None) -> GradScaler | None:
         """Unscale the accumulated gradients, if that has not been done.
 
         Returns:
@@ -280,10 +276,11 @@ class LossScaling:
             if scaler is not None:
                 self.unscale(optimizer, scaler)
         elif scaler is not None:
-            scaler.expect_unscaled(optimizer.opt)
+            joint: Any = optimizer
+            scaler.expect_unscaled(joint.opt)
         return scaler
 
-    def unscale(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def unscale(self, optimizer: SwarmOptimizer, scaler: GradScaler) -> None:
         """Unscale the gradients of the user's parameters."""
         with scaler.running_global_step():
             scaler.unscale_(optimizer)

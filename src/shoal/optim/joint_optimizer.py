@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -17,23 +18,15 @@ from shoal.errors import NotAMemberError, ReactorError
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.options import SwarmOptions
+    from shoal.optim.progress_tracker import ProgressTracker
     from shoal.optim.report import Reporting
+    from shoal.optim.searches import Auxiliary
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def check_run_id(run_id: object) -> None:
-    """Check the name of a run.
-
-    Raises:
-        TypeError, ValueError, AssertionError: it is not a valid name.
-    """
-    if not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
-    if not run_id:
-        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
-    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
 
 
 def check_may_train(dht: DHT) -> None:
@@ -70,7 +63,20 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class JointOptimizer(Facade, torch.optim.Optimizer):
+def option(name: str) -> Any:
+    """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
+    return property(lambda optimizer: getattr(optimizer.options, name))
+
+
+class SwarmOptimizer(Facade, torch.optim.Optimizer):
+    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
+    only these."""
+
+    steps_each_batch: ClassVar[bool] = False
+    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
+
+
+class JointOptimizer(SwarmOptimizer):
     """Base of the optimizers whose users train with others.
 
     Its groups and statistics are those of the optimizers that make the steps.
@@ -79,6 +85,11 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     kind: ClassVar[str]
     """Its name in errors."""
     dht: DHT
+    options: SwarmOptions
+    run_id: str = option("run_id")
+    client_mode: bool = option("client_mode")
+    auxiliary: bool = option("auxiliary")
+    tracker: ProgressTracker
     _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.
     _groups_under_construction: list[dict[str, Any]] | None
@@ -93,6 +104,11 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         self._groups_under_construction = []
         torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
         self._groups_under_construction = None
+
+    @property
+    def local_epoch(self) -> int:
+        """How many joint steps this peer has made."""
+        raise NotImplementedError
 
     def _inner_groups(self) -> Sequence[Any]:
         """The groups of the optimizers that make the steps, with the user's parameters."""
@@ -169,6 +185,22 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         """Context in which ``.grad`` of the parameters may change: a program may be adding gradients of some batches
         there before it calls :meth:`step`."""
         return _kept([parameter for group in self.param_groups for parameter in group["params"]])
+
+    # --- without data -------------------------------------------------------------------------------------------------
+
+    def _help_others(self, auxiliary: Auxiliary) -> None:
+        """Take part in the others' rounds, and follow their epoch."""
+        auxiliary.look_for_groups()
+        epoch = self.tracker.global_epoch
+        if epoch > self.local_epoch:
+            self._follow(epoch)
+            with self.tracker.pause_updates():
+                self.tracker.update_epoch(epoch)
+            logger.debug("the swarm is at epoch %d", epoch)
+
+    def _follow(self, epoch: int) -> None:
+        """The others are at this epoch."""
+        raise NotImplementedError
 
     # --- to those who watch -------------------------------------------------------------------------------------------
 

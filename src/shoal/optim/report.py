@@ -16,7 +16,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -35,7 +35,7 @@ from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
-    from shoal.optim.progress_tracker import ProgressTracker
+    from shoal.dht.key_sharding import KeySharding
 
 logger = logging.getLogger(__name__)
 
@@ -158,13 +158,41 @@ class HasPeers(Protocol):
         """The weight of each."""
 
 
+class _Sharded(Protocol):
+    @property
+    def spread(self) -> KeySharding:
+        """How the keys of the swarm are divided."""
+
+
+class _Progress(Protocol):
+    @property
+    def epoch(self) -> int:
+        """Of this peer."""
+
+
+class ProgressSource(Protocol):
+    """What a report says of this peer's place in the swarm: a progress tracker knows it."""
+
+    @property
+    def exchange(self) -> _Sharded | None:
+        """``None`` before the tracker runs: nothing is published then."""
+
+    @property
+    def local_progress(self) -> _Progress:
+        """This peer's own progress."""
+
+    @property
+    def unreachable_peers(self) -> Sequence[PeerID]:
+        """Peers that this one has lost contact with."""
+
+
 class Reporting:
     """What one peer reports. Used by the training thread alone.
 
     Args:
         dht: where the record is published.
         run_id: name of the run.
-        tracker: knows this peer's epoch, and how the keys of the swarm are divided.
+        tracker: knows this peer's place in the swarm.
         last_round: returns the last round, or ``None``. It must not lead to the optimizer that has this: an optimizer
             that is dropped shuts itself down at once.
         clock: of seconds; tests move it.
@@ -175,7 +203,7 @@ class Reporting:
         self,
         dht: DHT,
         run_id: str,
-        tracker: ProgressTracker,
+        tracker: ProgressSource,
         last_round: Callable[[], HasPeers | None],
         clock: Callable[[], float] = time.monotonic,
         *,

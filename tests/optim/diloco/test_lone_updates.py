@@ -13,38 +13,19 @@ import torch
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
 from shoal.optim.diloco.attendance import Attendance
+from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import ANY_SLOT, Schedule, SlotCounter
 from shoal.optim.history.window import EPOCHS_AHEAD
+from shoal.optim.options import with_defaults
 from shoal.p2p import PeerID
 from tests.optim.diloco.quadratic import A
 from tests.optim.diloco.test_fragment_updates import Peer
 
-OPTIONS = {
-    "run_id": "run",
-    "auxiliary": False,
-    "average": "pseudo_gradients",
-    "averager_opts": None,
-    "fragment_sync_delay": 0,
-    "sync_every": 2,
-    "load_state_compression": None,
-    "max_staleness": 4,
-    "check_every": 10,
-    "batch_size_per_step": 1,
-    "straggler_patience": None,
-    "matchmaking_time": 1.0,
-    "averaging_timeout": 5.0,
-    "compression": None,
-    "return_compression": None,
-    "sparse_mean": "senders",
-    "error_feedback": None,
-    "fragment_update_alpha": None,
-    "weighting": "batch",
-    "staleness": None,
-    "verbose": False,
-}
+TIMES = {"matchmaking_time": 1.0, "averaging_timeout": 5.0}
+OPTIONS = {"run_id": "run", "sync_every": 2, "batch_size_per_step": 1, **TIMES}
 
 
 class Known(Attendance):
@@ -52,7 +33,7 @@ class Known(Attendance):
 
     def __init__(self, tracker, *args, **options):
         super().__init__(tracker, *args, **options)
-        self.tracker, self.not_worth_it, self.voters = tracker, set(), set()
+        self.tracker, self.not_worth_it, self.electors = tracker, set(), set()
 
     def note(self, flight, expected):
         pass
@@ -67,7 +48,7 @@ class Known(Attendance):
         return peers - self.not_worth_it
 
     def electorate(self, now, earliest):
-        return self.voters
+        return self.electors
 
 
 class Tracker:
@@ -98,7 +79,7 @@ class Tracker:
 def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
     peer = Peer(A)
     averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
-    settings = OuterSettings.resolve({**OPTIONS, **options})
+    settings = OuterSettings.resolve(**with_defaults(DiLoCo, {**OPTIONS, **options}))
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
     tracker.own = own
@@ -210,7 +191,7 @@ def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(ca
     rounds, peer = rounds_with(slots, 5, fragments=2, fragment_sync_delay=delay, matchmaking_time=0.01)
     rounds.fragments = [peer.updates, Peer(A).updates]
     others = dict(enumerate(slots))
-    rounds.attendance.voters = set(others)
+    rounds.attendance.electors = set(others)
     rounds.tracker.still_expected = lambda last: {peer for peer in last if others[peer] <= last[peer]}
     flight = peer.updates.begin(5, peer.vector)
     flight.control = StepControl(0.0)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
 from shoal.optim.diloco.contribution import PARAMETERS
@@ -23,8 +22,7 @@ from shoal.optim.diloco.inner import InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import SlotCounter, group_of
-from shoal.optim.round_watch import RoundWatch
-from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ class OuterRounds:
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
-        logger.log(self.settings.loglevel, "slot %d begins", self.counter.slot)
+        logger.log(self.settings.status_loglevel, "slot %d begins", self.counter.slot)
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
@@ -113,7 +111,7 @@ class OuterRounds:
     def helping(self) -> Auxiliary:
         """What this peer does instead if it has no data."""
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
-        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
+        return Auxiliary(searches, self.settings.averaging_timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class OuterRounds:
         flight.control = control
         flight.expected = ExpectedMembers(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
-        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self.attendance.reach))
+        watch_search(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self.attendance.reach))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:
@@ -249,7 +247,7 @@ class OuterRounds:
 
     def _tell(self, done: OuterRound) -> None:
         logger.log(
-            self.settings.loglevel,
+            self.settings.status_loglevel,
             "round %d of fragment %d: %d peers, %.2f s, %.0f kB%s",
             done.slot,
             done.fragment,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.averaging.message_means import check_sparse_mean
-from shoal.base.closeable import options_from
 from shoal.compression import (
     BFloat16Compression,
     Blockwise4BitQuantization,
@@ -31,8 +29,7 @@ from shoal.optim.diloco.contribution import (
 from shoal.optim.diloco.fragment_updates import UpdateRules
 from shoal.optim.diloco.fragments import MergePolicy
 from shoal.optim.diloco.slots import Schedule
-from shoal.optim.joint_optimizer import check_run_id
-from shoal.optim.progress.records import count_of_samples
+from shoal.optim.options import SwarmOptions, resolve_shared
 
 # Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
 # others have short messages, which reducers may pass on, and need memory of what they have left out.
@@ -40,39 +37,31 @@ _FINE = (NoCompression, Float16Compression, BFloat16Compression, BlockwiseQuanti
 _COARSE = (Blockwise4BitQuantization, TopKCompression)
 
 
-@dataclass(frozen=True)
-class OuterSettings:
-    """The resolved options."""
+@dataclass(frozen=True, kw_only=True)
+class OuterSettings(SwarmOptions):
+    """The options, resolved. There are as many fields as there are options."""
 
-    batch_size_per_step: int | None
-    averaging_timeout: float
-    matchmaking_time: float
-    loglevel: int
     straggler_patience: float
-    """For so many seconds the first peer that is ready waits for others."""
+    """How long the first peer that is ready waits for others, in seconds."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
     rules: UpdateRules
+    """How messages count and results are applied."""
     codec: CompressionBase
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
     """The share of what a message has left out that is added to the next one."""
     average: str
-    auxiliary: bool
-    """Only help others, without batches of its own."""
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any]) -> OuterSettings:
-        """Resolve the user's options.
-
-        Args:
-            given: the arguments of the constructor.
+    def resolve(cls, **given: Any) -> OuterSettings:
+        """Resolve the arguments of the :class:`~shoal.optim.diloco.diloco.DiLoCo`.
 
         Raises:
             TypeError, ValueError: options contradict each other.
         """
-        check_run_id(given["run_id"])
+        shared = resolve_shared(given)
         average, averager_opts = given["average"], given["averager_opts"] or {}
         if average not in AVERAGES:
             raise ValueError(f"average must be one of {AVERAGES}, got {average!r}")
@@ -104,13 +93,13 @@ class OuterSettings:
         check_every = given["check_every"]
         if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1:
             raise ValueError(f"check_every must be a number of updates from 1, got {check_every!r}")
-        batch_size, patience = given["batch_size_per_step"], given["straggler_patience"]
+        patience = given["straggler_patience"]
         messages, back = given["compression"] or NoCompression(), given["return_compression"]
         codec = _codec(messages, back, given["sparse_mean"])
-        return options_from(
-            cls,
-            given,
-            batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
+        return cls(
+            **shared,
+            fragment_sync_delay=delay,
+            average=average,
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
             rules=UpdateRules(
                 MergePolicy.choose(given["fragment_update_alpha"], delay),
@@ -121,7 +110,6 @@ class OuterSettings:
                 check_every,
                 delay,
             ),
-            loglevel=logging.INFO if given["verbose"] else logging.DEBUG,
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),
@@ -139,17 +127,6 @@ class OuterSettings:
         Their round is under way meanwhile; or they have made it in a group of their own.
         """
         return self.overlaps or self.average == PARAMETERS
-
-    def batch_size(self, batch_size: int | None) -> int:
-        """The number of samples of a step; 0: none.
-
-        Raises:
-            TypeError, ValueError: it is not given, or impossible.
-        """
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
-        return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
 
     @property
     def is_sparse(self) -> bool:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.base.closeable import Facade
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.optim.consistency import OtherTensors
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.joint_optimizer import uncompiled
+from shoal.optim.joint_optimizer import SwarmOptimizer, uncompiled
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.ranks.processes import Command, Processes, ProcessMessage
 from shoal.optim.ranks.shards import Shards, check_sharded
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SeveralProcesses(Facade, torch.optim.Optimizer):
+class SeveralProcesses(SwarmOptimizer):
     """Base of the optimizers that make one peer of several processes, each with its own batches.
 
     The first process has an optimizer of the swarm, which decides everything; the others follow it.

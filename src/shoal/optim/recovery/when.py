@@ -137,7 +137,7 @@ class Synchronization:
         self._state_averager, self._grad_averager = state_averager, grad_averager
         self._tracker, self._global_step = tracker, global_step
         self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
-        self._closing, self._overlaps = closing, global_step.settings.overlaps
+        self._closing, self._overlaps = closing, global_step.options.mode.overlaps
         self._usual_lag = int(window_of(overlaps=self._overlaps).behind)
         self._strict_check_due = True
         self._has_looked = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from shoal.averaging import StepControl
-from shoal.optim.round_watch import RoundWatch
+from shoal.optim.searches import watch_search
 from shoal.p2p import PeerID
 from shoal.peers.identity import Identity
 
@@ -47,7 +47,7 @@ class Tracker:
 )
 def test_it_goes_on_as_long_as_enough_can_come(last_epochs, electorate, left, goes_on):
     tracker, control = Tracker(), StepControl(0.0)
-    RoundWatch(control, tracker, last_epochs, electorate)
+    watch_search(control, tracker, last_epochs, electorate)
     assert not control.cancelled()
     tracker.coming = left
     tracker.tell()
@@ -57,5 +57,5 @@ def test_it_goes_on_as_long_as_enough_can_come(last_epochs, electorate, left, go
 def test_it_waits_for_most_of_the_electorate_even_if_it_expects_fewer():
     """Two halves that were complete with their own members alone would start apart, again and again."""
     tracker, control = Tracker(), StepControl(0.0)
-    RoundWatch(control, tracker, {A: 1}, dict.fromkeys([A, B, C, D], 1))
+    watch_search(control, tracker, {A: 1}, dict.fromkeys([A, B, C, D], 1))
     assert (control.awaited, control.expected_group_size) == ({A}, 3)
