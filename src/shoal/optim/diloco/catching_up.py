@@ -1,7 +1,7 @@
 """How a peer gets what it lacks, and gives others what they lack.
 
 A newcomer downloads the outer parameters with all that belongs to them. So does a peer of a lineage that does not go
-on. A peer that lacks a few updates downloads only these (:mod:`~.update_log`) while it trains, and makes them itself.
+on. A peer that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself.
 So it does with updates that others have made during a download.
 """
 
