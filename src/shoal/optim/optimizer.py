@@ -630,7 +630,7 @@ class Optimizer(JointOptimizer):
         self._synchronization.end_other_work()
         with self.tracker.pause_updates():
             self.state_averager.take_over(state)
-            self._synchronization.begin_anew()
+            self._synchronization.start_over()
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 

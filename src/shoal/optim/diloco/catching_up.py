@@ -1,8 +1,7 @@
 """How a peer gets what it lacks, and gives others what they lack.
 
-A newcomer downloads the outer parameters with all that belongs to them. So does a peer of a lineage that does not go
-on. A peer that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself.
-So it does with updates that others have made during a download.
+A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself.
+It does the same with updates that others have made during a download.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MOST_STATISTICS = 8
 STATISTICS = b"inner"
 # That of the part that has the extra tensors.
 EXTRA = b"extra"
-# If nobody has had single updates so many times in a row, the whole state is downloaded.
+# After this many attempts in a row without the missing updates, the whole state is downloaded.
 MOST_IN_VAIN = 2
 # Of the tensors of a fragment, that of the first one and that of all others.
 ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
@@ -152,7 +151,7 @@ class CatchingUp:
     extra: ExtraTensors
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
-    """So many times in a row nobody had the updates that this peer lacks."""
+    """How many times in a row nobody had the updates that this peer lacks."""
     _warn_seldom: Seldom = field(default_factory=lambda: Seldom(logger.warning))
 
     def is_needed(self) -> bool:
@@ -187,7 +186,7 @@ class CatchingUp:
         rounds = self.rounds
         rounds.end_flights()
         lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
-        if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
+        if lost:  # the peers that it has believed so far are of its own branch, and so would be its donors
             rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
@@ -199,14 +198,14 @@ class CatchingUp:
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
                 made = [self._make(self._begin_to_fetch(numbers)) for numbers in parts]
-            if None in made:  # whoever has more keeps no updates so old, or nobody was reached
+            if None in made:  # the others keep no updates so old, or nobody was reached
                 return self.download()
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
 
     def _go_over(self, lost: Sequence[FragmentUpdates]) -> bool:
-        """Take over the outer parameters with which the swarm goes on; returns whether others have given them all."""
+        """Take over the outer parameters of the winning branch; returns whether others have given all of them."""
         versions = max(each.state.version for each in lost)
         with self.rounds.tracker.pause_updates():
             self._make(self._begin_to_fetch([each.number for each in lost]))
@@ -229,7 +228,7 @@ class CatchingUp:
         return {schedule.fragment_of(slot) for slot in slots}
 
     def keep_up(self) -> None:
-        """Get single updates that this peer lacks, while it goes on training. Called in each step."""
+        """Get single updates that this peer lacks, while it trains. Called in each step."""
         fragments = self.rounds.fragments
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
@@ -245,7 +244,7 @@ class CatchingUp:
         fragments = [self.rounds.fragments[number] for number in numbers]
         for each in fragments:
             each.may_lack_updates = False
-        # Who has lost does not continue what it has: no updates would do.
+        # A peer that has lost does not continue what it has: no updates would do.
         versions = [MOST if each.standing is Relation.ELSEWHERE else each.state.version for each in fragments]
         pairs = zip(fragments, versions, strict=True)
         part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
@@ -313,12 +312,12 @@ class CatchingUp:
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
-                for each in rounds.fragments:  # nobody is left who has more
+                for each in rounds.fragments:  # nobody that has more is left
                     each.standing = Relation.WITH
             return False
 
     def _take_over_statistics(self) -> None:
-        """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
+        """Begin with the statistics of another peer's inner optimizers. Training continues without them, too."""
         rounds = self.rounds
         download = rounds.averager.load_part_from_peers
         found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)

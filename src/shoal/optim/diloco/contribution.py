@@ -73,7 +73,7 @@ def usual_staleness(versions: int) -> float:
 
 
 def discount(staleness: Staleness, versions: int) -> float:
-    """The factor for a pseudo-gradient that is so many versions old; 1 for a fresh one.
+    """The factor for a pseudo-gradient that is this many versions old; 1 for a fresh one.
 
     Raises:
         ValueError: the user's function returns no number from 0 to 1.

@@ -56,9 +56,9 @@ FIRST_LOOK_SECONDS = 5.0
 class DiLoCo(JointOptimizer):
     """Trains a model together with all peers of a run, and exchanges little.
 
-    Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
-    have moved away from the *outer* parameters, on which all agree. The mean of that is a gradient for the outer
-    optimizer, which all peers step alike, and from its result they go on.
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, each sends how far its parameters have
+    moved from the *outer* parameters, on which all agree. The mean is a gradient for the outer
+    optimizer. All peers take the same outer step and continue from the result.
 
     Args:
         dht: connected DHT of this peer.
@@ -75,8 +75,8 @@ class DiLoCo(JointOptimizer):
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
-        fragments: exchange the parameters in so many fragments, one after another; or for each fragment its parameters.
-        fragment_sync_delay: apply the result of an exchange only after so many further inner steps, and train on
+        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each fragment.
+        fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
             meanwhile. ``None``: as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
@@ -86,7 +86,7 @@ class DiLoCo(JointOptimizer):
         error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
             with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
         sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
-        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
+        check_every: updates after which peers compare the bits of their outer parameters; the majority wins.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
@@ -116,7 +116,7 @@ class DiLoCo(JointOptimizer):
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -582,7 +582,7 @@ class DiLoCo(JointOptimizer):
         return self.averager.is_alive()
 
     def _leave(self) -> None:
-        """Rounds under way go on without this peer."""
+        """Rounds in flight continue without this peer."""
         try:
             self._catching_up.let_go()
             if self._auxiliary is not None:

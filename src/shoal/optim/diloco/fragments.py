@@ -36,8 +36,8 @@ class Fragment:
         """Lay parameters out in a vector, in their order.
 
         Args:
-            block: codecs encode this many values together. A parameter with at least so many begins at a multiple of
-                it, so that its blocks hold no values of others; smaller ones stand behind each other.
+            block: codecs encode this many values together. A parameter with at least that many begins at a multiple of
+                it, so that its blocks hold no values of others; smaller ones follow each other.
         """
         parameters, offsets, end = tuple(parameters), [], 0
         for parameter in parameters:

@@ -64,7 +64,7 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """The mean again, to the bit.
 
     Raises:
-        ValueError: this is no mean of so many values.
+        ValueError: this is no mean of that many values.
     """
     match tensors:
         case [dense] if dense.shape == (length,) and dense.dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -167,8 +167,9 @@ class Wanted(NamedTuple):
     version: int
     """All updates that come after this one."""
     known: Entry | None = None
-    """The newest one of which groups have told. Who has nothing after ``version`` then refuses, so that it has no vote.
-    Who does not keep the updates any more gives its outer parameters, if they are of this version or came after it.
+    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has no
+    vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or a
+    later one.
     """
 
 
@@ -182,7 +183,7 @@ def request_for(wanted: Mapping[int, Wanted]) -> bytes:
 
 
 def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
-    """Read what :func:`request_for` has made. Nothing is asked for by what makes no sense."""
+    """Read what :func:`request_for` has made. A malformed request asks for nothing."""
     try:
         listed = MSGPackSerializer.loads(part)
     except ValueError:

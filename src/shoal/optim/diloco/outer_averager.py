@@ -124,7 +124,7 @@ class OuterAverager(DecentralizedAverager):
 
     @property
     def group_size(self) -> int | None:
-        """How many peers meet, if groups can be drawn beforehand; ``None``: who comes first makes a group."""
+        """How many peers meet, if groups can be drawn beforehand; ``None``: the first to come make a group."""
         node = self.node
         is_free = not node.config.initial_group_bits and not node.trust.depth()
         return node.config.target_group_size if is_free else None

@@ -69,7 +69,7 @@ class OuterRounds:
             expected, group = attendance.expected(slot), self._draw_group(each.number)
             last = attendance.last_slot(slot) if overlaps or group is not None else None
             coming = expected if group is None else group
-            # If there are others, but none that comes, an update would be one that nobody else has.
+            # If others train but none comes, nobody else would have the update.
             if coming or self.settings.average == PARAMETERS or not attendance.others_are_there(slot):
                 try:
                     self._take_off(each, slot, coming, last, is_drawn=group is not None)
@@ -219,7 +219,7 @@ class OuterRounds:
                 if self.attendance.is_passed_over(flight.slot, flight.control):
                     raise AllreduceException("most others have gone on without it")
                 flight.control.result(self.settings.averaging_timeout)
-            except Exception as e:  # whatever has failed, training goes on
+            except Exception as e:  # whatever has failed, training continues
                 flight.control.cancel()
                 if flight.control.began_allreduce or self.attendance.others_are_there(flight.slot):
                     self.attendance.note(flight, None)

@@ -27,8 +27,8 @@ ANY_SLOT = 2**62
 def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
     """Whom a peer meets in a slot if peers meet in groups.
 
-    Groups are drawn anew for each slot, in the same way by all peers that know the same others. Else fast peers would
-    meet none but each other, and two halves of a run would hardly mix.
+    Groups are drawn again for each slot, in the same way by all peers that know the same others. Otherwise fast peers
+    would only meet each other, and two halves of a run would hardly mix.
 
     Args:
         own: this peer.
@@ -110,7 +110,7 @@ class SlotCounter:
         """Samples of this peer in this slot."""
 
     def count(self, samples: int) -> None:
-        """This peer has made an inner step with so many samples."""
+        """This peer has made an inner step with this many samples."""
         self.steps += 1
         self.samples += samples
 

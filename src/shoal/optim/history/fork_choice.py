@@ -1,22 +1,23 @@
-"""Which side of a run goes on when the run was split and each part has trained without the others.
+"""Which branch of a run survives when parts of it have trained without each other.
 
-Each peer keeps the ids of the latest rounds behind its parameters (:mod:`shoal.optim.history.journal`) and sends
-them with its progress. Two peers are *apart* if each has made rounds that the other lacks, and more of them than
-parameter averaging is left to repair, or epochs so different that one would download the other's state anyway. A peer
-whose rounds are all known to another one has merely fallen behind, and is not apart from it.
+Each peer keeps a journal (:mod:`shoal.optim.history.journal`). Two peers are on different branches if each has entries
+that the other lacks. A peer whose entries are all known to another one has merely fallen behind. Of two branches the
+winner is, in this order, the one with
 
-Peers that share rounds and are not apart form a *side*. One side goes on, and the peers of the others take over its
-state; so it must have a peer that others can call. Of two such sides, that one goes on which has, in this order:
+1. a peer that others can call, because the peers of the other one take over its state,
+2. more support,
+3. more progress,
+4. the smaller hash.
 
-1. more weight in the last common round; without a common round, more hosts,
-2. the higher epoch, if they differ by more than one,
-3. the smaller id of its round after the common one; without a common round, of its latest round.
+With :class:`~shoal.DiLoCo` the members of a round choose, from what each states before it (:func:`choose_version`).
+Support is the number of members, and progress is samples.
 
-All of this follows from the records, so all peers that see the same records agree. What a peer says about a round costs
-nothing, though: if two sides claim more of its weight together than there was, one of them lies, or both know the round
-from a common donor. Then hosts are counted instead.
-
-Until the losers have taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
+With :class:`~shoal.Optimizer` each peer chooses, from the records of all (:func:`settle`). Support is weight in the last
+common round; without a common round, hosts. Progress is the epoch. Averaging of parameters repairs small differences, so
+these do not count: neither a single round nor a single epoch. All peers that see the same records agree. What a peer
+says about a round costs nothing, though: if two branches claim more of its weight together than there was, one of them
+lies, or both know the round from a common donor. Then hosts are counted instead. Until the losers have taken over the
+winners' state, the winners ignore the losers, and the losers ignore each other.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TOLERANT = Window(1, 1)
 MOST_WHO_TRUST_ONE = 3
 # All pairs are compared. In a run of more pieces than this, the most frequent ones of each host are settled first.
 MAX_VARIANTS = 64
-# Others decide how often there is news, so it changes the verdict only after a pause of so many seconds for each pair:
+# Others decide how often there is news, so the choice changes only after a pause of this many seconds for each pair:
 # about twenty times as long as the comparison took.
 _PAUSE_PER_PAIR = 1e-4
 # Few pieces are compared at once.
@@ -146,7 +147,7 @@ class VersionChoice(NamedTuple):
 
 @dataclass
 class _Members:
-    """A branch of which some members of a round are."""
+    """Members of a round that are of one branch."""
 
     members: set[int]
     newest: Entry
@@ -237,12 +238,12 @@ class PeerStanding(NamedTuple):
 
 @dataclass(frozen=True)
 class ForkChoice:
-    """Which peers go on and which give way. Peers in neither set are newcomers, or have fallen behind."""
+    """Which peers win and which give way. Peers in neither set are newcomers, or have fallen behind."""
 
     winners: frozenset[bytes] = frozenset()
     losers: frozenset[bytes] = frozenset()
     epoch: int = 0
-    """The epoch of the side that goes on."""
+    """The epoch of the winning branch."""
     common: bytes = BEGINNING
     """The last round that the winners have in common with another side, as far as both know."""
 
@@ -313,7 +314,7 @@ def settle(
     standings: Iterable[PeerStanding],
     host_of: Callable[[bytes], Hashable] = bytes,
 ) -> ForkChoice:
-    """Find the sides of a run, and the one that goes on.
+    """Find the branches of a run, and the one that wins.
 
     Args:
         standings: what is known of each peer that can be reached, in any order.
@@ -389,7 +390,7 @@ class ForkTracker:
         self._history: RoundHistory | None = None
         self._verdict = ForkChoice()
         self.changed = False
-        """Whether there was news since the last verdict that may change it: to settle is too slow for every look."""
+        """Whether there was news since the last verdict that may change it: settling is too slow for every look."""
         # When the last verdict was found, and for how many seconds it holds whatever others say.
         self._settled_at, self._pause, self._own_epoch = -math.inf, 0.0, -1
 
@@ -461,7 +462,7 @@ class ForkTracker:
     # --- others -------------------------------------------------------------------------------------------------------
 
     def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> ForkChoice:
-        """Which side goes on, if the run was split."""
+        """Which branch wins, if the run was split."""
         with self._lock:
             if self.changed and (own.epoch != self._own_epoch or not 0 <= now - self._settled_at < self._pause):
                 self._verdict, self.changed = self._settle(own, companions, now), False

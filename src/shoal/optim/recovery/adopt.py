@@ -263,7 +263,7 @@ class StateHolder(DecentralizedAverager):
             self._own_state = None
 
     def make_checkpoint(self, gradients: Any = None) -> dict[str, Any]:
-        """A checkpoint for :meth:`load_checkpoint`: all that is needed to go on except the model. Tensors are not
+        """A checkpoint for :meth:`load_checkpoint`: all that is needed to resume except the model. Tensors are not
         copied.
 
         Args:

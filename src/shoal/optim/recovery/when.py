@@ -42,11 +42,11 @@ FIRST_FETCH_TIMEOUT = 5.0
 LOAD_ATTEMPTS = 3
 # Seconds before the second attempt to download a state; the pause doubles with each further attempt.
 FIRST_LOAD_PAUSE = 0.5
-# So many failed downloads in a row are followed by another one at once.
+# This many failed downloads in a row are each followed by another one at once.
 QUICK_RETRIES = 3
 # The pause after one failure more; it doubles with each further one, up to the limit.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-# A caller is held up for so long at a time: the download may not be needed any more, or the caller may be closed.
+# The longest time for which a caller is held up at once, in seconds: the download may not be needed any more, or the caller may be closed.
 LONGEST_WAIT = 0.5
 
 
@@ -148,7 +148,7 @@ class Synchronization:
         self._withholds_state = False
 
     def is_needed(self) -> bool:
-        """Whether this peer must download the state before it goes on."""
+        """Whether this peer must download the state before it continues."""
         tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
         if not self._has_looked:
             self._has_looked = True
@@ -219,14 +219,14 @@ class Synchronization:
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
                 return False
             if other_side is not None:
-                self.begin_anew()
+                self.start_over()
                 return True
             epoch = self._tracker.global_epoch
             lacks_a_step = self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1
             if lacks_a_step:
                 # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
-            self.begin_anew()
+            self.start_over()
             if lacks_a_step and self._state_averager.allow_state_sharing:
                 # Until then its state is not that of others at this epoch, and they would think that it is broken.
                 self._state_averager.allow_state_sharing, self._withholds_state = False, True
@@ -256,11 +256,11 @@ class Synchronization:
     def resume(self) -> None:
         """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
         self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
-        self.begin_anew()
+        self.start_over()
         self._tracker.believe_as_a_newcomer()  # a checkpoint says nothing of how far others are by now
         self._strict_check_due = True
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """This peer has another state than before: forget its gradients and announce its epoch."""
         if self._grad_averager is not None:
             self._grad_averager.reset_accumulated_grads_()
