@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
@@ -22,13 +21,10 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.reasons import GetReport, Outcome, Reason
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
+from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Lookup, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -393,16 +389,17 @@ class CacheRefreshQueue:
     ) -> None:
         self._refresh, self._expiration_of = refresh, expiration_of
         self._lead, self._batch_size, self._spawn = lead, batch_size, spawn
-        self._due_times: dict[DHTID, DHTExpiration] = {}
-        self._heap: list[tuple[DHTExpiration, DHTID]] = []
+        self._due_times: dict[DHTID, ValueWithExpiration[None]] = {}
+        self._heap = ExpiryHeap(self._due_times)
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self, key_id: DHTID, due_time: DHTExpiration) -> None:
         """Fetch a key at this time, or earlier if it is already scheduled earlier."""
-        if self._due_times.get(key_id, float("inf")) <= due_time:
+        planned = self._due_times.get(key_id)
+        if planned is not None and planned.expiration_time <= due_time:
             return
-        self._due_times[key_id] = due_time
-        heapq.heappush(self._heap, (due_time, key_id))
+        self._due_times[key_id] = ValueWithExpiration(None, due_time)
+        self._heap.push(key_id, due_time)
         self._set_timer()
 
     def schedule_before(self, key_id: DHTID, expiration_time: DHTExpiration) -> None:
@@ -413,21 +410,20 @@ class CacheRefreshQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._heap and self._due_times.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)  # outdated: the key was rescheduled
-        if self._heap:
-            delay = max(0.0, self._heap[0][0] - get_dht_time())
+        first = self._heap.first()
+        if first is not None:
+            delay = max(0.0, first.expiration_time - get_dht_time())
             self._timer = asyncio.get_running_loop().call_later(delay, self._start_batch)
 
     def _start_batch(self) -> None:
         self._timer = None
         keys: list[DHTID] = []
         now = get_dht_time()
-        while self._heap and self._heap[0][0] <= now and len(keys) < self._batch_size:
-            due_time, key_id = heapq.heappop(self._heap)
-            if self._due_times.get(key_id) == due_time:
-                del self._due_times[key_id]
-                keys.append(key_id)
+        while len(keys) < self._batch_size and (first := self._heap.first()) is not None:
+            if first.expiration_time > now:
+                break
+            del self._due_times[first.key]
+            keys.append(first.key)
         if keys:
             expirations = [e for e in map(self._expiration_of, keys) if e is not None]
             sufficient = max([now, *expirations]) + self._lead + 1

@@ -511,6 +511,6 @@ class DHTNode:
 
 
 def _say_where_it_listens(addresses: Sequence[Multiaddr], *, is_open: bool) -> None:
-    who = "whoever reaches them may join" if is_open else "members may join"
+    admission = "anyone who reaches them may join" if is_open else "members may join"
     where = ", ".join(str(split_peer_address(address)[0]) for address in addresses)
-    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, who)
+    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, admission)

@@ -1,13 +1,14 @@
-"""Stores each record at the nodes that are nearest to its key, and remembers which of them have agreed to keep it."""
+"""Stores each record at the nodes that are nearest to its key."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
@@ -147,9 +148,8 @@ class Writer:
     """
 
     def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
-        self._protocol, self._config = protocol, config
-        self._refresh_queue = refresh_queue
-        self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
+        self._protocol, self._config, self._refresh_queue = protocol, config, refresh_queue
+        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
 
     async def store(
         self,
@@ -220,9 +220,6 @@ class Writer:
 
         if await publication.run(nodes, store_at) and walk.nearest:
             self._walks[publication.key_id] = walk
-            self._walks.move_to_end(publication.key_id)
-            if len(self._walks) > MAX_WALKS:
-                self._walks.popitem(last=False)
 
     async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
         try:

@@ -222,8 +222,8 @@ class Members:
         self.troubles["members too slow"] += 1
         self._tell_once(
             peer,
-            "rounds with peer %s take %.1f s longer, and its samples save %.1f s: the others train without it, and try "
-            "it again after %.0f s. If its line is slow: a codec, a low-rank averager or DiLoCo sends less",
+            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. If its line "
+            "is slow, use a codec, low rank or DiLoCo",
             wait,
             worth,
             wait / self.budget.share,

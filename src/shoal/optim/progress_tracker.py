@@ -26,8 +26,8 @@ from shoal.errors import ReactorError
 from shoal.guard.budget import SHARE_WASTED, check_share
 from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
-from shoal.optim.history.round_history import Lineage
-from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.history.journal import Lineage
+from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
@@ -113,11 +113,11 @@ class ProgressTracker(Facade):
             by what each has brought to rounds (:mod:`shoal.guard.open`).
         waiting_share: the share of its time that this peer may lose to others: to those that do not come or stall a
             group, to a member for which others wait longer than it is worth, and to newcomers while it trains alone.
+        rule: when an epoch is over; default: when all peers together have made ``target_batch_size`` samples.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
 
     instead_of_a_copy = "make another one; what it knows, it learns from the others"
-    make_board: type[ProgressBoard] = ProgressBoard
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class ProgressTracker(Facade):
         daemon: bool = True,
         guard: str = "members",
         waiting_share: float = SHARE_WASTED,
+        rule: EpochRule | None = None,
         start: bool,
     ) -> None:
         check_guard(guard)
@@ -159,7 +160,7 @@ class ProgressTracker(Facade):
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
-        self.board = self.make_board(
+        self.board = ProgressBoard(
             dht.peer_id.to_bytes(),
             self.client_mode,
             target_batch_size,
@@ -167,6 +168,7 @@ class ProgressTracker(Facade):
             self.performance_ema,
             *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
             functools.partial(make_guard(guard), share=waiting_share),
+            rule,
         )
         # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
         parse = weakref.WeakMethod(self._parse_swarm_progress_data)
