@@ -345,21 +345,32 @@ class DownloadRequest(Header):
     """Settings that must be the same in both peers, as far as both have them."""
 
 
-class StateHeader(Header):
-    """The donor's answer: a description of its state, with the hash of each chunk as the payload; or a refusal."""
+class StateAnswer(Header, tag=0):
+    """A donor's answer to a request for its state. Each kind is a subclass with a tag of its own."""
 
-    allowed: bool
-    busy: bool = False
-    """The request is refused only because too many others are downloading."""
-    again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
-    """If busy: the number of seconds after which there may be a place."""
-    others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
-    """If busy: peers that have downloaded this state and may give it."""
-    contradiction: str = ""
-    """If refused for a difference in the agreement: which, in words."""
+
+class StateHeader(StateAnswer, tag=1):
+    """The description of the state, with the hash of each chunk as the payload."""
+
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
     tensor_bytes: list[Count] = msgspec.field(default_factory=list)
+
+
+class StateRefused(StateAnswer, tag=2):
+    """The donor does not give its state to this newcomer."""
+
+    contradiction: str = ""
+    """The settings that differ, in words; empty: it does not share its state with anybody."""
+
+
+class DonorBusy(StateAnswer, tag=3):
+    """Too many others are downloading."""
+
+    again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    """The number of seconds after which there may be a place."""
+    others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
+    """Peers that have downloaded this state and may give it."""
 
 
 class ChunkRequest(Header):

@@ -17,10 +17,13 @@ from shoal.averaging.groups.settings import contradiction_of
 from shoal.averaging.messages import (
     MAX_OTHER_DONORS,
     ChunkRequest,
+    DonorBusy,
     DownloadRequest,
     PeerRecord,
+    StateAnswer,
     StateChunk,
     StateHeader,
+    StateRefused,
 )
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
 from shoal.averaging.state.multi_source import MAX_VOTERS, DonorLeft, DonorLog, DonorMemory, Wish, download_from
@@ -180,13 +183,13 @@ class StateSharing:
         if contradiction := contradiction_of(self._agreement, request.agreement):
             seen_here = contradiction_of(request.agreement, self._agreement)
             self._warn_seldom("newcomer %s does not get the state: %s", call.remote, seen_here, about=call.remote)
-            await call.send(StateHeader(allowed=False, contradiction=contradiction), end=True)
+            await call.send(StateRefused(contradiction), end=True)
             return
         now, part = asyncio.get_running_loop().time, request.part
         places = self._places_of(part) if self.allowed else None
         place = None if places is None else places.find(call.remote, now(), trains=request.trains)
         if places is None or place is None:
-            refusal = StateHeader(allowed=False) if part else self._refusal(call.remote, now())
+            refusal = StateRefused() if part else self._refusal(call.remote, now())
             await call.send(refusal, end=True)
             return
         sending = asyncio.ensure_future(self._send_to(call, place))
@@ -233,9 +236,9 @@ class StateSharing:
             place.reason,
         )
 
-    def _refusal(self, peer: PeerID, now: float) -> StateHeader:
+    def _refusal(self, peer: PeerID, now: float) -> StateAnswer:
         if not self.allowed:
-            return StateHeader(allowed=False)
+            return StateRefused()
         self._p2p.metrics.newcomers_turned_away += 1
         again_in = self.places.again_in(now)
         self._warn_seldom(
@@ -243,7 +246,7 @@ class StateSharing:
         )
         others = [PeerRecord(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
         others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
-        return StateHeader(allowed=False, busy=True, again_in=again_in, others=others[:MAX_OTHER_DONORS])
+        return DonorBusy(again_in, others[:MAX_OTHER_DONORS])
 
     def _addresses_of(self, peer: PeerID) -> list[str]:
         return [str(address) for address in self._p2p.get_addresses(peer)][:MAX_ADDRESSES_PER_PEER]
@@ -251,7 +254,7 @@ class StateSharing:
     async def _send_to(self, call: Call, place: UploadSlot) -> None:
         snapshot = await asyncio.shield(place.sharing.snapshot)
         if snapshot is None:
-            await call.send(StateHeader(allowed=False), end=True)
+            await call.send(StateRefused(), end=True)
             return
         place.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
         try:
@@ -261,9 +264,7 @@ class StateSharing:
 
     async def send_chunks(self, call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
         """Describe a state to a newcomer, then send each chunk that it asks for."""
-        header = StateHeader(
-            allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
-        )
+        header = StateHeader(metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes)
         now = asyncio.get_running_loop().time
         await call.send(header, snapshot.hashes)
         while True:

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
+from shoal.averaging.messages import ChunkRequest, StateAnswer, StateChunk, StateHeader
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
@@ -503,7 +503,7 @@ def _copy(source: memoryview, targets: Sequence[memoryview]) -> None:
 
 async def open_state(
     call: Call, max_bytes: int, chunk_timeout: float, check: Callable[[Sequence[TensorMetadata]], object] | None = None
-) -> tuple[StateHeader, bytes]:
+) -> tuple[StateAnswer, bytes]:
     """Receive and check a donor's answer to a request for its state, and the hashes of the chunks.
 
     Args:
@@ -516,10 +516,10 @@ async def open_state(
         TimeoutError: there is no answer.
     """
     async with asyncio.timeout(chunk_timeout):
-        header = await call.receive(StateHeader)
+        header = await call.receive(StateAnswer)
         if header is None:
             raise ProtocolError("ended without an answer")
-        if not header.allowed:
+        if not isinstance(header, StateHeader):
             return header, b""
         try:
             _check_tensors(header, max_bytes)

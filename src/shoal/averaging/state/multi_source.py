@@ -26,7 +26,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
+from shoal.averaging.messages import (
+    PEER_FAILURES,
+    DonorBusy,
+    DownloadRequest,
+    StateAnswer,
+    StateChunk,
+    StateHeader,
+    StateRefused,
+    reason_of,
+)
 from shoal.averaging.state.download import Download, GivenState, RateMeter, UnusableStateError, open_state, version_of
 from shoal.base.logs import Seldom, one_line
 from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
@@ -213,24 +222,24 @@ class DonorLog:
             self._named.clear()
         return bool(self.waiting)
 
-    def note_refusal(self, donor: Donor, header: StateHeader) -> None:
+    def note_refusal(self, donor: Donor, answer: StateAnswer) -> None:
         """Note that a donor has refused, and the other donors that a busy one names."""
         rank, peer = donor
-        if header.contradiction:
-            self.contradictions[peer] = reason = one_line(header.contradiction)
+        if isinstance(answer, StateRefused) and answer.contradiction:
+            self.contradictions[peer] = reason = one_line(answer.contradiction)
             self.memory.warn_seldom("donor %s refuses to give this peer its state: %s", peer, reason, about=peer)
             self.leave(peer, DonorLeft.DIFFERS)
             return
-        if not header.busy:
+        if not isinstance(answer, DonorBusy):
             self.leave(peer, DonorLeft.DOES_NOT_SHARE)
             return
-        self.again_in = header.again_in if self.again_in is None else min(self.again_in, header.again_in)
+        self.again_in = answer.again_in if self.again_in is None else min(self.again_in, answer.again_in)
         self.leave(peer, DonorLeft.BUSY)
         if self.memory.tells_busy(peer):
             logger.warning(
-                "donor %s serves as many others as it can: it says to come again in %.0f s", peer, header.again_in
+                "donor %s serves as many others as it can: it says to come again in %.0f s", peer, answer.again_in
             )
-        for record in header.others:
+        for record in answer.others:
             other = PeerID(record.peer_id)
             if other not in self._known and self._wish.admits(other):
                 try:
@@ -386,7 +395,7 @@ class _Attempt:
             async with wish.get_stub(peer).rpc_download_state() as call:
                 await call.send(wish.request)
                 header, hashes = await open_state(call, wish.max_bytes, wish.chunk_timeout, wish.check)
-                if not header.allowed:
+                if not isinstance(header, StateHeader):
                     log.note_refusal(donor, header)
                     return
                 offer = _Offer(donor, header, hashes)
