@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -41,6 +42,7 @@ from shoal.averaging.groups.search import (
 )
 from shoal.averaging.groups.settings import MatchmakingSettings
 from shoal.averaging.messages import MAX_GATHERED_BYTES, Code, JoinRequest
+from shoal.averaging.state.multi_source import DonorLeft
 from shoal.p2p import Identity
 
 RNG = random.Random(0)
@@ -321,3 +323,9 @@ def test_an_invitation_is_repeated_only_if_it_did_not_arrive():
     assert search.on(Seen(late), START) == [Invite(OTHERS[0])]
     search.on(InvitationEnds(OTHERS[0]), START)
     assert search.on(Seen(late), START) == []
+
+
+def test_the_documents_list_each_reason():
+    told = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    reasons = [*(absence.key for absence in Absence), *(left.value for left in DonorLeft)]
+    assert [reason for reason in reasons if f"\n| `{reason}` | " not in told] == []

@@ -56,6 +56,11 @@ class Absence(Enum):
     REFUSED = "is refused by this peer"
 
     @property
+    def key(self) -> str:
+        """Its name in the metrics."""
+        return self.name.lower().replace("_", " ")
+
+    @property
     def is_usual(self) -> bool:
         """Whether it happens to honest peers on good lines that form several groups at a time."""
         usual = (Absence.DID_NOT_JOIN, Absence.NOT_LOOKING, Absence.FOLLOWS_ANOTHER, Absence.FULL, Absence.DISBANDED)

@@ -726,7 +726,7 @@ class Matchmaking:
 
     def _count(self, absent: Mapping[PeerID, Absence]) -> None:
         for peer, absence in absent.items():
-            self._around.p2p.metrics.peers_absent[absence.name.lower().replace("_", " ")] += 1
+            self._around.p2p.metrics.peers_absent[absence.key] += 1
             logger.debug("peer %s is not in the group: it %s", peer, absence.value)
 
     async def _withdraw(self, key: str, declared_until: float) -> None:
