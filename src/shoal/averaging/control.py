@@ -253,7 +253,7 @@ class StepControl(AwaitableFuture[Gathered]):
         return self._changed
 
     async def wait_until_near(self, seconds: float) -> None:
-        """Wait, inside the loop, until the scheduled time is no more than so many seconds ahead."""
+        """Wait, inside the loop, until the scheduled time is at most this many seconds ahead."""
         while (ahead := self._scheduled_time - seconds - get_dht_time()) > 0:
             self.changed.clear()
             await first_completed(self.changed.wait(), timeout=ahead)

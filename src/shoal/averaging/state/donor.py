@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 DECLARATION_LIFETIME = 1.5
 # A donor that leaves waits at most so long for the nodes that keep its declaration; they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
-# A newcomer may send no request for at least so many seconds: the last chunks may be on their way for long.
+# How long a newcomer may send no request, at least: a window of 64 MiB takes a minute on a line of 10 Mbit/s.
 SILENCE_SECONDS = 60.0
 # The most bytes of a chunk that wait here for a slow line.
 BACKLOG_BYTES = 2**16
-# Busy donors are asked again after so many seconds at the earliest, and for so many seconds in all.
+# Busy donors are asked again after a second at the earliest, and for a minute in all: then the swarm has moved on.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 # The most different parts of the state that are sent at a time.
 MAX_PARTS = 32
@@ -59,6 +59,8 @@ MAX_PARTS = 32
 class StateSharing:
     """Offers this averager's state to others, and downloads theirs.
 
+    Half of its fields are options that are set once, and the hooks of the optimizer that owns the state.
+
     Args:
         p2p: this peer.
         node: the distributed table.
@@ -66,11 +68,11 @@ class StateSharing:
         get_state: returns the state to send; called in a worker thread.
         codec: compresses the tensors of the state.
         declare_period: seconds between renewals of the declaration.
-        chunk_timeout: a donor is given up after so many seconds without new bytes.
+        chunk_timeout: the most seconds that a donor may send no new bytes.
         max_bytes: larger states are refused before any memory is taken.
         get_stub: makes a stub of the averager protocol for a peer.
         trains: whether this peer trains with what it downloads; an archive only keeps it.
-        rate: so many bytes are taken in a second at most.
+        rate: the most bytes that are taken in a second.
         agreement: settings that must be the same in a donor and a newcomer, as far as both have them.
         is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them. Those that
             average in several groups do not.
@@ -304,7 +306,7 @@ class StateSharing:
         Args:
             skip: donors that are not asked.
             part: names the part that is wanted; empty: all of it.
-            most_voters: so many donors are asked for their version.
+            most_voters: how many donors are asked for their version.
         """
         loop = asyncio.get_running_loop()
         patience_ends = loop.time() + BUSY_PATIENCE

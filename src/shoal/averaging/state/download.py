@@ -54,18 +54,18 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
 # Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
 # is not taken for silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
-# A donor is quick enough for the larger pieces from so many bytes per second.
+# A donor that sends this many bytes per second gets the larger pieces: one then takes a quarter of a second.
 QUICK = 2.0**20
 HASH_BYTES = 32
 HASHING_THREADS = 4
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
 _MAX_PIECES = 64
 
-# The speed of a download is measured over so many seconds.
+# The speed of a download is measured over these seconds: long enough to cover a few windows and a lost packet.
 SPEED_SECONDS = 10.0
 # From this share of the rate on, the limit decides how fast the download is, and not the donors.
 _SHARE_OF_LIMIT = 0.7
-# After a pause of the donors, the bytes of so many seconds may come at once.
+# After a pause of the donors, the bytes of this many seconds may come at once.
 _BURST_SECONDS = 1.0
 
 
@@ -102,7 +102,7 @@ GetState = Callable[[], "StateTuple | OwnedState"]
 
 
 def chunk_bytes_of(total_bytes: int) -> int:
-    """The size of the chunks of a state with so many bytes: a power of two."""
+    """The size of the chunks of a state of this size: a power of two."""
     return min(max(1 << (total_bytes // MOST_CHUNKS).bit_length(), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
@@ -207,7 +207,7 @@ class RateMeter:
 
     Args:
         now: the loop's time in seconds.
-        rate: so many bytes in a second are wanted at most.
+        rate: the most bytes that are wanted in a second.
     """
 
     def __init__(self, now: float, rate: float = math.inf) -> None:
@@ -222,7 +222,7 @@ class RateMeter:
         return RateMeter(now, self._rate)
 
     def add(self, nbytes: int, now: float) -> None:
-        """Note that so many bytes have just arrived."""
+        """Note that bytes have just arrived."""
         if now - self._marks[-1][0] >= SPEED_SECONDS / 16:
             self._marks.append((now, self.total))
             self._forget(now)
@@ -290,8 +290,8 @@ class Download:
     Args:
         header: the description by the chosen donor, which also gives the metadata.
         hashes: the hashes of all chunks, from the same donor.
-        chunk_timeout: a donor is given up after so many seconds without new bytes.
-        rate: so many bytes in a second are taken at most.
+        chunk_timeout: the most seconds that a donor may send no new bytes.
+        rate: the most bytes that are taken in a second.
     """
 
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float, rate: float = math.inf) -> None:

@@ -54,23 +54,24 @@ Donor = tuple[float, PeerID]
 MAX_VOTERS, MAX_DONORS = 7, 4
 # Smaller states are taken from one donor, unless it fails or is slow.
 WORTH_SHARING_BYTES = 8 * 2**20
-# After the first answer the vote waits so many seconds for others, and one second more for so many bytes of the state,
+# After the first answer the vote waits a second for others, and one second more for each 50 MB of the state,
 # because an honest donor first has to make a copy of it.
 VOTE_SECONDS, VOTE_BYTES_PER_SECOND = 1.0, 50e6
 # If a smaller share of the hosts shows a version, a few liars may have agreed on it. Then it counts as one vote.
 LEAST_SHARE_OF_VOTES = 1 / 3
 # With fewer hosts on one side nobody knows which one is right.
 LEAST_HOSTS_TO_TELL = 3
-# A download that is expected to take so many seconds more is slow; how often that is looked at.
+# A download that is expected to take this many seconds more is slow: another donor then costs less than waiting. It is
+# looked at once a second.
 SLOW_SECONDS, CHECK_SECONDS = 10.0, 1.0
 
 
 # The speed of an unknown donor, in bytes per second.
 ASSUMED_SPEED = 1e6
-# A donor whose state was no good is avoided for so many seconds.
+# A donor whose state was no good is avoided for ten minutes: the time in which a tracker forgets a peer.
 REFUSAL_SECONDS = 600.0
 
-# One that offers what this peer can never use is not asked at all for so many seconds.
+# One that offers what this peer can never use is not asked at all for a minute, the time of two declarations.
 REST_SECONDS = 60.0
 
 _MAX_REMEMBERED = 1024
@@ -115,7 +116,7 @@ class DonorMemory:
         self.warn_seldom = Seldom(logger.warning)
 
     def note_speed(self, donor: PeerID, nbytes: int, seconds: float) -> None:
-        """Note that a donor has sent so many bytes in this time. Too small samples are ignored."""
+        """Note how many bytes a donor has sent in this time. Too small samples are ignored."""
         if nbytes or seconds > 1:
             speed, known = nbytes / max(seconds, 1e-3), self._speeds.get(donor)
             _remember(self._speeds, donor, speed if known is None else (known + speed) / 2)
@@ -315,6 +316,9 @@ async def download_from(log: DonorLog, wish: Wish) -> GivenState | None:
 
 class _Attempt:
     """One vote, and the download of the version that it chose.
+
+    It has many fields, because one set of donors moves between these states: asked, offering, active, in reserve. The next donor
+    to ask follows from all of them together.
 
     Args:
         kept: by version, downloads that were left for another version.
@@ -517,7 +521,7 @@ class _Attempt:
         return 2 * self._votes()[best.version] > self._votes().total() + len(self._asked)
 
     def _tell_of_others(self, best: _Offer) -> None:
-        """Who shows something else than most hosts of the same epoch, which has the same metadata."""
+        """Warn of donors whose state differs from that of most hosts of the same epoch, by their metadata."""
         votes = self._votes()
         is_clear = votes[best.version] >= LEAST_HOSTS_TO_TELL and 2 * votes[best.version] > votes.total()
         if not (self._wish.is_one_state and is_clear):
