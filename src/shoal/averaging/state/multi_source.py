@@ -317,8 +317,8 @@ async def download_from(log: DonorLog, wish: Wish) -> GivenState | None:
 class _Attempt:
     """One vote, and the download of the version that it chose.
 
-    It has many fields, because one set of donors moves between these states: asked, offering, active, in reserve. The next donor
-    to ask follows from all of them together.
+    It has many fields, because one set of donors moves between these states: asked, offering, active, in reserve. The
+    next donor to ask follows from all of them together.
 
     Args:
         kept: by version, downloads that were left for another version.
