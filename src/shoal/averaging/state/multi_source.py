@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from shoal.averaging.messages import (
     PEER_FAILURES,
@@ -37,6 +36,7 @@ from shoal.averaging.messages import (
     reason_of,
 )
 from shoal.averaging.state.download import Download, GivenState, RateMeter, UnusableStateError, open_state, version_of
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, one_line
 from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
 from shoal.compression.base import TensorMetadata
@@ -45,8 +45,6 @@ from shoal.p2p import P2P, Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
 
-K = TypeVar("K")
-V = TypeVar("V")
 Donor = tuple[float, PeerID]
 """A rank (lower is better) and a peer."""
 
@@ -74,6 +72,7 @@ REFUSAL_SECONDS = 600.0
 # One that offers what this peer can never use is not asked at all for a minute, the time of two declarations.
 REST_SECONDS = 60.0
 
+# As many peers as a search for a group remembers former members.
 _MAX_REMEMBERED = 1024
 
 
@@ -95,31 +94,23 @@ class DonorLeft(Enum):
     """Another version is expected to be here sooner."""
 
 
-def _remember(known: dict[K, V], key: K, value: V) -> None:
-    """Add an entry as the newest one, and drop the oldest if there are too many."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > _MAX_REMEMBERED:
-        del known[next(iter(known))]
-
-
 class DonorMemory:
     """What this peer has seen of donors in all its downloads."""
 
     def __init__(self) -> None:
-        self._speeds: dict[PeerID, float] = {}
+        self._speeds = Bounded[PeerID, float](_MAX_REMEMBERED)
         # By donor, the time until which it is not asked at all (left out), or only after all others (distrusted).
-        self._left_out: dict[PeerID, float] = {}
-        self._distrusted: dict[PeerID, float] = {}
-        self._unwanted: dict[bytes, None] = {}
-        self._told_busy: dict[PeerID, None] = {}
+        self._left_out = Bounded[PeerID, float](_MAX_REMEMBERED)
+        self._distrusted = Bounded[PeerID, float](_MAX_REMEMBERED)
+        self._unwanted = Bounded[bytes, None](_MAX_REMEMBERED)
+        self._told_busy = Bounded[PeerID, None](_MAX_REMEMBERED)
         self.warn_seldom = Seldom(logger.warning)
 
     def note_speed(self, donor: PeerID, nbytes: int, seconds: float) -> None:
         """Note how many bytes a donor has sent in this time. Too small samples are ignored."""
         if nbytes or seconds > 1:
             speed, known = nbytes / max(seconds, 1e-3), self._speeds.get(donor)
-            _remember(self._speeds, donor, speed if known is None else (known + speed) / 2)
+            self._speeds[donor] = speed if known is None else (known + speed) / 2
 
     def speed(self, donor: PeerID) -> float:
         """A donor's speed in bytes per second, assumed if it is unknown."""
@@ -127,13 +118,13 @@ class DonorMemory:
 
     def leave_out(self, donor: PeerID, version: bytes | None, now: float) -> None:
         """See :meth:`~shoal.averaging.state.donor.StateSharing.leave_out`."""
-        _remember(self._distrusted if version is None else self._left_out, donor, now + REFUSAL_SECONDS)
+        (self._distrusted if version is None else self._left_out)[donor] = now + REFUSAL_SECONDS
         if version is not None:
-            _remember(self._unwanted, version, None)
+            self._unwanted[version] = None
 
     def rest(self, donor: PeerID, now: float) -> None:
         """Do not ask a donor for a while, because this peer can never use what it offers."""
-        _remember(self._left_out, donor, max(self._left_out.get(donor, now), now + REST_SECONDS))
+        self._left_out[donor] = max(self._left_out.get(donor, now), now + REST_SECONDS)
 
     def asks(self, donor: PeerID, now: float) -> bool:
         """Whether a donor may be asked."""
@@ -150,7 +141,7 @@ class DonorMemory:
     def tells_busy(self, donor: PeerID) -> bool:
         """Whether this is the first report that a donor is busy; the user is told only once."""
         is_new = donor not in self._told_busy
-        _remember(self._told_busy, donor, None)
+        self._told_busy[donor] = None
         return is_new
 
 
