@@ -36,17 +36,17 @@ bfloat16 travels as float32 | tests/compression/test_codecs.py::test_bfloat16_tr
 `gather`, | tests/averaging/test_untrue_messages.py::test_more_to_gather_than_fits_is_refused_before_anything_is_sent
 `PowerSGDGradientAverager` | tests/optim/test_low_rank_averagers.py::test_all_peers_begin_with_the_same_directions
 the donor with the | tests/hostile/test_newcomers.py::test_newcomers_take_the_state_that_most_donors_have
-`client_mode=None` of | tests/optim/test_optimizer_options.py::test_client_mode_is_taken_as_given_else_from_the_dht
-if a round of | tests/optim/test_optimizer.py::test_without_its_group_a_peer_trains_on_and_finally_steps_alone
-a peer that is | tests/optim/test_optimizer.py::test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone
+`client_mode=None` of | tests/optim/test_optimizer_options.py::test_client_mode_defaults_to_that_of_the_dht
+if a round of | tests/optim/test_optimizer.py::test_without_a_group_a_peer_finally_steps_alone
+a peer that is | tests/optim/test_optimizer.py::test_a_peer_that_missed_a_round_downloads
 batches of other sizes | tests/optim/test_grad_averager.py::test_every_sample_counts_the_same
 a batch without gradients | tests/optim/test_missing_gradients.py::test_a_batch_without_any_gradient_does_not_count
 a first step with | tests/optim/test_optimizer_state.py::test_initialization_changes_nothing_that_training_could_see
 a newcomer steps its | tests/optim/test_schedules.py::test_a_joiner_continues_the_schedule
 peers of a run | tests/optim/test_company.py::test_a_newcomer_with_another_option_stops_at_once
 whatever a | tests/optim/test_members.py::test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_it
-`load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state_of_the_run
-your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch_and_leave_the_dictionary_alone
+`load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state
+your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch
 older versions of Python | tests/test_oldest.py::test_the_lowest_version_is_tested
 `MPFuture` works across processes | tests/test_futures.py::test_another_loop_awaits_what_the_background_loop_does
 `hivemind-dht` has a new | tests/cli/test_dht_command.py::test_scripts_read_the_addresses_from_stderr

@@ -48,9 +48,9 @@ from shoal.dht.validation import (
     check_expiration,
 )
 from shoal.errors import ProtocolError
+from shoal.net.addresses import is_private
 from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
-from shoal.reach.reachability import is_private
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
@@ -256,7 +256,7 @@ class PackedContacts:
         if self._address_changes != self._p2p.address_changes:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
-        is_far = bool(asker_host) and asker_host != self._p2p.outlook.far_host_of(peer)
+        is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
         if (peer, is_far) not in self._packed:
             known = self._p2p.get_addresses(peer)
             told = [str(address) for address in known if not is_far or not is_private(address)][:MAX_ADDRESSES]

@@ -29,7 +29,7 @@ from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
-from shoal.optim.history.epochs import last_epoch_in_first_round, last_epoch_in_second_round
+from shoal.optim.history.window import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.searches import let_go, log_failure, usable, watch_search
@@ -137,10 +137,10 @@ class GlobalStep:
         Its second round, for parameters, is not scheduled in advance: a peer that misses the first one would keep the
         others waiting.
         """
-        averager = self.grad_averager
-        assert averager is not None, "with local updates no gradients are averaged"
-        when = self._when_to_average()
-        if when is not None and not usable(self.scheduled_grads) and averager.is_ready_to_schedule:
+        averager, when = self.grad_averager, self._when_to_average()
+        if averager is None or when is None:
+            return
+        if not usable(self.scheduled_grads) and averager.is_ready_to_schedule:
             self.scheduled_grads = averager.schedule_step(gather=self.comparison.describe(), **when)
             self.scheduled_grads.keep_open = True
 
