@@ -107,8 +107,9 @@ class DHTProtocol(ServicerBase):
     ) -> None:
         self.p2p, self.node_id, self.config = p2p, node_id, config
         self.client_mode = client_mode
+        # What others are told; ``None`` keeps this peer out of their routing tables.
+        self._announced_id: bytes | None = None
         self.is_node = not client_mode and p2p.reachability is not Reachability.CLIENT
-        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
         self._is_serving = False
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
         """Peers that walks skip for a while."""
@@ -125,9 +126,13 @@ class DHTProtocol(ServicerBase):
         self._tasks = BackgroundTasks(logger, "a DHT node", handled=NoAccessTokenError)
 
     @property
-    def _announced_id(self) -> bytes | None:
-        """What others are told; ``None`` keeps this peer out of their routing tables."""
-        return self.node_id.to_bytes() if self.is_node else None
+    def is_node(self) -> bool:
+        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
+        return self._announced_id is not None
+
+    @is_node.setter
+    def is_node(self, is_node: bool) -> None:
+        self._announced_id = self.node_id.to_bytes() if is_node else None
 
     @property
     def wait_timeout(self) -> float:
