@@ -86,6 +86,8 @@ PING_BACK_SHARE = 0.5
 class DHTProtocol(ServicerBase):
     """One node's side of the protocol.
 
+    It has many attributes because the parts of a node meet here: its peer, routing table, records, and tasks.
+
     Args:
         p2p: the peer that calls and is called.
         node_id: this node's id.
