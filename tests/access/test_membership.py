@@ -25,8 +25,8 @@ from shoal.net.transport import PREFIX_BYTES, Kind, decode_header
 from shoal.p2p import P2P, Identity, P2PContext, ServicerBase
 from shoal.p2p.revocation import RevocationExchange, Revocations
 from shoal.testing import Link, Network, run, start_peers
+from tests.net.test_tcp import Listening, open_tls
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Text, assert_clean, serving, stub, until
-from tests.p2p.test_tcp import Listening, open_tls
 
 pytestmark = pytest.mark.oldest
 
