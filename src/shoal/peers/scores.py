@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# The number of hosts of strangers of which is known what they took.
+# Hosts of strangers whose demands are counted; those seen last are kept. Not measured.
 MAX_STRANGERS = 256
 
 
@@ -148,7 +148,7 @@ class PeerScores:
             )
 
     def note_split(self, leader: PeerID, seconds: float) -> None:
-        """A leader has made a group of a few, and most others went on without it, which has cost so many seconds."""
+        """A leader has made a group of a few, and most others were in another one; this has cost ``seconds``."""
         record = self._see(leader)
         record.leads.failures += 1  # it has started a group, which counted as a success
         record.leads.note_failure(self._now(), seconds)
@@ -164,14 +164,14 @@ class PeerScores:
             )
 
     def note_injustice(self, leader: PeerID, seconds: float) -> None:
-        """A leader has cost this peer so much time, and would have let a member count for less than it knows."""
+        """A leader has cost this peer ``seconds``, and would have let a member count for less than it knows."""
         record = self._see(leader)
         record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
         record.history.excluded += 1
         self._metrics.troubles["leaders not followed"] += 1
 
     def note_delay(self, peer: PeerID, seconds: float) -> None:
-        """A round was cut short after so many seconds because this member sent too slowly."""
+        """A round was cut short after ``seconds`` because this member sent too slowly."""
         record = self._see(peer)
         record.sends.note_failure(self._now(), seconds)
         if record.sends.is_lost:
@@ -186,7 +186,7 @@ class PeerScores:
             )
 
     def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
-        """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
+        """A coordinator has not ended a round for ``seconds``, although nobody kept it waiting."""
         self.note_injustice(coordinator, seconds)
         self._warn_seldom(
             "peer %s did not end a round that was complete, for %.0f s: it does not lead or coordinate for a while. "
@@ -197,7 +197,7 @@ class PeerScores:
         )
 
     def note_time(self, peer: PeerID, seconds: float) -> None:
-        """A peer goes on saying that it is so many seconds later than the swarm has agreed about; 0: it does not."""
+        """A peer keeps saying that it is ``seconds`` later than the swarm has agreed about; 0: it does not."""
         if seconds:
             self._metrics.troubles["clocks that differ"] += 1
             self._warn_seldom(
@@ -210,7 +210,7 @@ class PeerScores:
             )
 
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
-        """What somebody takes whom this peer does not know. Peers cost nothing: those of one host count as one."""
+        """A stranger has taken something. Peers cost nothing: those of one host count as one."""
         now, name = self._now(), str(host)
         demands = self._metrics.strangers.pop(name, None) or Demands()
         demands.decay(0.5 ** ((now - self._strangers.get(name, now)) / HALF_LIFE))
