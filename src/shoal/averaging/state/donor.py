@@ -18,7 +18,7 @@ from shoal.averaging.messages import (
     MAX_OTHER_DONORS,
     ChunkRequest,
     DownloadRequest,
-    PeerRecord,
+    PeerAddresses,
     StateChunk,
     StateHeader,
 )
@@ -240,7 +240,7 @@ class StateSharing:
         self._warn_seldom(
             "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
         )
-        others = [PeerRecord(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
+        others = [PeerAddresses(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
         others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
         return StateHeader(allowed=False, busy=True, again_in=again_in, others=others[:MAX_OTHER_DONORS])
 
