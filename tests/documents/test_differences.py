@@ -9,23 +9,23 @@ import pytest
 from tests.documents.pages import ROOT
 
 HELD_BY = """
-a Go daemon (`p2pd`), | tests/dht/test_dht.py::test_a_forked_child_knows_the_facts_and_nothing_else_works
+a Go daemon (`p2pd`), | tests/dht/test_dht.py::test_forked_child_knows_facts_only
 a peer listens at | tests/p2p/test_tcp.py::test_listening_everywhere
 `use_auto_relay=False`, | tests/p2p/test_reach.py::test_trusted_relays_are_parsed_and_relays_can_be_turned_off
-a peer that nobody | tests/dht/test_joining.py::test_a_peer_that_nobody_can_call_joins_as_a_client
+a peer that nobody | tests/dht/test_joining.py::test_unreachable_peer_joins_as_a_client
 `conn_manager`, `dht_mode`, `tls`, | tests/test_drop_in.py::test_what_belongs_to_a_daemon_is_accepted_and_told_once
 QUIC addresses in `host_maddrs` | tests/test_drop_in.py::test_addresses_for_quic_are_skipped
 RSA keys in `identity_path`, | tests/test_drop_in.py::test_an_rsa_identity_is_refused_with_the_fix
 an RSA peer id | tests/test_drop_in.py::test_an_address_with_an_rsa_peer_id_is_an_error_of_the_daemon
 an initial peer that | tests/test_drop_in.py::test_a_peer_that_cannot_be_reached_is_told
 protobuf messages, `add_protobuf_handler`, `add_binary_stream_handler` | tests/p2p/test_rpc.py::test_unary
-a peer with a | tests/dht/test_neighbours.py::test_a_neighbour_with_another_time_is_joined_with_a_warning
+a peer with a | tests/dht/test_neighbours.py::test_neighbour_with_another_clock_joins_with_warning
 nothing limits what strangers | tests/p2p/test_limits.py::test_thousands_of_strangers_do_not_keep_honest_peers_out
-node ids are random | tests/dht/test_finding.py::test_the_last_of_sixty_nodes_calls_all_others_by_their_ids
-`store` returns what the | tests/dht/test_node.py::test_a_minority_does_not_decide_whether_a_store_succeeded
+node ids are random | tests/dht/test_finding.py::test_last_of_sixty_nodes_calls_others_by_id
+`store` returns what the | tests/dht/test_node.py::test_minority_does_not_decide_a_store
 records live as long | tests/dht/test_records.py::test_a_record_lives_a_day_at_most
-a node keeps as | tests/dht/test_quotas.py::test_up_to_half_of_the_room_is_for_whoever_comes
-only nodes with a | tests/dht/test_ownership.py::test_nobody_else_can_overwrite_it_at_any_node_and_the_owner_can
+a node keeps as | tests/dht/test_quotas.py::test_half_of_the_room_is_free_for_all
+only nodes with a | tests/dht/test_ownership.py::test_only_the_owner_can_overwrite_a_record
 a blocking call inside | tests/dht/test_dht.py::test_blocking_calls_inside_the_loop_are_refused
 peers with another codec, | tests/averaging/test_rounds.py::test_peers_with_other_settings_refuse_and_say_why
 when a peer | tests/averaging/test_sessions.py::test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything

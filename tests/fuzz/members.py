@@ -18,7 +18,7 @@ from shoal.dht.routing import DHTID
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
 from shoal.net.transport import decode_header
-from shoal.optim.history.round_history import ForkPoint, Lineage
+from shoal.optim.history.journal import ForkPoint, Lineage
 from shoal.optim.progress import exchange as progress_exchange
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import parse_record

@@ -15,7 +15,7 @@ from shoal.optim import GradScaler
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
-from shoal.optim.recovery.state_holder import StateHolder
+from shoal.optim.recovery.adopt import StateHolder
 from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, meet, wait_until
 

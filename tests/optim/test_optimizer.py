@@ -21,8 +21,8 @@ from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.recovery import synchronization
-from shoal.optim.recovery.synchronization import Synchronization
+from shoal.optim.recovery import when
+from shoal.optim.recovery.when import Synchronization
 from shoal.optim.searches import let_go
 from shoal.p2p import PeerID
 from shoal.testing import Host, Network, run
@@ -376,13 +376,13 @@ def test_useless_downloads_become_rare_and_are_told(make_trainers, caplog):
     first.train_until(2)
     (other,) = make_trainers(1, seeds=[5])
     keeping_up = other.opt._synchronization
-    keeping_up.retries = synchronization.Retries(threading.Event(), lambda: 0.0)
-    for _ in range(synchronization.QUICK_RETRIES + 1):
+    keeping_up.retries = when.Retries(threading.Event(), lambda: 0.0)
+    for _ in range(when.QUICK_RETRIES + 1):
         assert other.opt.load_state_from_peers()
     assert keeping_up.retries.is_time(), "its step may download at once"
     assert "times in a row" not in caplog.text
     wait_until(lambda: other.opt.tracker.global_epoch == 2, "it knows how far the swarm is")
-    for _ in range(synchronization.QUICK_RETRIES + 1):
+    for _ in range(when.QUICK_RETRIES + 1):
         other.opt.state_averager.local_epoch = 0
         other.step()
         assert other.opt.local_epoch == 2
@@ -658,7 +658,7 @@ def test_a_silent_peer_delays_shutdown_one_round(monkeypatch):
         now[0] += timeout
 
     monkeypatch.setattr(searches.concurrent.futures, "wait", wait)
-    monkeypatch.setattr(synchronization.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(when.time, "monotonic", lambda: now[0])
     controls = [StepControl(scheduled_time=0.0, deadline=1e12) for _ in range(3)]
     for control in controls[:2]:
         control.stage = AveragingStage.RUNNING_ALLREDUCE

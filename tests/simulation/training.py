@@ -35,7 +35,7 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
 from shoal.errors import ShoalError, SimulationError
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy

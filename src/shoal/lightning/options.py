@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.optim import DiLoCo, Optimizer
-from shoal.optim.diloco.schedule import Schedule
 from shoal.optim.diloco.settings import OuterSettings
+from shoal.optim.diloco.slots import Schedule
 from shoal.optim.options import with_defaults
 
 # Options of the swarm's optimizer that the strategy fills in itself.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.optim.diloco.slot_tracker import SlotTracker
 from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.ranks.several_processes import SeveralProcesses
 
@@ -89,7 +88,7 @@ def progress_of(optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, sa
         news = optimizer.news
         return {"peers": news.num_peers, "global_epoch": news.global_epoch, "samples/s": news.samples_per_second}
     tracker, speed = optimizer.tracker, optimizer.tracker.local_progress.samples_per_second
-    if isinstance(tracker, SlotTracker):  # what it counts are steps
+    if not tracker.board.rule.adds_up:  # what it counts are steps
         speed *= samples_of_step
     return {
         "peers": max(1, tracker.global_progress.num_peers),

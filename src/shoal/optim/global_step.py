@@ -29,7 +29,7 @@ from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
-from shoal.optim.history.epochs import last_epoch_in_first_round, last_epoch_in_second_round
+from shoal.optim.history.window import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
 from shoal.optim.searches import let_go, log_failure, usable, watch_search

@@ -37,7 +37,7 @@ from shoal.optim.progress.run_settings import (
     settings_of_averager,
 )
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from shoal.optim.recovery.synchronization import Synchronization
+from shoal.optim.recovery.when import Synchronization
 from shoal.optim.report import Reporting
 from shoal.optim.searches import Auxiliary
 from shoal.optim.setup.devices import BatchesAhead
@@ -634,7 +634,7 @@ class Optimizer(JointOptimizer):
         self._synchronization.end_other_work()
         with self.tracker.pause_updates():
             self.state_averager.take_over(state)
-            self._synchronization.begin_anew()
+            self._synchronization.start_over()
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 

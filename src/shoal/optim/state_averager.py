@@ -23,7 +23,8 @@ from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.base.logs import counted
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress.records import PerformanceEMA
-from shoal.optim.recovery.state_holder import CheckState, StateHolder
+from shoal.optim.recovery.adopt import StateHolder
+from shoal.optim.recovery.download import CheckState
 from shoal.optim.searches import log_failure
 from shoal.optim.setup.optimizer_state import (
     GradientCheck,

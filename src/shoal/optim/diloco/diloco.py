@@ -19,25 +19,23 @@ from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.optim.consistency import OtherTensors
+from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragments
-from shoal.optim.diloco.in_flight import OuterRound
+from shoal.optim.diloco.contribution import Contribution, Staleness
+from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.fragments import ExtraTensors, Fragments
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager
-from shoal.optim.diloco.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
-from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
-from shoal.optim.diloco.schedule import Schedule, SlotCounter
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.diloco.slot_tracker import make_tracker
-from shoal.optim.diloco.version_history import OuterVersion, hash_of
-from shoal.optim.diloco.weights import Staleness
+from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
+from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.recovery.synchronization import Retries
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.devices import BatchesAhead
 from shoal.optim.setup.optimizer_state import zero_gradients
@@ -59,9 +57,9 @@ FIRST_LOOK_SECONDS = 5.0
 class DiLoCo(JointOptimizer):
     """Trains a model together with all peers of a run, and exchanges little.
 
-    Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
-    have moved away from the *outer* parameters, on which all agree. The mean of that is a gradient for the outer
-    optimizer, which all peers step alike, and from its result they go on.
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, each sends how far its parameters have
+    moved from the *outer* parameters, on which all agree. The mean is a gradient for the outer
+    optimizer. All peers take the same outer step and continue from the result.
 
     Args:
         dht: connected DHT of this peer.
@@ -78,8 +76,9 @@ class DiLoCo(JointOptimizer):
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
-        fragments: exchange the parameters in so many fragments, one after another; or for each fragment its parameters.
-        fragment_sync_delay: apply the result of an exchange only after so many further inner steps, and train on
+        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each
+            fragment.
+        fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
             meanwhile. ``None``: as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
@@ -89,7 +88,7 @@ class DiLoCo(JointOptimizer):
         error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
             with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
         sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
-        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
+        check_every: updates after which peers compare the bits of their outer parameters; the majority wins.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
@@ -119,7 +118,7 @@ class DiLoCo(JointOptimizer):
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -252,13 +251,9 @@ class DiLoCo(JointOptimizer):
                 number,
                 part,
                 OuterState(part.read(), factory, outer_scheduler),
-                options.mixing,
-                average,
-                options.staleness,
-                max_staleness,
+                options.rules,
                 lock,
-                options.compressor(part.length),
-                check_every,
+                Contribution(options.compressor(part.length)),
                 dht.peer_id.to_bytes(),
             )
             for number, part in enumerate(parts)
@@ -267,7 +262,12 @@ class DiLoCo(JointOptimizer):
         """The optimizer of each fragment's outer parameters."""
         warn_of_momentum(self.outer_optimizers, average, is_sparse=options.is_sparse)
         tracker_options = {"client_mode": options.client_mode, "start": False, **options.for_tracker()}
-        self.tracker = make_tracker(dht, run_id, self.schedule, options, **tracker_options)
+        target = options.target_batch_size
+        if target is None:
+            target = self.schedule.steps_of(0)
+            rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
+            tracker_options = {"rule": rule, **tracker_options}
+        self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         self.averager = OuterAverager(
             [part.length for part in parts],
@@ -286,7 +286,7 @@ class DiLoCo(JointOptimizer):
             **options.own_averager_opts(),
         )
         self._rounds = OuterRounds(
-            dht,
+            dht.peer_id,
             options,
             self._counter,
             self._fragments,
@@ -295,6 +295,7 @@ class DiLoCo(JointOptimizer):
             self.averager,
             extra,
             lock,
+            Attendance(self.tracker, options, len(parts), is_client=options.client_mode),
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
@@ -309,10 +310,8 @@ class DiLoCo(JointOptimizer):
             self.averager.run_in_background()
             sharing = self.averager.node.state_sharing
             for each in self._fragments:
-                each.kept.serves_newcomers = lambda: sharing.is_busy
+                each.journal.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            if self.tracker.guard == "open":
-                self._rounds.deeds.advise(self.averager.node)
             self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
@@ -340,7 +339,7 @@ class DiLoCo(JointOptimizer):
             needed={
                 "average": options.average,
                 "fragments": schedule.fragments,
-                "weighting": options.weighting,
+                "weighting": options.rules.weighting,
             },
             shared={} if self.options.auxiliary else shared,
         )
@@ -529,10 +528,10 @@ class DiLoCo(JointOptimizer):
             each.fragment.write(values)
         self._set_aside = None
 
-    def outer_versions(self) -> list[tuple[OuterVersion, bytes]]:
+    def outer_versions(self) -> list[tuple[Entry, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
         tell the same hash."""
-        return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
+        return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
         return self.inner.param_groups
@@ -591,7 +590,7 @@ class DiLoCo(JointOptimizer):
         return self.averager.is_alive()
 
     def _leave(self) -> None:
-        """Rounds under way go on without this peer."""
+        """Rounds in flight continue without this peer."""
         try:
             self._catching_up.let_go()
             if self._auxiliary is not None:

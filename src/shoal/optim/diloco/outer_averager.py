@@ -19,8 +19,8 @@ from shoal.averaging.state.multi_source import MAX_VOTERS
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
-from shoal.optim.diloco.extra import ROLE as EXTRA_ROLE
-from shoal.optim.diloco.version_history import OuterStatement
+from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
+from shoal.optim.diloco.messages import OuterStatement
 from shoal.p2p import PeerID
 
 
@@ -124,7 +124,7 @@ class OuterAverager(DecentralizedAverager):
 
     @property
     def group_size(self) -> int | None:
-        """How many peers meet, if groups can be drawn beforehand; ``None``: who comes first makes a group."""
+        """How many peers meet, if groups can be drawn beforehand; ``None``: the first to come make a group."""
         node = self.node
         is_free = not node.config.initial_group_bits and not node.trust.depth()
         return node.config.target_group_size if is_free else None

@@ -18,11 +18,17 @@ from shoal.compression import (
 )
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
-from shoal.optim.diloco.compressor import Compressor, default_feedback
-from shoal.optim.diloco.in_flight import AVERAGES, PARAMETERS
-from shoal.optim.diloco.merge_policy import MergePolicy
-from shoal.optim.diloco.schedule import Schedule
-from shoal.optim.diloco.weights import Staleness, check_weighting, usual_staleness
+from shoal.optim.diloco.contribution import (
+    AVERAGES,
+    PARAMETERS,
+    Compressor,
+    check_weighting,
+    default_feedback,
+    usual_staleness,
+)
+from shoal.optim.diloco.fragment_updates import UpdateRules
+from shoal.optim.diloco.fragments import MergePolicy
+from shoal.optim.diloco.slots import Schedule
 from shoal.optim.options import SwarmOptions, resolve_shared
 
 # Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
@@ -36,21 +42,17 @@ class OuterSettings(SwarmOptions):
     """The options, resolved. There are as many fields as there are options."""
 
     straggler_patience: float
-    """For so many seconds the first peer that is ready waits for others."""
+    """How long the first peer that is ready waits for others, in seconds."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
-    mixing: MergePolicy
+    rules: UpdateRules
+    """How messages count and results are applied."""
     codec: CompressionBase
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
     """The share of what a message has left out that is added to the next one."""
-    check_every: int
-    """Peers compare the bits of their outer parameters after so many updates of a fragment."""
     average: str
-    weighting: str
-    staleness: Staleness
-    max_staleness: int
 
     @classmethod
     def resolve(cls, **given: Any) -> OuterSettings:
@@ -97,16 +99,20 @@ class OuterSettings(SwarmOptions):
         return cls(
             **shared,
             fragment_sync_delay=delay,
-            check_every=check_every,
             average=average,
-            max_staleness=given["max_staleness"],
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
-            mixing=MergePolicy.choose(given["fragment_update_alpha"], delay),
+            rules=UpdateRules(
+                MergePolicy.choose(given["fragment_update_alpha"], delay),
+                average,
+                check_weighting(given["weighting"]),
+                given["staleness"] or usual_staleness,
+                given["max_staleness"],
+                check_every,
+                delay,
+            ),
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),
-            weighting=check_weighting(given["weighting"]),
-            staleness=given["staleness"] or usual_staleness,
         )
 
     @property
@@ -135,7 +141,8 @@ class OuterSettings(SwarmOptions):
         """What all peers of a run must have in common, in words."""
         every = schedule.sync_every
         length = f"{schedule.target_batch_size} samples per slot" if every is None else f"sync_every {every}"
-        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {self.weighting}"
+        weighting = self.rules.weighting
+        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {weighting}"
 
 
 def _check_auxiliary(given: Mapping[str, Any], averager_opts: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.dht.key_sharding import TOO_MANY, KeySharding, key_at
 from shoal.dht.validation import is_short_lived
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.progress.recent_peers import RecentPeers

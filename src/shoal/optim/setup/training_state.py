@@ -24,8 +24,8 @@ from shoal.averaging.state.download import OwnedState
 from shoal.base.logs import Seldom, quoted
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of, room_for, stand_in
-from shoal.optim.history.epochs import EPOCHS_AHEAD
-from shoal.optim.history.round_history import Lineage, LineageKeeper
+from shoal.optim.history.journal import Lineage, LineageKeeper
+from shoal.optim.history.window import EPOCHS_AHEAD
 from shoal.optim.setup.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.setup.optimizer_state import (
     check_optimizer_state,

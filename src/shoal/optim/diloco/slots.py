@@ -1,21 +1,34 @@
-"""When peers exchange which fragment of the parameters.
+"""Slots: when peers exchange which fragment, and how they agree that a slot is over.
 
 The exchanges of a run are numbered. Each of them, a *slot*, is for one fragment: slot k for fragment ``k % fragments``.
-The number is agreed in the swarm, so a peer that hears of a later slot goes there and skips those between.
+The number is agreed in the swarm, so a peer that hears of a later slot goes there and skips those between. To the
+progress tracker, slots are epochs. They are counted in samples of all peers; or in inner steps, which nobody adds up:
+then the first peer that has made all of them ends the slot (:class:`StepRule`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shoal.optim.progress.board import EpochRule
+from shoal.optim.progress.records import GlobalTrainingProgress, LocalTrainingProgress
+
+if TYPE_CHECKING:
+    pass
+
+# Later than all slots.
+ANY_SLOT = 2**62
 
 
 def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
     """Whom a peer meets in a slot if peers meet in groups.
 
-    Groups are drawn anew for each slot, in the same way by all peers that know the same others. Else fast peers would
-    meet none but each other, and two halves of a run would hardly mix.
+    Groups are drawn again for each slot, in the same way by all peers that know the same others. Otherwise fast peers
+    would only meet each other, and two halves of a run would hardly mix.
 
     Args:
         own: this peer.
@@ -97,7 +110,7 @@ class SlotCounter:
         """Samples of this peer in this slot."""
 
     def count(self, samples: int) -> None:
-        """This peer has made an inner step with so many samples."""
+        """This peer has made an inner step with this many samples."""
         self.steps += 1
         self.samples += samples
 
@@ -122,3 +135,67 @@ class SlotCounter:
             return self.slot
         begins, ends = self.schedule.due_at(self.slot - 1), self.schedule.due_at(self.slot)
         return min(begins + self.steps, ends)
+
+
+# --- the end of a slot that is counted in inner steps -----------------------------------------------------------------
+
+
+class StepRule(EpochRule):
+    """Ends a slot when the first peer has made all its inner steps. The others may complete theirs, but not for longer
+    than the patience of the first one.
+
+    Args:
+        patience: how long others are waited for, in seconds.
+        overlaps: whether others may be at the next slot although this peer has missed nothing.
+    """
+
+    adds_up = False
+
+    def __init__(self, patience: float, *, overlaps: bool = False) -> None:
+        self._patience, self._overlaps = patience, overlaps
+        self.is_late = False
+        """Whether the latest round failed here. Others may have met without this peer, and need not wait for it."""
+        # Of the slot with this number: until when this peer may continue, by what it has heard so far.
+        self._deadline: tuple[int, float] = (-1, math.inf)
+
+    def share(self, target: int, num_peers: int) -> float:
+        return target  # what matters is when a peer will have made all steps
+
+    def summary(
+        self, progress: GlobalTrainingProgress, records: Collection[LocalTrainingProgress], now: float
+    ) -> GlobalTrainingProgress:
+        target, ends = progress.target_batch_size, [math.inf]
+        for record in records:
+            left = target - record.samples_accumulated
+            if left <= 0:
+                ends.append(now)
+            elif record.samples_per_second > 0:
+                ends.append(max(now, record.time + left / record.samples_per_second))
+        most = max((record.samples_accumulated for record in records), default=0)
+        return replace(progress, samples_accumulated=most, eta_next_epoch=min(*ends, now + FAR_AHEAD))
+
+    def end(
+        self,
+        progress: GlobalTrainingProgress,
+        own: LocalTrainingProgress,
+        called_end: Callable[[float], float],
+        now: float,
+    ) -> float:
+        ahead = progress.epoch - own.epoch
+        if own.samples_accumulated >= progress.target_batch_size or (ahead > 0 and not (self._overlaps and ahead == 1)):
+            return now
+        called = called_end(progress.eta_next_epoch)
+        if ahead > 0:  # others are training on already, and may wait in the background
+            called = min(called, now + self._patience)
+        if self.is_late:  # with fewer steps it meets them; with all of them it would be late again
+            called = min(called, progress.eta_next_epoch)
+        slot, known = self._deadline
+        self._deadline = own.epoch, min(called, known if slot == own.epoch else math.inf)
+        return max(now, self._deadline[1])
+
+    def declared_end(self, end: float, own: LocalTrainingProgress, target: int, now: float, patience: float) -> float:
+        return now + patience if own.samples_accumulated >= target else end
+
+
+# A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
+FAR_AHEAD = 1e9

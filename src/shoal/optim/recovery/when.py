@@ -1,12 +1,14 @@
-"""Keeping up with the swarm: notice that this peer has fallen behind, or that it is on the losing side of a split run,
-and download the state of another peer.
+"""When a peer needs the state of others: it has fallen behind, or its branch of a split run has lost.
 
-Before each step the optimizer asks :meth:`Synchronization.is_needed`. To be one epoch behind is usual where rounds
-overlap with training, and averaging repairs it; a download is needed for more, or if nobody is left to average with.
+Both optimizers decide by :func:`needs_state`, and pace their attempts with :class:`Retries`::
+
+    training ─ needs_state ─► download (recovery/download.py) ─► adopt (recovery/adopt.py) ─► training
+                   ▲               │ fails, or brings nothing new
+                   └─── Retries ◄──┘
 
 A download that fails is tried again at once, because a donor may have been between two epochs or about to leave. If
 that fails a few times, more attempts would only burden the donors, because each reads the records of all of them and
-asks some: so there are pauses, and they double (:class:`Retries`).
+asks some: so there are pauses, and they double.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
 from shoal.errors import ShoalError
-from shoal.optim.history.epochs import usual_lag
 from shoal.optim.history.fork_choice import ForkChoice
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
+from shoal.optim.history.window import is_behind, window_of
 
 if TYPE_CHECKING:
     from shoal.optim.global_step import GlobalStep
@@ -40,12 +42,26 @@ FIRST_FETCH_TIMEOUT = 5.0
 LOAD_ATTEMPTS = 3
 # Seconds before the second attempt to download a state; the pause doubles with each further attempt.
 FIRST_LOAD_PAUSE = 0.5
-# So many failed downloads in a row are followed by another one at once.
+# This many failed downloads in a row are each followed by another one at once.
 QUICK_RETRIES = 3
 # The pause after one failure more; it doubles with each further one, up to the limit.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-# A caller is held up for so long at a time: the download may not be needed any more, or the caller may be closed.
+# The longest time for which a caller is held up at once, in seconds: the download may not be needed any more, or the
+# caller may be closed.
 LONGEST_WAIT = 0.5
+
+
+def needs_state(own: int, swarm: int, most_behind: int = 0, *, has_lost: bool = False, starts_at: int = 0) -> bool:
+    """Whether a peer must download the state of another one before it continues.
+
+    Args:
+        own: its epoch or slot.
+        swarm: that of the swarm.
+        most_behind: a peer that is this much behind can still train with the others.
+        has_lost: it is on a branch that has lost.
+        starts_at: a newcomer must not begin before this one.
+    """
+    return has_lost or is_behind(own, swarm, most_behind) or is_behind(own, starts_at)
 
 
 class Retries:
@@ -59,11 +75,15 @@ class Retries:
     def __init__(self, closing: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
         self._closing, self._now = closing, now
         self._failures, self._due_at = 0, -math.inf
+        self._downloads_in_a_row = 0
+        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
+        self._began_at = self._ended_at = -math.inf
 
     def is_time(self) -> bool:
         """Whether to try now. If not, this waits for a moment, so that a caller may ask again and again."""
         left = self._due_at - self._now()
         if left <= 0:
+            self._began_at = self._now()
             return True
         self._closing.wait(min(left, LONGEST_WAIT))
         return False
@@ -71,9 +91,25 @@ class Retries:
     def note(self, *, succeeded: bool) -> None:
         """An attempt has ended."""
         self._failures = 0 if succeeded else self._failures + 1
+        self._downloads_in_a_row = 0 if succeeded else self._downloads_in_a_row
         doublings = self._failures - QUICK_RETRIES - 1
         pause = 0.0 if doublings < 0 else min(FIRST_PAUSE * 2.0 ** min(doublings, 30), LONGEST_PAUSE)
-        self._due_at = self._now() + pause
+        self._ended_at = self._now()
+        self._due_at = self._ended_at + pause
+
+    def note_download(self) -> None:
+        """A state was downloaded, but only a round with others shows that this was of use."""
+        # The batch that this peer has made in vain counts nowhere else.
+        batch_seconds = self._began_at - self._ended_at
+        self.note(succeeded=False)
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row == QUICK_RETRIES:
+            logger.warning(
+                "this peer has downloaded the state %d times in a row without a step with others: its batches take "
+                "%.1f s. Give it smaller ones, or all a larger matchmaking_time",
+                self._downloads_in_a_row,
+                batch_seconds,
+            )
 
 
 class Synchronization:
@@ -103,20 +139,17 @@ class Synchronization:
         self._tracker, self._global_step = tracker, global_step
         self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
         self._closing, self._overlaps = closing, global_step.options.mode.overlaps
-        self._usual_lag = usual_lag(overlaps=self._overlaps)
+        self._usual_lag = int(window_of(overlaps=self._overlaps).behind)
         self._strict_check_due = True
         self._has_looked = False
         self._has_told_what_is_lost = False
         self.retries = Retries(closing)
         """When the next download may begin."""
-        self._downloads_in_a_row = 0
-        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
-        self._began_at = self._ended_at = -math.inf
         # Others must not get this peer's state now, although the user lets them.
         self._withholds_state = False
 
     def is_needed(self) -> bool:
-        """Whether this peer must download the state before it goes on."""
+        """Whether this peer must download the state before it continues."""
         tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
         if not self._has_looked:
             self._has_looked = True
@@ -125,13 +158,15 @@ class Synchronization:
             return True
         # If the run is split again, the user is warned again.
         self._has_told_what_is_lost = False
+        own, starts_at = self._state_averager.local_epoch, 0
         if self._strict_check_due and fetched.is_set():
-            if self._state_averager.local_epoch < self._epoch_to_begin_with():
-                return True
+            starts_at = self._epoch_to_begin_with()
             # Until others have called it, a newcomer knows only records, which may be seconds old: look again.
-            self._strict_check_due = not tracker.is_introduced
-        behind = tracker.global_epoch - self._state_averager.local_epoch
-        return behind > 1 or (behind == 1 and self._would_go_on_alone())
+            self._strict_check_due = own < starts_at or not tracker.is_introduced
+        swarm = tracker.global_epoch
+        # Averaging repairs a single epoch, unless nobody is left to average with.
+        most_behind = 0 if is_behind(own, swarm) and self._would_go_on_alone() else 1
+        return needs_state(own, swarm, most_behind, starts_at=starts_at)
 
     def _would_go_on_alone(self) -> bool:
         """Whether nobody is left for the next step, although others train.
@@ -156,7 +191,6 @@ class Synchronization:
         """Whether to download now; after failures, the next download has to wait."""
         if not self.retries.is_time():
             return False
-        self._began_at = time.monotonic()
         if self._tracker.gives_way_to is None:
             own, swarm = self._state_averager.local_epoch, self._tracker.global_epoch
             logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
@@ -164,7 +198,7 @@ class Synchronization:
 
     def is_close(self) -> bool:
         """Whether this peer is at most one epoch behind."""
-        return self._state_averager.local_epoch >= self._tracker.global_epoch - 1
+        return not is_behind(self._state_averager.local_epoch, self._tracker.global_epoch, 1)
 
     def download(self, **options: Any) -> bool:
         """Take over another peer's state.
@@ -186,14 +220,14 @@ class Synchronization:
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
                 return False
             if other_side is not None:
-                self.begin_anew()
+                self.start_over()
                 return True
             epoch = self._tracker.global_epoch
             lacks_a_step = self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1
             if lacks_a_step:
                 # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
-            self.begin_anew()
+            self.start_over()
             if lacks_a_step and self._state_averager.allow_state_sharing:
                 # Until then its state is not that of others at this epoch, and they would think that it is broken.
                 self._state_averager.allow_state_sharing, self._withholds_state = False, True
@@ -206,21 +240,11 @@ class Synchronization:
         Args:
             loaded: whether the download has succeeded.
         """
-        # The batch that this one has made in vain counts nowhere else.
-        batch_seconds, self._ended_at = self._began_at - self._ended_at, time.monotonic()
-        # Only a round with others shows that a download was of use.
-        self.retries.note(succeeded=False)
-        # Where two sides of a run have come apart, the reason is another one, and the user has been told.
-        if not loaded or self._has_told_what_is_lost:
-            return
-        self._downloads_in_a_row += 1
-        if self._downloads_in_a_row == QUICK_RETRIES:
-            logger.warning(
-                "this peer has downloaded the state %d times in a row without a step with others: its batches take "
-                "%.1f s. Give it smaller ones, or all a larger matchmaking_time",
-                self._downloads_in_a_row,
-                batch_seconds,
-            )
+        # Where two branches of a run have come apart, the reason is another one, and the user has been told.
+        if loaded and not self._has_told_what_is_lost:
+            self.retries.note_download()
+        else:
+            self.retries.note(succeeded=False)
 
     def end_other_work(self) -> None:
         """Finish rounds with other peers and work in the background. A peer that falls silent holds all of this up for
@@ -233,11 +257,11 @@ class Synchronization:
     def resume(self) -> None:
         """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
         self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
-        self.begin_anew()
+        self.start_over()
         self._tracker.believe_as_a_newcomer()  # a checkpoint says nothing of how far others are by now
         self._strict_check_due = True
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """This peer has another state than before: forget its gradients and announce its epoch."""
         if self._grad_averager is not None:
             self._grad_averager.reset_accumulated_grads_()
@@ -251,7 +275,6 @@ class Synchronization:
             with_others: others were in the round that led there.
         """
         if with_others:
-            self._downloads_in_a_row = 0
             self.retries.note(succeeded=True)
         if self._withholds_state:
             self._state_averager.allow_state_sharing, self._withholds_state = True, False
@@ -312,6 +335,6 @@ class Synchronization:
                     break
                 pause *= 2
             loaded = self._load(**options) or loaded
-            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch - self._usual_lag:
+            if loaded and not is_behind(self._state_averager.local_epoch, self._tracker.global_epoch, self._usual_lag):
                 break
         return loaded

@@ -1,14 +1,16 @@
-"""Results of past rounds, which members keep for peers that have missed them.
+"""What peers tell each other about updates.
 
-A peer that lacks a few updates gets their means, which are small beside the outer parameters with their momentum, and
-makes these updates itself. A download that takes longer than a slot is made up for in the same way.
+Before a round each member states which versions it has (:class:`OuterStatement`). A peer that lacks a few updates asks
+others for their means, which are small beside the outer parameters with their momentum, and makes these updates itself.
+A download that takes longer than a slot is made up for in the same way.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,38 +20,18 @@ from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
 from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.optim.diloco.version_history import HASH_BYTES, MOST, OuterVersion, hash_of, parse_links
+from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
 
-# Members of a round are named by so many bytes of a hash, and there are at most so many bytes of names.
+# Bytes of a hash that name a member of a round, and the most bytes of names in an update.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
-# A round is named by so many bytes at most.
+# The most bytes that name a round.
 _MOST_BYTES_OF_ROUND = 128
-# Bytes that are kept for each byte of the outer parameters: the outer parameters and their momentum have two.
-USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
 
 
-class LoggedUpdate(NamedTuple):
-    """One outer update, for peers that make it later."""
-
-    version: int
-    """Of the outer parameters after it."""
-    after: bytes
-    """The hash of the link that it continues."""
-    round_id: bytes
-    samples: int
-    tensors: tuple[torch.Tensor, ...]
-    """The mean, see :func:`packed`."""
-    names: bytes = b""
-    """Whose messages have counted, see :func:`who_counted`."""
-
-    def counts(self, peer: bytes) -> bool:
-        """Whether the message of a peer has counted."""
-        name = _name(peer)
-        return any(self.names[n : n + _NAME_BYTES] == name for n in range(0, len(self.names), _NAME_BYTES))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+def has_counted(update: Update, peer: bytes) -> bool:
+    """Whether the message of a peer has counted in an update."""
+    name = _name(peer)
+    return any(update.names[n : n + _NAME_BYTES] == name for n in range(0, len(update.names), _NAME_BYTES))
 
 
 def who_counted(result: RoundResult) -> bytes:
@@ -82,7 +64,7 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """The mean again, to the bit.
 
     Raises:
-        ValueError: this is no mean of so many values.
+        ValueError: this is no mean of that many values.
     """
     match tensors:
         case [dense] if dense.shape == (length,) and dense.dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -103,40 +85,77 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     return mean
 
 
-class KeptResults:
-    """The latest results of one fragment. Its owner sees to it that two threads do not use it at the same time.
+# --- before a round ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OuterStatement:
+    """What a member of a round says about its outer parameters."""
+
+    entries: tuple[Entry, ...]
+    steps: int = 0
+    """Inner steps behind its contribution, and their samples."""
+    samples: int = 0
+    expected: int = 1
+    """How many members it expects, itself included."""
+    digest: bytes = b""
+    """A hash of the bits of its outer parameters of the newest version; empty: it tells none this time."""
+    done: int = 0
+    """What it has done in the slot: inner steps, or samples if slots are counted in these."""
+    known: Entry | None = None
+    """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "links": [list(entry) for entry in self.entries],
+            "steps": self.steps,
+            "samples": self.samples,
+            "expected": self.expected,
+            "digest": self.digest,
+            "done": self.done,
+            "known": None if self.known is None else list(self.known),
+        }
+
+    @classmethod
+    def parse(cls, value: object) -> OuterStatement | None:
+        """Read what a member has said; ``None`` if it makes no sense."""
+        if not isinstance(value, Mapping):
+            return None
+        numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
+        if not all(isinstance(each, int) and 0 <= each <= MOST for each in numbers):
+            return None
+        digest = value.get("digest", b"")
+        if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
+            return None
+        try:
+            steps, samples, expected, done = numbers
+            entries, heard = parse_entries(value.get("links")), value.get("known")
+            known = None if heard is None else parse_entries([heard])[0]
+            return cls(entries, steps, samples, expected, digest, done, known)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+
+
+def has_other_bits(statements: Sequence[OuterStatement | None], own: int, clients: Collection[int] = ()) -> bool:
+    """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
+
+    As many members with either: those with the smaller digest are right. Bits that only clients have are never right.
 
     Args:
-        length: of the fragment.
+        statements: of all members, in order.
+        own: position of the member.
+        clients: positions of members from which nobody can download anything.
     """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._kept: deque[LoggedUpdate] = deque()
-        self.serves_newcomers: Callable[[], bool] = lambda: False
-        """Whether peers are downloading the outer parameters of this one: they will want what comes after these."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._kept)
-
-    def add(self, update: LoggedUpdate) -> None:
-        """Keep an update."""
-        if self._kept and self._kept[-1].version != update.version - 1:
-            self._kept.clear()
-        self._kept.append(update)
-        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers() else USUAL_SHARE
-        while len(self._kept) > 1 and self.nbytes > share * 4 * self._length:
-            self._kept.popleft()
-
-    def clear(self) -> None:
-        """Forget all: this peer goes on from other outer parameters."""
-        self._kept.clear()
-
-    def since(self, version: int) -> list[LoggedUpdate]:
-        """All updates that come after this version; none if the first of them is not known any more."""
-        found = [each for each in self._kept if each.version > version]
-        return found if found and found[0].version == version + 1 else []
+    mine = statements[own]
+    if mine is None or not mine.digest:
+        return False
+    newest = mine.entries[-1]
+    told = [
+        (n, each.digest) for n, each in enumerate(statements) if each and each.digest and each.entries[-1] == newest
+    ]
+    counts, to_be_had = Counter(digest for _, digest in told), {digest for n, digest in told if n not in clients}
+    return mine.digest != min(counts, key=lambda digest: (digest not in to_be_had, -counts[digest], digest))
 
 
 # --- what peers ask each other ----------------------------------------------------------------------------------------
@@ -147,9 +166,10 @@ class Wanted(NamedTuple):
 
     version: int
     """All updates that come after this one."""
-    known: OuterVersion | None = None
-    """The newest one of which groups have told. Who has nothing after ``version`` then refuses, so that it has no vote.
-    Who does not keep the updates any more gives its outer parameters, if they are of this version or came after it.
+    known: Entry | None = None
+    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
+    no vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or
+    a later one.
     """
 
 
@@ -163,7 +183,7 @@ def request_for(wanted: Mapping[int, Wanted]) -> bytes:
 
 
 def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
-    """Read what :func:`request_for` has made. Nothing is asked for by what makes no sense."""
+    """Read what :func:`request_for` has made. A malformed request asks for nothing."""
     try:
         listed = MSGPackSerializer.loads(part)
     except ValueError:
@@ -173,15 +193,13 @@ def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
         match each:
             case [int(fragment), int(version), heard] if 0 <= fragment < fragments and 0 <= version <= MOST:
                 try:
-                    wanted[fragment] = Wanted(version, None if heard is None else parse_links([heard])[0])
+                    wanted[fragment] = Wanted(version, None if heard is None else parse_entries([heard])[0])
                 except ValueError:
                     continue
     return wanted
 
 
-def answer(
-    found: Mapping[int, Iterable[LoggedUpdate]], whole: Mapping[int, OuterParameters] | None = None
-) -> OwnedState:
+def answer(found: Mapping[int, Iterable[Update]], whole: Mapping[int, OuterParameters] | None = None) -> OwnedState:
     """Updates of some fragments, and the outer parameters of others, as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
     updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
@@ -193,7 +211,7 @@ def answer(
 
 def parse_answer(
     metadata: Any, tensors: Sequence[torch.Tensor], fragments: int
-) -> tuple[dict[int, list[LoggedUpdate]], dict[int, OuterParameters]]:
+) -> tuple[dict[int, list[Update]], dict[int, OuterParameters]]:
     """Read what :func:`answer` has made.
 
     Returns:
@@ -205,7 +223,7 @@ def parse_answer(
     updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
     if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
         raise ValueError(f"no updates: {quoted(metadata)}")
-    left, found, whole = list(tensors), dict[int, list[LoggedUpdate]](), dict[int, OuterParameters]()
+    left, found, whole = list(tensors), dict[int, list[Update]](), dict[int, OuterParameters]()
     for each in updates:
         match each:
             case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
@@ -217,7 +235,7 @@ def parse_answer(
                 and len(names) <= _MOST_BYTES_OF_NAMES
                 and count <= len(left)
             ):
-                kept = LoggedUpdate(version, after, of, samples, tuple(left[:count]), names)
+                kept = Update(version, after, of, samples, tuple(left[:count]), names)
                 del left[:count]
                 found.setdefault(fragment, []).append(kept)
             case _:
