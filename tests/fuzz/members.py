@@ -33,7 +33,9 @@ _rng = random.Random(1)
 _LATER = 4e9
 LINEAGE = Lineage((b"1st.", b"2nd.", b"3rd."), (ForkPoint.of(b"1st.", 0.5, b"2nd."),)).pack()
 _OTHER = Identity.generate(_rng)
-_PEERS = [messages.PeerRecord(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)]
+_PEERS = [
+    messages.PeerAddresses(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)
+]
 VALUES = 1000
 """Of the vector that the group averages."""
 GROUP = messages.GroupStart(

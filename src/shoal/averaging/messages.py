@@ -71,7 +71,7 @@ Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
 """Relative to that of the other members; 0: the others shall reduce."""
 
 
-class PeerRecord(Header):
+class PeerAddresses(Header):
     """A peer and the addresses under which it can be dialled."""
 
     peer_id: PeerIDBytes
@@ -109,7 +109,7 @@ class Expectation(Header):
 class Member(Header):
     """One member of a group that starts."""
 
-    peer: PeerRecord
+    peer: PeerAddresses
     mode: Mode
     share: Count
     """The number of the vector's values that this member reduces."""
@@ -130,7 +130,7 @@ class JoinReply(Header):
     text: str = ""
     expiration: Moment = 0.0
     """DHT time at which the leader will start."""
-    better_leader: PeerRecord | None = None
+    better_leader: PeerAddresses | None = None
     group: GroupStart | None = None
 
 
@@ -146,7 +146,7 @@ class InvitationReply(Header):
 
     request: JoinRequest | None = None
     """The invited peer joins. The call goes on as after a request to join."""
-    better_leader: PeerRecord | None = None
+    better_leader: PeerAddresses | None = None
     """The invited peer does not join, because it follows this leader; or it names itself, because it leads."""
     expiration: Moment = 0.0
     """DHT time at which that leader will start."""
@@ -369,7 +369,7 @@ class DonorBusy(StateAnswer, tag=3):
 
     again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     """The number of seconds after which there may be a place."""
-    others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
+    others: Annotated[list[PeerAddresses], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
     """Peers that have downloaded this state and may give it."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
 from shoal.averaging.groups.search import Follower
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust
-from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerRecord
+from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerAddresses
 from shoal.averaging.round.parts import load_balance_peers, rescale_shares
 from shoal.base.logs import quoted
 from shoal.errors import ProtocolError
@@ -23,12 +23,12 @@ NARROW_SHARE = 0.25
 _MEMBER_BYTES = 100
 
 
-def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
+def record_of(p2p: P2P, peer: PeerID) -> PeerAddresses:
     """A peer and the addresses under which others can dial it."""
-    return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
+    return PeerAddresses(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
 
 
-def learn(p2p: P2P, record: PeerRecord) -> PeerID:
+def learn(p2p: P2P, record: PeerAddresses) -> PeerID:
     """Learn the addresses of a peer from a record, and return the peer.
 
     Raises:

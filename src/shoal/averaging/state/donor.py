@@ -19,7 +19,7 @@ from shoal.averaging.messages import (
     ChunkRequest,
     DonorBusy,
     DownloadRequest,
-    PeerRecord,
+    PeerAddresses,
     StateAnswer,
     StateChunk,
     StateHeader,
@@ -246,7 +246,7 @@ class StateSharing:
         self._warn_seldom(
             "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
         )
-        others = [PeerRecord(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
+        others = [PeerAddresses(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
         others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
         return DonorBusy(again_in, others[:MAX_OTHER_DONORS])
 
