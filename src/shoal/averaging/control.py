@@ -56,6 +56,11 @@ class Absence(Enum):
     REFUSED = "is refused by this peer"
 
     @property
+    def key(self) -> str:
+        """Its name in the metrics."""
+        return self.name.lower().replace("_", " ")
+
+    @property
     def is_usual(self) -> bool:
         """Whether it happens to honest peers on good lines that form several groups at a time."""
         usual = (Absence.DID_NOT_JOIN, Absence.NOT_LOOKING, Absence.FOLLOWS_ANOTHER, Absence.FULL, Absence.DISBANDED)
@@ -138,10 +143,10 @@ class RoundResult:
     """The same for what it has received."""
     seen_failing: tuple[PeerID, ...] = ()
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
-    waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
-    """By member: for how many seconds this peer waited for its values or averages while nobody else's were missing."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
+    waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
+    """By member: for how many seconds this peer waited for its values or averages while nobody else's were missing."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -248,7 +253,7 @@ class StepControl(AwaitableFuture[Gathered]):
         return self._changed
 
     async def wait_until_near(self, seconds: float) -> None:
-        """Wait, inside the loop, until the scheduled time is no more than so many seconds ahead."""
+        """Wait, inside the loop, until the scheduled time is at most this many seconds ahead."""
         while (ahead := self._scheduled_time - seconds - get_dht_time()) > 0:
             self.changed.clear()
             await first_completed(self.changed.wait(), timeout=ahead)

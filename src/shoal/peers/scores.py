@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# The number of hosts of strangers of which is known what they took.
+# Hosts of strangers whose demands are counted; those seen last are kept. Not measured.
 MAX_STRANGERS = 256
 
 
@@ -147,7 +147,7 @@ class PeerScores:
             )
 
     def note_delay(self, peer: PeerID, seconds: float) -> None:
-        """A round was cut short after so many seconds because this member sent too slowly."""
+        """A round was cut short after ``seconds`` because this member sent too slowly."""
         record = self._see(peer)
         record.sends.note_failure(self._now(), seconds)
         if record.sends.is_lost:
@@ -162,7 +162,7 @@ class PeerScores:
             )
 
     def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
-        """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
+        """A coordinator has not ended a round for ``seconds``, although nobody kept it waiting."""
         record = self._see(coordinator)
         record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
         record.history.excluded += 1
@@ -176,7 +176,7 @@ class PeerScores:
         )
 
     def note_time(self, peer: PeerID, seconds: float) -> None:
-        """A peer goes on saying that it is so many seconds later than the swarm has agreed about; 0: it does not."""
+        """A peer keeps saying that it is ``seconds`` later than the swarm has agreed about; 0: it does not."""
         if seconds:
             self._metrics.troubles["clocks that differ"] += 1
             self._warn_seldom(
@@ -189,7 +189,7 @@ class PeerScores:
             )
 
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
-        """What somebody takes whom this peer does not know. Peers cost nothing: those of one host count as one."""
+        """A stranger has taken something. Peers cost nothing: those of one host count as one."""
         now, name = self._now(), str(host)
         demands = self._metrics.strangers.pop(name, None) or Demands()
         demands.decay(0.5 ** ((now - self._strangers.get(name, now)) / HALF_LIFE))

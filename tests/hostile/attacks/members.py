@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 
 from shoal.averaging.control import GroupInfo, StepControl
 from shoal.averaging.groups.group import describe_group, read_group
-from shoal.averaging.groups.matchmaking import SearchShell
+from shoal.averaging.groups.matchmaking import Matchmaking, SearchShell, StartedGroup
 from shoal.averaging.groups.search import Follower
-from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
+from shoal.averaging.messages import GroupStart, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
 from shoal.averaging.round.exchange import AllReduce
 from shoal.errors import AllreduceException
@@ -185,27 +184,23 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
             await node.session(group, lane, weight).all_reduce([each.clone() for each in lane.tensors], lane.infos)
         node.rounds.leave_group(group.group_id)
 
-    def start_groups(shell: SearchShell, followers: Mapping[PeerID, Follower]) -> None:
-        own = None
-        for peer, follower in followers.items():
-            start = describe_group(node.p2p, shell.search.settings, {peer: follower}, shell.control)
-            if (answers := shell._calls.followers.get(peer)) is not None:
-                answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
-            if own is None:
-                own = start
-            else:
-                tasks.add(asyncio.ensure_future(average(start, shell.control.weight)))
-        if own is not None:
-            shell._adopt(read_group(node.p2p, own, matchmaking.settings.total_size))
+    def begin(control: StepControl, now: float) -> SearchShell:
+        shell = Matchmaking.begin(matchmaking, control, now)
 
-    begin = matchmaking._begin
+        def start_groups(followers: Mapping[PeerID, Follower]) -> None:
+            for peer, follower in followers.items():
+                start = describe_group(node.p2p, shell.search.settings, {peer: follower}, control.data_for_gather)
+                shell.tell_follower(peer, start)
+                if shell.group.done():
+                    tasks.add(asyncio.ensure_future(average(start, control.weight)))
+                else:
+                    shell.started = StartedGroup(start, {peer: follower.request})
+                    shell.group.set_result(read_group(node.p2p, start, matchmaking.settings.total_size))
 
-    def begin_badly(control: StepControl, now: float) -> SearchShell:
-        shell = begin(control, now)
-        shell.start_group = functools.partial(start_groups, shell)  # type: ignore[method-assign]
+        shell.start_group = start_groups  # type: ignore[method-assign]
         return shell
 
-    matchmaking._begin = begin_badly  # type: ignore[method-assign]
+    matchmaking.begin = begin  # type: ignore[method-assign]
 
 
 LIES: dict[str, Lie] = {

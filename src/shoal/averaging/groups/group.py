@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
 from shoal.averaging.groups.search import Follower
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust
-from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerRecord
+from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerAddresses
 from shoal.averaging.round.parts import load_balance_peers, rescale_shares
 from shoal.base.logs import quoted
 from shoal.errors import ProtocolError
@@ -23,12 +23,12 @@ NARROW_SHARE = 0.25
 _MEMBER_BYTES = 100
 
 
-def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
+def record_of(p2p: P2P, peer: PeerID) -> PeerAddresses:
     """A peer and the addresses under which others can dial it."""
-    return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
+    return PeerAddresses(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
 
 
-def learn(p2p: P2P, record: PeerRecord) -> PeerID:
+def learn(p2p: P2P, record: PeerAddresses) -> PeerID:
     """Learn the addresses of a peer from a record, and return the peer.
 
     Raises:
@@ -49,7 +49,7 @@ def bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
 
 
 def describe_group(
-    p2p: P2P, own: MatchmakingSettings, followers: Mapping[PeerID, Follower], control: StepControl
+    p2p: P2P, own: MatchmakingSettings, followers: Mapping[PeerID, Follower], gathered: bytes
 ) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members.
 
@@ -57,10 +57,10 @@ def describe_group(
         p2p: this peer, which leads.
         own: its settings.
         followers: the other members.
-        control: this peer's step.
+        gathered: what this peer gives for the others to read.
     """
     links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
-    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, control.data_for_gather)]
+    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, gathered)]
     for peer, follower in followers.items():
         request = follower.request
         # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
@@ -92,7 +92,7 @@ def read_group(
         start: the leader's announcement.
         total_size: number of values in the averaged vector.
         trust: limits the weights of members.
-        leader: who has announced it, if not this peer.
+        leader: the member that has announced it, if not this peer.
 
     Raises:
         ProtocolError: the announcement is not valid.
@@ -101,6 +101,7 @@ def read_group(
     if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
         raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
     if leader is not None and leader not in peers:
+        # It could lead others to peers that do not exist, and would never be among those that fail.
         raise ProtocolError("it leads a group in which it is not itself")
     shares = tuple(member.share for member in start.members)
     modes = tuple(member.mode for member in start.members)

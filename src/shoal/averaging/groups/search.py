@@ -65,7 +65,7 @@ ASKED_AT_ONCE = 4
 SUPPOSED_SECONDS = 2.0
 
 
-class Failure(Enum):
+class AskFailure(Enum):
     """How a call to a candidate failed."""
 
     NONSENSE = auto()
@@ -332,10 +332,10 @@ class Fails(NamedTuple):
     """The call to the candidate failed."""
 
     peer: PeerID
-    failure: Failure
+    failure: AskFailure
 
 
-class Ends(NamedTuple):
+class SearchEnds(NamedTuple):
     """The search is over, with a group or without. Nothing is left without an answer."""
 
 
@@ -355,7 +355,7 @@ Event = (
     | Answers
     | Misleads
     | Fails
-    | Ends
+    | SearchEnds
 )
 
 
@@ -449,10 +449,10 @@ _ABSENCE_OF_CODE: dict[int, Absence] = {
     Code.GROUP_DISBANDED: Absence.DISBANDED,
 }
 _ABSENCE_OF_FAILURE = {
-    Failure.NONSENSE: Absence.BROKEN,
-    Failure.SILENT: Absence.SILENT,
-    Failure.BROKEN: Absence.BROKEN,
-    Failure.UNREACHABLE: Absence.UNREACHABLE,
+    AskFailure.NONSENSE: Absence.BROKEN,
+    AskFailure.SILENT: Absence.SILENT,
+    AskFailure.BROKEN: Absence.BROKEN,
+    AskFailure.UNREACHABLE: Absence.UNREACHABLE,
 }
 
 
@@ -481,11 +481,11 @@ class GroupSearch:
     is_outdated: bool = False
     """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     is_over: bool = False
-    """No action follows any more, but for what :class:`Ends` still has to answer."""
+    """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
-        if isinstance(event, Ends):
+        if isinstance(event, SearchEnds):
             return list(self._end())
         if self.is_over:
             return []
@@ -830,7 +830,7 @@ class GroupSearch:
                 yield Judge(asking.leader, lost, has_started)
             if event.group is not None:
                 return
-        elif isinstance(event, Fails) and event.failure is not Failure.NONSENSE and lost > 0:
+        elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
         # Waiting costs nothing until this peer's own promised time is over.
         if self.promise < now and not isinstance(event, Misleads):
@@ -856,7 +856,7 @@ class GroupSearch:
         match event:
             case Misleads():
                 self.refuse(asking.leader, counts=True)
-            case Fails(_, Failure.NONSENSE):
+            case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
                 each.explain(Absence.BROKEN)
             case Fails(_, failure):
@@ -867,7 +867,7 @@ class GroupSearch:
             case Answers():
                 self._note_answer(each, asking, event, now)
 
-    def _note_failure(self, each: Candidate, asking: Asking, failure: Failure, now: float) -> None:
+    def _note_failure(self, each: Candidate, asking: Asking, failure: AskFailure, now: float) -> None:
         """Note that a candidate could not be reached or its connection broke: others come first for a while.
 
         If the candidate lives, these others follow it and send this peer back to it. Two kinds of candidates are asked
@@ -875,13 +875,13 @@ class GroupSearch:
         to have broken by chance.
         """
         each.explain(_ABSENCE_OF_FAILURE[failure])
-        if asking.follows or failure is Failure.SILENT:
+        if asking.follows or failure is AskFailure.SILENT:
             self.leader_lost_at = now
         each.failures += 1
-        if each.failures == 1 and (each.has_accepted or failure is Failure.BROKEN):
+        if each.failures == 1 and (each.has_accepted or failure is AskFailure.BROKEN):
             return
         pause = min(RETRY_PAUSE * 2 ** (each.failures - 1), MAX_RETRY_PAUSE)
-        each.rests_until = now + (MAX_RETRY_PAUSE if failure is Failure.SILENT else pause)
+        each.rests_until = now + (MAX_RETRY_PAUSE if failure is AskFailure.SILENT else pause)
 
     def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
         """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""

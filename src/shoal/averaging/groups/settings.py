@@ -1,4 +1,4 @@
-"""How one averager looks for groups, what of that changes with its network, whom it trusts, and what others share."""
+"""How one averager looks for groups, which peers it trusts, and which settings all members must share."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Trust:
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:
-    """How a peer takes part now: whom nobody can call is a client for the time being."""
+    """How a peer takes part now: one that cannot be dialled takes part as a client."""
     return wanted if wanted is not AveragingMode.NODE or p2p.is_callable else AveragingMode.CLIENT
 
 

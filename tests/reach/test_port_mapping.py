@@ -16,8 +16,8 @@ from shoal.reach.nat.pcp import NatPmp, Pcp
 from shoal.reach.nat.port_mapping import MappingPolicy, PortMapping, has_upnp
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError
 from tests import pretend
-from tests.p2p.fake_routers import OUTER_IP, Igd, Router
 from tests.p2p.peers import PATIENCE
+from tests.reach.fake_routers import OUTER_IP, Igd, Router
 
 pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretended loop has no datagrams")
 

@@ -19,7 +19,7 @@ from shoal.reach.presence import Presence, PresenceQuery, PresenceReply
 from shoal.reach.reachability import Reach
 from shoal.testing import run
 from tests.p2p.peers import Number, Peers, ScriptedStream, serving, until
-from tests.p2p.relays import square
+from tests.reach.relays import square
 
 PEER = Identity.generate().peer_id
 IDLE_SECONDS, DIAL_SECONDS = 30.0, 5.0

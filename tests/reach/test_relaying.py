@@ -18,9 +18,9 @@ from shoal.reach.relay.circuit import MEETING_SECONDS
 from shoal.reach.relay.messages import Connected, Observe, Observed, OpenObservation, Ready, RelayCode, Reserved
 from shoal.reach.relay.server import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
 from shoal.testing import run
+from tests.access.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.p2p.relays import Relayed, connect, introduce, reserve, square, tell
-from tests.p2p.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock
+from tests.reach.relays import Relayed, connect, introduce, reserve, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -21,7 +21,7 @@ from shoal.reach.relay.messages import Alive, Notice, NotReserved, RelayCode, Re
 from shoal.reach.relay.server import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 from shoal.testing import run
 from tests.p2p.peers import KINDS, until
-from tests.p2p.relays import HERE, Relayed, introduce, reserve, square, tell
+from tests.reach.relays import HERE, Relayed, introduce, reserve, square, tell
 
 pytestmark = pytest.mark.once
 

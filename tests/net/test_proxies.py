@@ -13,7 +13,7 @@ from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import Header
 from shoal.p2p import P2P, Multiaddr, P2PContext, PeerID, ServicerBase
 from shoal.peers.identity import Identity
-from tests.p2p.small_proxy import SmallProxy
+from tests.net.small_proxy import SmallProxy
 
 OUTSIDE = "seed.example.org"
 """A name that only the proxy can look up."""

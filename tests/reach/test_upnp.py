@@ -12,7 +12,7 @@ pytest.importorskip("async_upnp_client")
 
 from shoal.reach.nat.upnp import MAX_ANSWER_BYTES, Upnp
 from shoal.reach.nat.upnp_search import find_description, is_of_host, location_in
-from tests.p2p.fake_routers import LOOPBACK, OUTER_IP, Igd
+from tests.reach.fake_routers import LOOPBACK, OUTER_IP, Igd
 
 pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretended loop has no datagrams")
 

@@ -1,4 +1,4 @@
-"""What a peer remembers of others, and what follows from it."""
+"""Scores: what other peers have brought to rounds, and what follows from it."""
 
 from __future__ import annotations
 

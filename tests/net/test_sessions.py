@@ -35,8 +35,8 @@ from shoal.net.transport import (
     send_frame,
 )
 from shoal.p2p import Header, Identity, Multiaddr
+from tests.net.test_tcp import Listening, dial_in_vain, read
 from tests.p2p.peers import Number, end_of, until
-from tests.p2p.test_tcp import Listening, dial_in_vain, read
 
 pytestmark = pytest.mark.oldest
 

@@ -16,7 +16,7 @@ from shoal.reach.presence import GREETINGS_AT_ONCE
 from shoal.reach.reachability import Reach, Reachability
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub, until
-from tests.p2p.relays import Relayed, square, tell
+from tests.reach.relays import Relayed, square, tell
 
 OUTSIDE = Multiaddr("/ip4/8.8.8.8/tcp/40000")
 

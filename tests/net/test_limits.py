@@ -30,8 +30,8 @@ from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.reach.checkup import Checkup
 from shoal.testing import Network, run, start_peers
 from tests.drills import mostly_drills
+from tests.net.test_tcp import Listening
 from tests.p2p.peers import KINDS, Empty, Number, Pair, Peers, Service, assert_clean, end_of, serving, stub, until
-from tests.p2p.test_tcp import Listening
 
 
 def resource_limits() -> ModuleType:

@@ -13,8 +13,8 @@ from shoal.reach.nat import pcp
 from shoal.reach.nat.pcp import Epoch, NatPmp, OtherVersionError, Pcp, read_nat_pmp, read_pcp
 from shoal.reach.nat.routers import Gateway, Mapper, NoMappingError
 from tests import pretend
-from tests.p2p.fake_routers import OUTER_IP, Router
 from tests.p2p.peers import PATIENCE
+from tests.reach.fake_routers import OUTER_IP, Router
 
 pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretended loop has no datagrams")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.net.tcp.port_holder import holder_of, port_in_use
+from shoal.net.tcp.listener import holder_of, port_in_use
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 

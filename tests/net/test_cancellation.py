@@ -24,8 +24,8 @@ from shoal.net.tcp.transport import TcpTransport
 from shoal.net.tcp.unauthenticated import UnauthenticatedLimits
 from shoal.net.transport import COOKIE_BYTES, Session, Stream
 from shoal.p2p import P2P, Identity, Multiaddr
+from tests.net.test_sessions import NO_IDLING, Circle, Count
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
-from tests.p2p.test_sessions import NO_IDLING, Circle, Count
 
 WAYS = ["while waiting", "when the wait is over"]
 MOST_SUSPENSIONS = 300

@@ -18,15 +18,15 @@ from shoal.access.membership import TOLERANCE_SECONDS, Membership
 from shoal.access.tokens import DAY, OWN_BADGE_SECONDS, Token
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.metrics import Metrics
-from shoal.net.connection import NOT_A_MEMBER, Failure, Hello
+from shoal.net.connection import NOT_A_MEMBER, CallFailure, Hello
 from shoal.net.service import open_to
 from shoal.net.tcp.handshake import proof_message, with_badge
 from shoal.net.transport import PREFIX_BYTES, Kind, decode_header
 from shoal.p2p import P2P, Identity, P2PContext, ServicerBase
 from shoal.p2p.revocation import RevocationExchange, Revocations
 from shoal.testing import Link, Network, run, start_peers
+from tests.net.test_tcp import Listening, open_tls
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Text, assert_clean, serving, stub, until
-from tests.p2p.test_tcp import Listening, open_tls
 
 pytestmark = pytest.mark.oldest
 
@@ -196,7 +196,7 @@ async def test_stranger_learns_nothing_but_the_reason() -> None:
         writer.write(with_badge(proof, b""))
         said = await reader.readexactly(PREFIX_BYTES)
         assert said[1] == Kind.ERROR
-        failure = decode_header(await reader.readexactly(int.from_bytes(said[4:8], "big")), Failure)
+        failure = decode_header(await reader.readexactly(int.from_bytes(said[4:8], "big")), CallFailure)
         assert (failure.code, failure.type, failure.is_final) == (NOT_A_MEMBER, "not a member", True)
         assert str(server.peer_id) not in failure.text
         writer.write(b"something else, which nobody parses" * 3000)

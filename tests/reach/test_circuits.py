@@ -24,7 +24,7 @@ from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Incomin
 from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
+from tests.reach.relays import HERE, Relayed, connect, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")

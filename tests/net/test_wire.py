@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.net.connection import Connection, Failure, Hello, Open
+from shoal.net.connection import CallFailure, Connection, Hello, Open
 from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.net.memory import MemoryNetwork
 from shoal.net.transport import (
@@ -74,7 +74,7 @@ messages = st.one_of(
     st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 40), st.booleans()).map(
         lambda item: pack(Kind.ITEM, Number(value=item[0]), item[1], end=item[2]) + bytes(item[1])
     ),
-    st.builds(Failure, text=st.text(max_size=20)).map(lambda failure: pack(Kind.ERROR, failure, end=True)),
+    st.builds(CallFailure, text=st.text(max_size=20)).map(lambda failure: pack(Kind.ERROR, failure, end=True)),
     st.just(pack(Kind.ITEM, None, end=True)),
     st.just(pack(Kind.ALIVE, None)),
 )

@@ -21,7 +21,7 @@ from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.connection_upgrade import ROOM_FOR_SPARES, UPGRADE_SECONDS, ConnectionUpgrades
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
-from tests.p2p.relays import Relayed, square, tell
+from tests.reach.relays import Relayed, square, tell
 
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 CIRCUIT = Multiaddr("/memory/1")
