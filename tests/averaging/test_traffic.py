@@ -140,7 +140,7 @@ async def test_after_a_break_only_what_is_missing_is_asked_for():
     sides.begin()
     assert sides.traffic.gaps() == Resume([(0, 1)], [(0, 1)])
     await sides.receive(sides.message(4.0, is_average=True))
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.gaps() == Resume([(0, 1)], [])
 
 
@@ -159,7 +159,7 @@ async def test_averages_are_kept_until_they_are_confirmed(alpha):
 
     await sides.receive(sides.message(4.0, is_average=False))
     await send_averages()
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.send_missing(Resume([], [(0, 1)]))
     assert not sides.traffic.send_missing(Resume([], [])), "the first list counts, the others are the same"
     await send_averages()
@@ -167,7 +167,7 @@ async def test_averages_are_kept_until_they_are_confirmed(alpha):
     message, payload = sides.message(4.0, is_average=True)
     message.held = 1
     await sides.receive((message, payload))
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.send_missing(Resume([], [(0, 1)]))
     if alpha == 1:  # it is in the vector of this member as well
         await send_averages()

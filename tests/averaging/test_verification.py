@@ -10,7 +10,7 @@ import torch
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.messages import RoundKind, RoundMessage
-from shoal.averaging.round import exchange
+from shoal.averaging.round import traffic
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.verification import Verification
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, SizeAdaptiveCompression
@@ -42,7 +42,7 @@ async def average(swarm, **options):
 @pytest.mark.parametrize("stripes", [1, 3])
 @pytest.mark.parametrize("modes", [(NODE,) * 4, (CLIENT, NODE, AUX, CLIENT), (NODE, CLIENT, CLIENT, CLIENT)], ids=str)
 async def test_members_of_all_kinds_get_the_mean_and_nobody_is_blamed(monkeypatch, modes, stripes):
-    monkeypatch.setattr(exchange, "stripes_for", lambda round_trip, parts: min(stripes, parts))
+    monkeypatch.setattr(traffic, "stripes_for", lambda round_trip, parts: min(stripes, parts))
     tensors = [[torch.full((SIZE,), float(i)), torch.arange(9) + i, torch.empty(0)] for i in range(4)]
     swarm = await start(modes, tensors, **({"target_group_size": 4} if AUX in modes else {}))
     controls = await average(swarm)

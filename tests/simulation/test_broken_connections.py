@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
-from shoal.averaging.redialling import RESUME_SECONDS, open_again
 from shoal.averaging.round.delivery import Delivery
-from shoal.averaging.round.pair import MAX_RESUMES, Pair
 from shoal.averaging.round.recovery import Recovery
 from shoal.averaging.round.sending import OutgoingParts
-from shoal.averaging.round.watchdog import SILENT_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
+from shoal.net.resumable import MAX_RESUMES, RESUME_SECONDS, SILENT_SECONDS, ResumableCall, open_again
 from shoal.testing import Link
 from tests.drills import mostly_drills
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
@@ -84,7 +82,7 @@ def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
     begun, repeated, tasks = [], [], []
 
     async def cut_in_a_part(broken: Broken) -> None:
-        traffic = broken.round_of(2).pairs[1].traffic
+        traffic = broken.round_of(2).calls[1].contents
         while not begun:
             await asyncio.sleep(0.005)
             begun.extend(getattr(traffic, of).begun())
@@ -283,7 +281,7 @@ def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
     def break_one_end(broken):
         position = broken.rounds[0].group.modes.index(AUX)
         host, other = broken.host_of(position), broken.host_of((position + 1) % SIZE)
-        missing.append(bool(broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing))
+        missing.append(bool(broken.round_of(position).calls[(position + 1) % SIZE].contents.parts_in.missing))
         for stream in [stream for stream in host.streams if stream.other.host is other]:
             stream.vanish()
 
@@ -324,7 +322,7 @@ def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, liv
             broken.host_of(1).crash()
 
     def begin(broken):
-        traffics.append(broken.round_of(1).pairs[2].traffic)
+        traffics.append(broken.round_of(1).calls[2].contents)
         cut_when_all_is_there(broken)
 
     broken = Broken(begin)
@@ -335,25 +333,25 @@ def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, liv
 
 def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):
     """It is given up, and the others finish without it."""
-    undisturbed, keep_calling = calm("mean"), Pair.keep_calling
-    hostile: list[Pair] = []
+    undisturbed, keep_calling = calm("mean"), ResumableCall.keep_calling
+    hostile: list[ResumableCall] = []
 
-    async def restless(self, make_calls, on_break):
+    async def restless(self, make_calls):
         async def make_and_break(generation):
             making = asyncio.ensure_future(make_calls(generation))
             await asyncio.wait([making], timeout=0.3)
             if self in hostile:
                 making.cancel()
                 await asyncio.wait([making])
-                self.advance(generation + 1)
+                self._advance(generation + 1)
             await making
 
-        await keep_calling(self, make_and_break, on_break)
+        await keep_calling(self, make_and_break)
 
-    monkeypatch.setattr(Pair, "keep_calling", restless)
+    monkeypatch.setattr(ResumableCall, "keep_calling", restless)
 
     def begin(broken):
-        hostile.extend(broken.round_of(1).pairs.values())
+        hostile.extend(broken.round_of(1).calls.values())
 
     settings = {"sender_timeout": 5.0, "reducer_timeout": 10.0}
     broken = Broken(begin, **settings)

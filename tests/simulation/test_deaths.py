@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 
-from shoal.averaging.redialling import RESUME_SECONDS
-from shoal.averaging.round import exchange
+from shoal.averaging.round import traffic
 from shoal.averaging.round.coordinator import Coordination
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.reducer import PartReducer
 from shoal.errors import AllreduceException
+from shoal.net.resumable import RESUME_SECONDS
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.drills import mostly_drills
 from tests.simulation.deaths import (
@@ -256,7 +256,7 @@ def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
 
 def test_a_round_is_forgotten_when_it_is_over(monkeypatch):
     """Also if its members have several connections, for which there are time limits."""
-    monkeypatch.setattr(exchange, "stripes_for", lambda round_trip, parts: 2)
+    monkeypatch.setattr(traffic, "stripes_for", lambda round_trip, parts: 2)
     begin, vectors = AllReduce.__init__, []
 
     def note(self, *args, **options):

@@ -66,7 +66,7 @@ def test_after_a_break_one_question_to_a_relay_brings_all_connections(monkeypatc
         pair.update(member.node.p2p.peer_id for member in scene.members[:2])
         WHAT["break"](scene)
 
-    monkeypatch.setattr("shoal.p2p.p2p.Circuits", Counting)
+    monkeypatch.setattr("shoal.p2p.p2p.OutgoingCircuits", Counting)
     run_round(1, EASY, interfere).check(4)
     assert sorted(each[:2] for each in asked) == sorted(permutations(pair))
     assert all(count > 1 for _, _, count in asked)

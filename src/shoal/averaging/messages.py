@@ -167,7 +167,7 @@ Begun = Annotated[list[tuple[Count, Annotated[bytes, Meta(max_length=MAX_SLICES 
 
 
 class Resume(Header, omit_defaults=True):
-    """What a member lacks when an exchange begins anew."""
+    """What a member lacks when an exchange restarts."""
 
     missing_parts: Gaps = msgspec.field(default_factory=list)
     missing_averages: Gaps = msgspec.field(default_factory=list)

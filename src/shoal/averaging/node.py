@@ -36,9 +36,9 @@ from shoal.averaging.messages import (
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round.delivery import stripes_for
 from shoal.averaging.round.receipts import Notary, Receipt
 from shoal.averaging.round.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
+from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
@@ -494,7 +494,7 @@ class AveragerNode(ServicerBase):
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
-        has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
+        has_given_up = current is not None and current.allreduce.hear_question(request, context.remote_id)
         is_waiting = current is not None and current.completion.is_waiting
         has_left = current is not None and current.completion.follows_another_than(context.remote_id)
         return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting, has_left)

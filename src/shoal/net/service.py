@@ -169,7 +169,8 @@ class StubBase:
 
     def __init__(self, p2p: P2P, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
         self._p2p = p2p
-        self._peer = peer
+        self.peer = peer
+        """The other peer."""
         self.servicer = servicer
         """The class whose methods are called."""
         self._namespace = namespace
@@ -184,16 +185,16 @@ class StubBase:
     @property
     def round_trip(self) -> float:
         """The shortest measured round trip to the other peer, in seconds; 0 if there is none."""
-        return self._p2p.round_trip_to(self._peer)
+        return self._p2p.round_trip_to(self.peer)
 
     def dial_anew(self) -> None:
         """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
-        self._p2p.pool.end_idle(self._peer)
+        self._p2p.pool.end_idle(self.peer)
 
     def replace_arranged(self, count: int) -> None:
         """The same for connections that relays have brought about; so many new ones are made at once, for all calls."""
         self.dial_anew()
-        self._p2p.upgrades.replace(self._peer, count)
+        self._p2p.upgrades.replace(self.peer, count)
 
     def note_silence(self) -> None:
         """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
@@ -202,20 +203,20 @@ class StubBase:
 
     def context_of(self, method: str) -> P2PContext:
         """The context of a call, seen from the caller."""
-        return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)
+        return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self.peer)
 
     def _make_caller(self, method: Method) -> Callable[..., Any]:
         handle = self.servicer.handle_name(method.name, self._namespace)
 
         def unary(request: Header, timeout: float | None = None) -> Awaitable[Header]:
             assert method.response_type is not None
-            return self._p2p.call(self._peer, handle, request, method.response_type, timeout, roles=method.roles)
+            return self._p2p.call(self.peer, handle, request, method.response_type, timeout, roles=method.roles)
 
         if not method.is_streaming and method.request_type is not None:
             return unary
 
         def stream() -> AbstractAsyncContextManager[Call]:
-            return self._p2p.open_call(self._peer, handle, roles=method.roles)
+            return self._p2p.open_call(self.peer, handle, roles=method.roles)
 
         def iterate(request: Header | AsyncIterable[Header]) -> Responses:
             return Responses(stream, method, request)

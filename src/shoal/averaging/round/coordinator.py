@@ -21,19 +21,17 @@ from shoal.averaging.messages import (
     RoundMessage,
     RoundStatus,
     SharedCall,
-    StatusReply,
     StatusRequest,
     reason_of,
     show_life,
 )
-from shoal.averaging.redialling import RETURN_SECONDS
-from shoal.averaging.round.liveness import wait_for_return
 from shoal.averaging.round.members import FollowerCall, MemberStatus, RoundMember
 from shoal.averaging.round.recovery import Plan, Recovery, make_plan
 from shoal.averaging.round.stragglers import Resigned, Stragglers
 from shoal.base.logs import counted
 from shoal.base.tasks import cancel_and_wait, first_completed
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
+from shoal.net.resumable import RETURN_SECONDS
 from shoal.p2p import Call
 
 if TYPE_CHECKING:
@@ -46,12 +44,6 @@ logger = logging.getLogger(__name__)
 CALL_AGAIN_SECONDS = 0.3
 # Seconds between two questions to a member that has not called.
 STATUS_PERIOD = 0.5
-
-
-def _why_it_will_not_come(reply: StatusReply) -> str | None:
-    if reply.follows_another:
-        return "has given this coordinator up"
-    return "has left the round" if reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT) else None
 
 
 class Coordination:
@@ -112,7 +104,8 @@ class Coordination:
         if is_lost or (self._committed and not self.roster.closed_early):
             await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
             return
-        self.allreduce.pairs[member.index].note_life(comes_anew=member.link is not None)
+        calls = self.allreduce.calls[member.index]
+        calls.note_life(is_new=member.link is not None)
         self.roster.missed = self.roster.missed or hello.missed
         self.allreduce.book.take_claim(member.index, hello.norms, b"".join(hello.statements))
         link = FollowerCall(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
@@ -127,7 +120,7 @@ class Coordination:
             await link.shared.send(RoundMessage(kind=RoundKind.LATE))
         alive = asyncio.ensure_future(show_life(link.shared, self._silence))
         try:
-            with self.allreduce.pairs[member.index].link.watching(call):
+            with calls.link.watching(call):
                 while await self._serve_message(link, member):
                     pass
         except BaseException as e:
@@ -140,7 +133,7 @@ class Coordination:
     async def _serve_message(self, link: FollowerCall, member: RoundMember) -> bool:
         async with asyncio.timeout(self._silence):
             message = await link.shared.call.receive(RoundMessage)
-            self.allreduce.heard_of(member.index)
+            self.allreduce.calls[member.index].note_life()
             if message is None:
                 if not self._committed:
                     self._left.add(member.index)
@@ -182,16 +175,9 @@ class Coordination:
         waiting.add_done_callback(self._waiting.pop)
 
     async def _wait_for_return(self, member: RoundMember, link: FollowerCall) -> None:
-        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
-        reason = await wait_for_return(
-            None if is_client else self.allreduce.get_stub(member.peer_id),
-            StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
-            link.replaced,
-            self.allreduce.pairs[member.index],
-            _why_it_will_not_come,
-        )
-        if reason is not None:
-            self._lost(member, link, reason)
+        error = await self.allreduce.calls[member.index].wait_for_link(link.replaced)
+        if error is not None:
+            self._lost(member, link, reason_of(error))
 
     async def _commit_again(self, call: Call, member: RoundMember, commit: RoundMessage) -> None:
         """Tell a member the result that was under way when its connection broke."""
@@ -300,10 +286,10 @@ class Coordination:
             # The last busy member has nothing left to wait for: all others are done, and have sent what it needs. So
             # it gets a time limit. Of several, one may first have to give another up; or they still take averages.
             patience = self._silence + (self.allreduce.settings.reducer_timeout if len(busy) > 1 else 0.0)
-            traffic = [self.allreduce.pairs[index].traffic for index in busy] if len(busy) > 1 else []
-            sent = sum(each.bytes_sent for each in traffic)
+            several = busy if len(busy) > 1 else []
+            sent = self.allreduce.bytes_sent_to(several)
             await first_completed(self._changed.wait(), timeout=patience if complete else None)
-            if complete and not self._changed.is_set() and sent == sum(each.bytes_sent for each in traffic):
+            if complete and not self._changed.is_set() and sent == self.allreduce.bytes_sent_to(several):
                 for index in busy:
                     self._drop(self.roster.members[index], "did not report in time")
 

@@ -7,9 +7,9 @@ average, and make up for members that have died (:mod:`shoal.averaging.round.fin
 A sender ends its side of the calls when it holds the averages of all reducers. So when all senders of a reducer have
 ended, that reducer knows without asking that the round is over everywhere.
 
-A member whose connection breaks is waited for while the exchange with it begins anew
-(:mod:`shoal.averaging.round.pair`). It fails when it does not come back, or when it is silent for longer than a
-time limit. The parts that a failed sender has not delivered are averaged without it.
+When a connection breaks, the exchange with that member restarts (:mod:`shoal.net.resumable`). A member fails if it does
+not come back, or is silent for longer than a time limit. Parts that a failed sender has not delivered are averaged
+without it.
 
 NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some come
 nevertheless, the reducer leaves them out. If an average contains some, its reducer has failed.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,20 +28,18 @@ import torch
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusReply, StatusRequest, reason_of
 from shoal.averaging.round.combining import NormBook
-from shoal.averaging.round.delivery import Delivery, Intake, check_beginning, stripes_for
+from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.flow_control import FlowControl
-from shoal.averaging.round.liveness import wait_for_return, wait_until_silent
 from shoal.averaging.round.members import MemberStatus, Roster, RoundMember
-from shoal.averaging.round.pair import MAX_RESUMES, Pair, Superseded
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.receipts import Notary
 from shoal.averaging.round.reducer import PartReducer
 from shoal.averaging.round.traffic import Traffic
 from shoal.averaging.round.verification import LIE, Verification
-from shoal.averaging.round.watchdog import Watchdog
 from shoal.base.tasks import cancel_and_wait
 from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, ProtocolError, StreamClosedError
+from shoal.errors import AllreduceException, ProtocolError
+from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, Answer, GaveUpError, Question, ResumableCall
 from shoal.p2p import Call, PeerID, StubBase
 
 if TYPE_CHECKING:
@@ -49,7 +47,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = "has given this member up"
+
+def answer_of(reply: StatusReply) -> Answer:
+    """What a member's answer about the round means for the calls to it."""
+    has_left = "has left the round"
+    why_over = GIVEN_UP if reply.has_given_up else has_left if reply.status != RoundStatus.RUNNING else None
+    why_unlinked = "has given this coordinator up" if reply.follows_another else None
+    if why_unlinked is None and reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
+        why_unlinked = has_left
+    return Answer(reply.status != RoundStatus.UNKNOWN, reply.has_given_up, why_over, why_unlinked)
 
 
 class AllReduce:
@@ -107,17 +113,14 @@ class AllReduce:
         self._pace = FlowControl() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        is_awaited = self.reducer.waiting_for.__contains__
-        self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
+        self.calls = {i: self._make_calls(i) for i in self._traffic}
         """By member: the calls between the two."""
-        self.watch = Watchdog(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._waiting: dict[asyncio.Task[None], None] = {}  # for senders whose connections broke
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -154,6 +157,24 @@ class AllReduce:
             on_delivered=lambda: roster.note_delivery(member),
             on_received=lambda: self._note_received(member),
         )
+
+    def _make_calls(self, index: int) -> ResumableCall:
+        member = self.roster.members[index]
+        stub = self.get_stub(member.peer_id)
+
+        async def ask(question: Question, timeout: float | None = None) -> Answer:
+            reply: StatusReply = await stub.rpc_round_status(StatusRequest(self.round_id, *question), timeout=timeout)
+            return answer_of(reply)
+
+        can_be_called = member.mode is not AveragingMode.CLIENT
+        return ResumableCall(
+            stub, self._traffic[index], ask, functools.partial(self._lose, member), can_be_called=can_be_called
+        )
+
+    def _lose(self, member: RoundMember, error: BaseException) -> None:
+        """The calls to a member report that it is gone."""
+        # A member that has given this one up, perhaps because this one was late, is not to blame.
+        self.roster.fail(member.index, reason_of(error), is_hearsay=isinstance(error, GaveUpError))
 
     def _note_received(self, member: int) -> None:
         """Either the last average of a reducer has come, or its signature; the reducer is done when both are here.
@@ -199,9 +220,10 @@ class AllReduce:
             for member in living:
                 if self.vector.parts[member.index]:
                     self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
-        watches = [self._watch(member) for member in living if member.index in roster.coordinators]
-        watches += [self._give_up_absent_senders(), self.watch.run()]
-        background, exchange = ([asyncio.ensure_future(each) for each in begun] for begun in (watches, work))
+        for index, calls in self.calls.items():
+            calls.start(self.settings.sender_timeout, asks=not roster.members[index].failed)
+        absent = asyncio.ensure_future(self._give_up_absent_senders())
+        exchange = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*exchange)
             await roster.received.wait()
@@ -222,14 +244,15 @@ class AllReduce:
         finally:
             for timer in self._timers:
                 timer.cancel()
-            await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers, *self._waiting)
-            for pair in self.pairs.values():
-                await pair.close()
+            helpers = [task for calls in self.calls.values() for task in calls.close()]
+            await cancel_and_wait(absent, *exchange, *self._exchanges.values(), *self._handlers, *helpers)
 
     def end(self) -> None:
         """Note that the round is over, and let all calls end."""
         self.ended.set()
         self._may_end.set()
+        for calls in self.calls.values():
+            calls.is_over = True
 
     async def abandon(self) -> None:
         """Stop the exchange and forget its averages, because the others have gone on without this member."""
@@ -246,6 +269,8 @@ class AllReduce:
     def _drop(self, member: RoundMember) -> None:
         """Stop all exchange with a member that has failed."""
         self.reducer.ban(member.index, member.reason)
+        if member is not self.roster.own:
+            self.calls[member.index].is_given_up = True
         exchange = self._exchanges.get(member.index)
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
@@ -296,12 +321,11 @@ class AllReduce:
 
     async def _exchange_with(self, member: RoundMember) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
-        stub, traffic, pair = self.get_stub(member.peer_id), self._traffic[member.index], self.pairs[member.index]
+        stub, traffic, calls = self.get_stub(member.peer_id), self._traffic[member.index], self.calls[member.index]
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
-            pair.lines,
-            pair,
+            calls,
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
             take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
@@ -309,10 +333,11 @@ class AllReduce:
 
         async def make_calls(generation: int) -> None:
             if not generation or not self.ended.is_set():
-                await delivery.run(self.round_id, self.weight, self._stripes_to(member), self.book.own, generation)
+                stripes = traffic.count_calls(stub.round_trip)
+                await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
 
         try:
-            await pair.keep_calling(make_calls, lambda generation: self._resumes(member, generation))
+            await calls.keep_calling(make_calls)
         except PEER_FAILURES as e:
             if not self.ended.is_set():
                 self.roster.seen_withholding[member.index] = asyncio.get_running_loop().time()
@@ -328,23 +353,6 @@ class AllReduce:
         self._traffic[member].stop()
         self.roster.note_delivery(member)
         self.roster.note_received(member)
-
-    def heard_of(self, member: int) -> None:
-        """Note that a member has shown that it lives."""
-        self._traffic[member].heard_at = asyncio.get_running_loop().time()
-
-    async def _watch(self, member: RoundMember) -> None:
-        """Give a member up when it has sent nothing for a while and does not answer whether it lives.
-
-        If it answers that it has given this member up, perhaps because this one came late, it is not to blame.
-        """
-        traffic, limit = self._traffic[member.index], self.settings.sender_timeout
-        stub = self.get_stub(member.peer_id)
-        if await wait_until_silent(stub, self.round_id, lambda: traffic.heard_at, limit):
-            member.silent.set()
-            self.roster.fail(member.index, reason_of(TimeoutError()))
-        else:
-            self.roster.fail(member.index, GIVEN_UP, is_hearsay=True)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -377,96 +385,57 @@ class AllReduce:
         """
         index, task = self._check_member(begin, sender), asyncio.current_task()
         assert task is not None
-        member, pair = self.roster.members[index], self.pairs[index]
-        self._handlers[task] = None
-        try:
-            pair.advance(begin.resume)
-            if await pair.settle() != begin.resume:
-                raise Superseded("the exchange goes on over other connections")
+        calls = self.calls[index]
+        intake: Intake | None = None
+
+        def start() -> Coroutine[Any, Any, None]:
+            nonlocal intake
             check_beginning(begin, self.intakes.get(index))
             self.book.take_claim(index, begin.norms, begin.statement)
             self._check_member(begin, sender)  # again: time has passed
-            pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
-            try:
-                call.connection.show_life()  # the first average may take a while
-                with pair.lines.watching(call):
-                    await pair.run(begin.resume, intake.exchange(call))
-            except BaseException as e:
-                self._note_failure(member, begin.resume, call, e)
-                raise
-        except Superseded as e:
-            call.connection.abort()
-            raise StreamClosedError(str(e)) from e
+            return intake.exchange(call)
+
+        self._handlers[task] = None
+        try:
+            await calls.serve(call, begin.resume, start)
         finally:
             self._handlers.pop(task, None)
+        assert intake is not None
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
-        with pair.lines.watching(call):
-            on_break = functools.partial(self._resumes, member, begin.resume)
-            has_ended = await intake.wait_for_end(call, self.ended, None if pair.is_calling else on_break)
+        with calls.ending(call, begin.resume):
+            has_ended = await intake.wait_for_end(call, self.ended)
         if has_ended:
             self.roster.note_complete(index)
-
-    def _note_failure(self, member: RoundMember, generation: int, call: Call, error: BaseException) -> None:
-        """A sender's call has failed before everything was exchanged."""
-        # The end of a connection cancels its handler.
-        is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and call.connection.closed
-        if self.pairs[member.index].generation > generation:
-            return
-        if not (is_broken and (self.ended.is_set() or self._resumes(member, generation))):
-            self.roster.fail(member.index, reason_of(error))
-
-    def _resumes(self, member: RoundMember, generation: int) -> bool:
-        """A call of this generation has broken before its time; returns whether the exchange begins anew."""
-        pair = self.pairs[member.index]
-        if member.failed or generation >= MAX_RESUMES or self.ended.is_set():
-            return False
-        if pair.lost < generation:
-            logger.info("the connection to group member %s broke; the exchange begins anew", member.peer_id)
-            pair.lost = generation
-            pair.returned.clear()
-            pair.dial_anew(self.get_stub(member.peer_id), self._stripes_to(member))
-            # If this member does not call it anyway, it may not know yet.
-            if member.index in self.reducer.waiting_for or not pair.is_calling:
-                waiting = asyncio.ensure_future(self._wait_for_return(member, generation))
-                self._waiting[waiting] = None
-                waiting.add_done_callback(self._waiting.pop)
-        if pair.is_calling:
-            pair.advance(generation + 1)
-        return True
-
-    def _stripes_to(self, member: RoundMember) -> int:
-        missing = self._traffic[member.index].averages_in.missing
-        return stripes_for(self.get_stub(member.peer_id).round_trip, len(missing))
-
-    async def _wait_for_return(self, member: RoundMember, generation: int) -> None:
-        """Give a sender up whose connection broke, if it is dead or does not come back in time."""
-        pair = self.pairs[member.index]
-        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
-
-        def why_not(reply: StatusReply) -> str | None:
-            if reply.has_given_up:
-                return GIVEN_UP
-            return "has left the round" if reply.status != RoundStatus.RUNNING else None
-
-        reason = await wait_for_return(
-            None if is_client else self.get_stub(member.peer_id),
-            StatusRequest(round_id=self.round_id, resume=generation + 1),
-            pair.returned,
-            pair,
-            why_not,
-            pair.traffic.is_incomplete,
-        )
-        if pair.lost == generation and member.index in self.reducer.waiting_for and not pair.returned.is_set():
-            if reason is None or (pair.is_heard() and not pair.traffic.is_incomplete()):
-                self.reducer.delivered_everything(member.index)  # it lives, and has nothing to come back for
-            else:
-                self.roster.fail(member.index, reason)
 
     def has_given_up(self, member: RoundMember) -> bool:
         """Whether nothing more will be exchanged with a member."""
         return member.failed or self.roster.own.late
+
+    def bytes_sent_to(self, members: Iterable[int]) -> int:
+        """Of parts and averages, to these members so far."""
+        return sum(self._traffic[index].bytes_sent for index in members)
+
+    @property
+    def has_given_all(self) -> bool:
+        """Whether all living members have been sent all averages that this one reduces."""
+        return all(
+            traffic.averages_out.is_taken
+            for index, traffic in self._traffic.items()
+            if not self.roster.members[index].failed
+        )
+
+    def hear_question(self, told: StatusRequest, asker: PeerID) -> bool:
+        """A peer asks about the round, and tells which calls have broken.
+
+        Returns:
+            Whether this member has given the asker up.
+        """
+        if asker not in self.group.peer_ids or (index := self.group.peer_ids.index(asker)) == self.own_index:
+            return False
+        self.calls[index].hear_question(Question(told.resume, told.is_link_broken))
+        return self.has_given_up(self.roster.members[index])
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
@@ -496,9 +465,7 @@ class AllReduce:
             if begin.stripes > 1:
                 timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
                 self._timers.append(timer)
-        intake, pair = self.intakes[sender], self.pairs[sender]
-        if begin.resume > pair.lost:
-            pair.returned.set()
+        intake = self.intakes[sender]
         intake.begun.add(begin.stripe)
         return intake
 

@@ -41,13 +41,11 @@ from shoal.averaging.messages import (
     reason_of,
     show_life,
 )
-from shoal.averaging.redialling import REDIAL_PAUSE, open_again
 from shoal.averaging.round.coordinator import Coordination
 from shoal.averaging.round.members import RoundMember
-from shoal.averaging.round.pair import MAX_RESUMES
 from shoal.averaging.round.stragglers import Missed, Resigned
 from shoal.base.tasks import cancel_and_wait, first_completed, wait_at_most
-from shoal.errors import DialError, ProtocolError, StreamClosedError
+from shoal.errors import ProtocolError
 from shoal.p2p import Call, PeerID
 
 if TYPE_CHECKING:
@@ -112,11 +110,11 @@ class Participation:
         ]
         try:
             await self._receive_first(call)
-            self.allreduce.heard_of(coordinator)
+            self.allreduce.calls[coordinator].note_life()
             while True:
                 async with asyncio.timeout(self._silence):
                     message = await _receive(call)
-                    self.allreduce.heard_of(coordinator)
+                    self.allreduce.calls[coordinator].note_life()
                     if message.kind == RoundKind.PART:
                         await self._take_part(call, message)
                 if message.kind == RoundKind.COMMIT:
@@ -287,8 +285,6 @@ async def _receive(call: Call) -> RoundMessage:
 
 logger = logging.getLogger(__name__)
 
-_MAX_FIRST_DIALS = 3
-
 
 class Completion:
     """Brings one round to its end. Lives as long as the round.
@@ -360,7 +356,10 @@ class Completion:
 
     def _is_worth_following(self, candidate: RoundMember) -> bool:
         """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
-        return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
+        return not self._is_silent(candidate).is_set() and (not candidate.failed or self._quorum is not None)
+
+    def _is_silent(self, candidate: RoundMember) -> asyncio.Event:
+        return self.allreduce.calls[candidate.index].silent
 
     async def _follow_unless_silent(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator, but stop as soon as the watch finds it silent.
@@ -368,7 +367,7 @@ class Completion:
         Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
         """
         following = asyncio.ensure_future(self._follow(coordinator))
-        await first_completed(following, coordinator.silent.wait(), self._wait_until_stuck(coordinator))
+        await first_completed(following, self._is_silent(coordinator).wait(), self._wait_until_stuck(coordinator))
         return not following.cancelled() and following.result()
 
     def follows_another_than(self, coordinator: PeerID) -> bool:
@@ -378,9 +377,7 @@ class Completion:
     @property
     def is_waiting(self) -> bool:
         """Whether this member has nothing left to do but to wait for its coordinator, or has given that one up."""
-        pairs = [pair for index, pair in self.allreduce.pairs.items() if not self.roster.members[index].failed]
-        has_given_all = all(pair.traffic.averages_out.is_taken for pair in pairs)
-        return has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
+        return self.allreduce.has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
 
     async def _wait_until_stuck(self, coordinator: RoundMember) -> None:
         """Give a coordinator up that does not end the round, although all others only wait for that."""
@@ -424,37 +421,14 @@ class Completion:
 
     async def _follow(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator; returns whether the round was committed."""
-        reason, loop = "", asyncio.get_running_loop()
-        deadline = loop.time() + self.allreduce.settings.sender_timeout
-        stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
-        pair = self.allreduce.pairs[coordinator.index]
-        while breaks <= MAX_RESUMES:
-            try:
-                async with open_again(stub.rpc_complete, pair) if breaks else stub.rpc_complete() as call:
-                    with pair.link.watching(call):
-                        await self._participation.run(call)
-                    await call.send_end()
-                return True
-            except Resigned as e:
-                # This member follows the next coordinator. The one that resigned will come back for the result, so it
-                # has to be kept.
-                self.roster.closed_early, reason = True, str(e)
-                break
-            except Missed as e:
-                self.roster.missed, reason = True, str(e)
-                break
-            except StreamClosedError as e:
-                # A connection may break without a death, so this coordinator is tried again.
-                reason, breaks = reason_of(e), breaks + 1
-                stub.dial_anew()
-                await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
-            except DialError as e:
-                reason, dials = reason_of(e), dials + 1
-                if breaks or dials == _MAX_FIRST_DIALS or loop.time() >= deadline:
-                    break
-                await asyncio.sleep(dials * REDIAL_PAUSE)
-            except PEER_FAILURES as e:
-                reason = reason_of(e)
-                break
-        self.roster.fail(coordinator.index, reason)
+        stub = self.allreduce.get_stub(coordinator.peer_id)
+        calls, patience = self.allreduce.calls[coordinator.index], self.allreduce.settings.sender_timeout
+        try:
+            await calls.follow(stub.rpc_complete, self._participation.run, patience)
+            return True
+        except PEER_FAILURES as e:
+            # The member follows the next coordinator. One that resigned will come back for the result, so it is kept.
+            self.roster.closed_early = self.roster.closed_early or isinstance(e, Resigned)
+            self.roster.missed = self.roster.missed or isinstance(e, Missed)
+            self.roster.fail(coordinator.index, reason_of(e))
         return False

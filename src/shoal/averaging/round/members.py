@@ -66,8 +66,6 @@ class RoundMember:
     standing: MemberStatus = MemberStatus.ACTIVE
     # Why it failed.
     reason: str = ""
-    # Set when the member did not answer the question whether it lives.
-    silent: asyncio.Event = field(default_factory=asyncio.Event)
     # Its call to this member; only a coordinator has these.
     link: FollowerCall | None = None
 

@@ -26,6 +26,23 @@ from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
+# More connections than this make no link faster, and each one costs a handshake.
+MAX_STRIPES = 8
+# One stripe for each so many seconds of round-trip time. If the reducer sends, too, it makes as many of its own.
+SECONDS_PER_STRIPE = 0.025
+# A further connection pays only with at least this many parts for it.
+PARTS_PER_STRIPE = 4
+
+
+def stripes_for(round_trip: float, parts: int) -> int:
+    """The number of connections over which parts should travel.
+
+    Args:
+        round_trip: seconds to the reducer and back.
+        parts: the number of parts.
+    """
+    return max(1, min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE), parts // PARTS_PER_STRIPE))
+
 
 @dataclass
 class _Slices:
@@ -292,12 +309,12 @@ class Traffic:
             self.parts_out.in_slices = self.averages_out.in_slices = True
             self._runner = self._pace.add(self._share_left) if self._pace else None
 
-    def begin_anew(self, *, own: bool, others: bool) -> None:
-        """Prepare for new calls after a connection has broken. All old ones must have ended.
+    def restart(self, *, own: bool, others: bool) -> None:
+        """Prepare for new calls after a connection has broken. All older ones must have ended.
 
         Args:
-            own: whether this member will make calls again.
-            others: whether the other one will, as far as this member knows.
+            own: whether this member makes calls again.
+            others: whether the other one does, as far as this member knows.
         """
         self.parts_in.drop_slices()
         self.averages_in.drop_slices()
@@ -305,6 +322,18 @@ class Traffic:
         self._is_agreed = False
         if self._runner:
             self._runner.fall_behind()
+
+    def count_calls(self, round_trip: float) -> int:
+        """The number of calls that this member makes to the other one, if it makes any."""
+        return stripes_for(round_trip, len(self.averages_in.missing))
+
+    def is_awaited(self) -> bool:
+        """Whether the other member has not delivered all its parts, or may still say that it did."""
+        return self.other in self._reducer.waiting_for
+
+    def excuse(self) -> None:
+        """The other member lives and has nothing left to deliver, but its last word was lost."""
+        self._reducer.delivered_everything(self.other)
 
     def is_incomplete(self) -> bool:
         """Whether the other member still has something to send."""
