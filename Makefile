@@ -34,7 +34,7 @@ OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/
 OLDEST_LEAVES_OUT := \
 	$(addprefix tests/averaging/test_,calls.py leaving.py liars.py one_result.py pace.py quorum.py relaying.py) \
 	$(addprefix tests/averaging/test_,robust_rounds.py sessions.py slices.py stripes.py traffic.py) \
-	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py vouching.py) tests/data/test_leases.py
+	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py) tests/data/test_leases.py
 
 # Windows and macOS differ in sockets and files alone: of the rooms above them, what uses real ones.
 PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py \

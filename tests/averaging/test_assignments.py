@@ -40,7 +40,6 @@ async def test_assignments_that_a_coordinator_does_not_wait_for_cost_no_memory()
     allreduce, call = MagicMock(), DeafCoordinator()
     allreduce.settings.sender_timeout, allreduce.settings.quorum = 600.0, None
     allreduce.exchanged = asyncio.Event()
-    allreduce.verification = allreduce.notary = None
     allreduce.vector.held = [0]
     allreduce.group.peer_ids, allreduce.group.group_size = [call.remote], 1
     allreduce.group.limited = lambda index, weight: weight

@@ -61,10 +61,10 @@ PASTED = ["203.0.113.7:31337", "'[2001:db8::7]:31337',", "example.org:1 local", 
 for room in (
     "dht.records",
     "dht.authorization",
-    "p2p.candidates",
-    "p2p.joining",
-    "p2p.presence",
-    "p2p.relay_messages",
+    "reach.candidates",
+    "reach.checkup",
+    "reach.presence",
+    "reach.relay.messages",
     "p2p.revocation",
 ):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined

@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from tests.fuzz import conversations, members, parsers, relays, rounds, tensors
+from tests.fuzz import conversations, members, parsers, relays, tensors
 from tests.fuzz.fuzzing import Outcome, Target, fuzz
 
 
@@ -18,7 +18,6 @@ def all_targets(victim: conversations.Victim) -> list[Target]:
         *parsers.targets(),
         *tensors.targets(),
         *members.targets(),
-        *rounds.targets(),
         *relays.targets(),
         *conversations.targets(victim),
     ]

@@ -122,7 +122,6 @@ def train(
     *,
     peers: int = PEERS,
     epochs: int = EPOCHS,
-    verify_reducers: bool = False,
 ) -> Outcome:
     """Let honest peers train, attack them when they know each other, and look what they achieve from then on.
 
@@ -130,7 +129,6 @@ def train(
         attacks: of strangers.
         lies: of further members, who are honest until then. The first rounds after that do not count: it takes some to
             know them.
-        verify_reducers: the option of that name.
         epochs: that they make meanwhile, or try to make for three times as long as they should need.
     """
 
@@ -138,7 +136,7 @@ def train(
         target = (peers + len(lies)) * SAMPLES_OF_A_PEER
         # A run trusts its members by default.
         guard = "open" if lies else "members"
-        course = replace(COURSE, target_batch_size=target, verify_reducers=verify_reducers, guard=guard)
+        course = replace(COURSE, target_batch_size=target, guard=guard)
         swarm = Swarm(Network(LINK), course)
         trainers = [await swarm.add() for _ in range(peers)]
         liars = [await swarm.add() for _ in lies]

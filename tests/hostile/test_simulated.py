@@ -84,17 +84,6 @@ def test_three_strangers_at_once_change_nothing() -> None:
     check_equal(attacked, peace, goodput=0.95)
 
 
-@pytest.mark.slow_drill
-def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
-    name = "gives_everybody_another_average"
-    outcome = train(1, (), (name,), peers=PEERS, epochs=EPOCHS, verify_reducers=True)
-    peace = train(1, (), (HONEST,), peers=PEERS, epochs=EPOCHS, verify_reducers=True)
-    assert outcome.named == {name}
-    assert outcome.goodput >= 0.8 * peace.goodput
-    assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
-    assert outcome.spread == 0.0
-
-
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

@@ -583,19 +583,6 @@ def test_a_stranger_gains_nothing_by_saying_that_it_went_on_with_those_that_this
     assert evidence.whom_to_wait_for({FRIEND, *others}, NOW + 41) == set(friends)
 
 
-def test_nobody_is_waited_for_again_and_again_on_the_word_of_a_member():
-    """Where all meet in one group, who takes part comes. Each round a member may vouch for a peer that is not there."""
-    evidence = veteran(FRIEND)
-    evidence.full_group = 16
-    for epoch in range(3):
-        now = NOW + 40 + 10 * epoch
-        evidence.note_testimony({LIAR: 100.0})
-        evidence.begin_to_wait(evidence.whom_to_wait_for({FRIEND, LIAR}, now - 5), now - 5, 5.0)
-        evidence.note_round({OWN: 100.0, FRIEND: 100.0}, now, {FRIEND: claim(FRIEND, epoch)}, epoch)
-        evidence.note_testimony({LIAR: 100.0})
-        assert evidence.whom_to_wait_for({FRIEND, LIAR}, now) == {FRIEND}
-
-
 def test_those_that_left_one_behind_have_a_vote_per_host():
     evidence = newcomer(lambda peer: "one host" if peer in PEERS[1:] else peer)
     evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 10, {peer: claim(peer, epoch=4) for peer in PEERS[1:]}, 3)

@@ -20,7 +20,6 @@ from shoal.optim.progress.message import ProgressMessage
 from shoal.optim.progress.records import parse_record
 from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.vouching import ReceiptsMessage, Vouching
 from tests.optim.conftest import PATIENCE, in_parallel, wait_until
 
 QUICK = {"min_refresh_period": 0.05, "default_refresh_period": 0.2, "start": True}
@@ -239,36 +238,6 @@ def test_nodes_refuse_records_in_the_name_of_others(stranger):
     assert list(in_the_table) == [tag]
     wait_until(lambda: stranger.b.global_progress.samples_accumulated == 1, "the honest record has been read")
     assert stranger.b.global_progress.num_peers == 1
-
-
-class AlwaysNews:
-    """Receipts of a liar: each time it is called, it has another one to tell of."""
-
-    def __init__(self):
-        self.called = 0
-
-    def word_for(self, peer):
-        return ReceiptsMessage(digest=self.called.to_bytes(16))
-
-    def hear(self, peer, word):
-        self.called += 1
-        return False
-
-
-def test_who_has_always_news_is_not_called_for_ever(trackers):
-    a, b = trackers(2, target=10**9, min_refresh_period=30)
-    in_parallel(lambda: a.report_local_progress(0, 1), lambda: b.report_local_progress(0, 1))
-    wait_until(lambda: a.expected_group_size == b.expected_group_size == 2, "the two know each other")
-    identity, evidence = a.dht.p2p.identity, a.board.guard
-    own = identity.peer_id.to_bytes()
-    a.exchange.vouching = Vouching(own, "run", identity.sign, evidence, lambda: 0, 4, get_dht_time)
-    b.exchange.vouching = liar = AlwaysNews()
-    for epoch in range(1, 4):
-        with a.pause_updates():
-            a.declare_epoch_over()
-            a.update_epoch(epoch)
-        wait_until(lambda n=epoch: b.global_progress.epoch == n, "it has been called")
-    assert liar.called <= 2 * 6, "twice for each news"
 
 
 def test_nobody_speaks_for_another_peer(trackers):

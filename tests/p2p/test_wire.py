@@ -42,11 +42,11 @@ fuzzed = settings(max_examples=EXAMPLES, deadline=None)
 for room in (
     "dht.records",
     "averaging.messages",
-    "optim.progress_exchange",
-    "p2p.candidates",
-    "p2p.joining",
-    "p2p.presence",
-    "p2p.relay_messages",
+    "optim.progress.exchange",
+    "reach.candidates",
+    "reach.checkup",
+    "reach.presence",
+    "reach.relay.messages",
 ):
     importlib.import_module(f"shoal.{room}")  # the tests below cover what travels there, too
 

@@ -47,7 +47,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "large parts": {"part_size_bytes": 2048},
     "half of the way": {"averaging_alpha": 0.5},
     "quorum": {"quorum": 3, "quorum_grace": 0.5},
-    "verified": {"verify_reducers": True},
 }
 
 

@@ -25,7 +25,6 @@ KINDS = {
     "one call each": {"link": Link(delay=0.005)},
     "lossy codec": {"compression": Uniform8BitQuantization()},
     "half precision": {"compression": Float16Compression()},
-    "verified": {"verify_reducers": True},
     "half of the way": {"averaging_alpha": 0.5},
     "quorum": {"quorum": 3, "quorum_grace": 5.0},
     "robust": {"aggregation": CenteredClip(4.0)},
@@ -67,7 +66,7 @@ def test_whatever_is_averaged(kind, seeds):
     assert resumed or kind == "small", "no cut has hit anything"
 
 
-@pytest.mark.parametrize("kind", mostly_drills(["mean", "one call each", "lossy codec", "verified"], quick=2))
+@pytest.mark.parametrize("kind", mostly_drills(["mean", "one call each", "lossy codec"], quick=2))
 def test_several_cuts_in_one_round(kind):
     undisturbed, count = calm(kind), 5
     for seed in range(2):
@@ -221,7 +220,7 @@ def sever(broken: Broken, one: int, other: int) -> None:
         stream.sever()
 
 
-@pytest.mark.parametrize("kind", ["mean", "one call each", "verified", "client", "auxiliary", "two"])
+@pytest.mark.parametrize("kind", ["mean", "one call each", "client", "auxiliary", "two"])
 @pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (0, 2)]))
 def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair):
     """Nobody is told, as when a router forgets them. Those to the coordinator, the first one, are among them."""

@@ -39,11 +39,6 @@ def test_nobody_gets_what_a_user_has_done_with_a_result() -> None:
     check("quorum", 529)
 
 
-def test_a_committed_result_is_not_changed_for_who_was_lost() -> None:
-    """The next coordinator compares its averages with nobody that the first one had lost."""
-    check("verified", 527)
-
-
 @pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 def test_an_auxiliary_has_no_result_for_who_is_late(seed: int) -> None:
     """Its own tensors are none. It ends as the others do."""

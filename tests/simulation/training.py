@@ -68,7 +68,6 @@ class Course:
     values: int = 64
     """Of the model."""
     learning_rate: float = 0.1
-    verify_reducers: bool = False
     guard: str = "members"
     silence: float = 5.0
     """Seconds after which a silent member of a group is given up."""
@@ -115,7 +114,7 @@ class SimulatedTracker(ProgressTracker):
         self.fetched_global_progress_this_epoch = SimpleNamespace(set=self._note_fetch, clear=lambda: None)  # type: ignore[assignment]
         self.has_looked = asyncio.Event()
         self._in_pause = False
-        self._vouching, self._company = None, None
+        self._company = None
         self.exchange = exchange
         exchange.on_fetch = self._note_fetch
 
@@ -160,9 +159,6 @@ class Trainer:
         self.tracker.advise(self.averager, weighs_samples=True, trains_one=is_one_group)
         if is_one_group:
             self.tracker.compare_rounds()
-        else:
-            averager: Any = SimpleNamespace(node=self.averager)
-            self.tracker.collect_receipts(averager, averager)
 
     def _make_tracker(self) -> SimulatedTracker:
         node, course, loop = self.node, self.course, asyncio.get_running_loop()
@@ -205,7 +201,6 @@ class Trainer:
             target_group_size=course.group_size,
             initial_group_bits=course.group_bits,
             min_matchmaking_time=course.matchmaking_time,
-            verify_reducers=course.verify_reducers,
             sender_timeout=course.silence,
             reducer_timeout=2 * course.silence,
         )

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from shoal.averaging.aggregation import Aggregation, check_aggregation
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.messages import MAX_BANDWIDTH
-from shoal.averaging.round.verification import check_verification
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionBase
 from shoal.compression.one_result import Relayed
 
 # A member is given up after so many seconds of silence, unless the user has set a limit.
@@ -51,8 +50,6 @@ class AveragerConfig:
     """By tag, the indices of the tensors that are averaged under it; empty: all tensors, without a tag."""
     aggregation: Aggregation | None = None
     """How the values of several members become one; ``None``: their mean."""
-    verify_reducers: bool = False
-    """Whether members compare the averages that reducers give them."""
     agreement: Mapping[str, str] = field(default_factory=dict)
     """Further settings that must be the same in all peers, by name."""
 
@@ -73,15 +70,6 @@ class AveragerConfig:
                 f"aggregation={self.aggregation.fingerprint} needs the values of members, but with this compression "
                 f"({self.compression.fingerprint}) their messages are passed on: use Float16Compression"
             )
-
-    def check(self, infos: Sequence[CompressionInfo]) -> None:
-        """Check that the options work for the averaged tensors.
-
-        Raises:
-            ValueError: they do not.
-        """
-        if self.verify_reducers:
-            check_verification(self.compression, infos, self.averaging_alpha, self.quorum)
 
     def lane_prefix(self, tag: str) -> str:
         """Prefix of the keys under which averagers look for groups for this tag."""

@@ -86,10 +86,6 @@ class DecentralizedAverager(Facade):
             two tags. The same in all peers.
         aggregation: how the values of all members become one, see :mod:`shoal.averaging.aggregation`; ``None``: their
             weighted mean. The same in all peers.
-        verify_reducers: members compare the averages that they got. If a reducer gives different averages to different
-            members, it is found out, and the others average its part again in the same round. Needs lossless
-            compression, ``averaging_alpha=1`` and no quorum. Keeps a copy of the tensors during a round, and a round
-            takes one round trip more. The same in all peers.
         agreement: further settings by name, such as what is trained on. A peer with other values of them gets neither
             into a group nor a state, and both sides are told.
 
@@ -138,7 +134,6 @@ class DecentralizedAverager(Facade):
         quorum_grace: float = 3.0,
         tags: Mapping[str, Sequence[int]] | None = None,
         aggregation: Aggregation | None = None,
-        verify_reducers: bool = False,
         agreement: Mapping[str, str] | None = None,
     ) -> None:
         check_dht(dht)
@@ -189,7 +184,6 @@ class DecentralizedAverager(Facade):
             tags=check_tags(tags or {}, len(tensors)),
             agreement=agreement or {},
         )
-        self._config.check(self.tensor_infos)
         self.matchmaking_kwargs = {
             "min_matchmaking_time": min_matchmaking_time,
             "request_timeout": request_timeout,

@@ -264,9 +264,6 @@ class RoundKind(IntEnum):
     wants the result when the round is over."""
     RESIGNED = 11
     """From the coordinator: it is late itself, and the next one takes over."""
-    VOID = 12
-    """From the coordinator: forget the averages of these reducers, and report again. If hashes are given, they prove
-    that the reducer has lied."""
     OVER = 13
     """From the coordinator, instead of an answer to a greeting: the round was committed without this member."""
 
@@ -305,16 +302,6 @@ class RoundMessage(Header, omit_defaults=True):
     reducer: Count = 0
     index: Count = 0
     part: PartHeader | None = None
-    epoch: Count = 0
-    """In a commit: the epoch to which the round leads, see :mod:`shoal.averaging.round.receipts`."""
-    signature: Signature = b""
-    """In a commit: the coordinator's signature over the receipt of the round."""
-    hashes: list[Hash] = msgspec.field(default_factory=list)
-    """In a report: the hash of each reducer's averages, see :mod:`shoal.averaging.round.verification`."""
-    signatures: list[Signature] = msgspec.field(default_factory=list)
-    """The signatures of the reducers over these hashes."""
-    seals: list[Signature] = msgspec.field(default_factory=list)
-    """In a report: the member's signature over all its hashes. In a commit: those of all members."""
 
 
 class RoundStatus(IntEnum):

@@ -36,7 +36,6 @@ from shoal.averaging.messages import (
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round.receipts import Notary, Receipt
 from shoal.averaging.round.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
@@ -106,7 +105,6 @@ class Lane:
                 "phases": config.phases,
                 "aggregation": "mean" if config.aggregation is None else config.aggregation.fingerprint,
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
-                **({"verify_reducers": "yes"} if config.verify_reducers else {}),
                 **config.agreement,
             },
         )
@@ -166,10 +164,6 @@ class AveragerNode(ServicerBase):
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
         """What this peer knows about others beyond their own word; may be changed at any time."""
-        self.on_receipt: Callable[[Receipt], object] | None = None
-        """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
-        self.next_epoch: Callable[[], int] = lambda: 0
-        """Tells the epoch to which the next round leads."""
         self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
@@ -403,13 +397,9 @@ class AveragerNode(ServicerBase):
             config.quorum,
             config.quorum_grace,
             config.aggregation,
-            verify_reducers=config.verify_reducers,
         )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        take, notary = self.on_receipt, None
-        if take is not None:
-            notary = Notary(config.prefix, self.next_epoch(), sign, take)
-        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, notary)
+        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse)
         made.on_stuck = self.p2p.behaviour.note_stuck
         return made
 

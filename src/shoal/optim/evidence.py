@@ -20,8 +20,7 @@ compare with: it ignores the largest fifth of the claims, and cuts them to twice
 can end only the first epoch.
 
 In a run of several groups a peer never meets most others. It takes them to be as fast as those it has met, and counts
-nobody as missing. After some rounds, if it can hear of all peers, it believes strangers only if receipts of rounds show
-what they have brought (:mod:`shoal.optim.vouching`).
+nobody as missing.
 """
 
 from __future__ import annotations
@@ -53,13 +52,9 @@ logger = logging.getLogger(__name__)
 _GENEROSITY = 2.0
 # Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
 _LEAST_SHARE_OF_EPOCH = 0.5
-# In a run of several groups it takes about this many rounds until this peer has met somebody from most groups.
-_ROUNDS_TO_MIX = 8
 # What a peer brought to the first round counts as at most so many times what most others brought. It may bring twice as
 # much to each later one, so that a machine that is faster than that counts in full after some rounds.
 _MOST_AT_FIRST = 8
-# What others have seen of a peer counts for this many rounds.
-_ROUNDS_OF_TESTIMONY = 8
 
 
 class OpenGuard(Members):
@@ -79,14 +74,9 @@ class OpenGuard(Members):
         # The epochs of others, at this peer's last round; and who went on without it then, of those that it knew.
         self._seen_at: dict[bytes, int] = {}
         self._went_on: Collection[bytes] = ()
-        self.has_receipts = False
-        """Whether this peer receives receipts of the rounds of other groups."""
-        # The event loop writes it without the owner's lock, so every access is a single look-up or change.
-        self.testimony: dict[bytes, tuple[int, ContributionHistory]] = {}
-        """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
-        # How many rounds this peer was in, how long the training for the latest one took, and the most samples that
-        # anybody brought, and that anybody claims, without the largest fifth.
-        self._rounds, self._seconds, self._most_brought, self._most_claimed = 0, LEAST_SECONDS, 0.0, 0.0
+        # How long the training for the latest round took, and the most samples that anybody brought, and that anybody
+        # claims, without the largest fifth.
+        self._seconds, self._most_brought, self._most_claimed = LEAST_SECONDS, 0.0, 0.0
         self._round_ended_at = now  # the last round with others; before the first one: the start
         # No strangers are waited for until then; nor may any join or lead until then, because some have held groups up.
         self._waits_again_at = self._admits_again_at = -math.inf
@@ -122,7 +112,7 @@ class OpenGuard(Members):
             trained_until = self.pace.trained_until if self.pace.trained_until > self._round_ended_at else now
             seconds, self._round_ended_at = max(trained_until - self._round_ended_at, LEAST_SECONDS), now
             self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
-            self._rounds, self._seconds = self._rounds + 1, seconds
+            self._seconds = seconds
             self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
             for peer in members:
                 # A peer that brings less once may bring more again, so its weight at most halves.
@@ -172,7 +162,7 @@ class OpenGuard(Members):
             return
         self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
         for peer in strangers:
-            if (deeds := self._known_deeds(peer)) is not None:
+            if (deeds := self._deeds.get(peer)) is not None:
                 deeds.has_wasted = True
             self._tell_once(
                 peer,
@@ -205,15 +195,6 @@ class OpenGuard(Members):
                 counted(self._deeds[peer].missed if peer in self._deeds else 1, "round"),
             )
 
-    def note_testimony(self, samples: Mapping[bytes, float]) -> None:
-        """A peer that this one has met vouches for what others have brought to a round without this peer."""
-        for peer, brought in samples.items():
-            self.testimony.pop(peer, None)
-            deeds = ContributionHistory(
-                min(brought, self._most_brought), self._seconds
-            )  # capped, because witnesses may lie
-            remember(self.testimony, peer, (self._rounds, deeds))
-
     def is_led_astray(self, leader: bytes, members: Collection[bytes]) -> bool:
         """Whether as many known hosts have gone on without a round as were in it, this peer's and not the leader's."""
         without = {self._host_of(peer) for peer in self._went_on if peer not in members}
@@ -237,11 +218,8 @@ class OpenGuard(Members):
         return not self.knows_rounds and self._alone >= ROUNDS_TO_LOSE_TRUST - 1
 
     def is_proven(self, peer: bytes) -> bool:
-        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do.
-
-        Where all meet, it sees that itself: others could vouch for peers that do not exist, again and again.
-        """
-        deeds = self._deeds.get(peer) if self._meets_everybody else self._known_deeds(peer)
+        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
+        deeds = self._deeds.get(peer)
         return not self._deeds or (deeds is not None and deeds.missed < ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
@@ -251,22 +229,16 @@ class OpenGuard(Members):
         """
         if now >= self._admits_again_at or not self._deeds:
             return True
-        deeds = self._known_deeds(peer)
+        deeds = self._deeds.get(peer)
         return deeds is not None and not deeds.has_wasted
 
     def is_known(self, peer: bytes) -> bool:
-        """Whether this peer knows what another one has brought to rounds, either to its own or lately to others'."""
-        return self._known_deeds(peer) is not None
+        """Whether this peer knows what another one has brought to rounds."""
+        return peer in self._deeds
 
     def has_met(self, peer: bytes) -> bool:
         """Whether this peer was in a round with another one."""
         return peer in self._deeds
-
-    def _known_deeds(self, peer: bytes) -> ContributionHistory | None:
-        met, testimony = self._deeds.get(peer), self.testimony.get(peer)
-        if testimony is None or testimony[0] < self._rounds - _ROUNDS_OF_TESTIMONY:
-            return met
-        return testimony[1] if met is None or testimony[1].weight > met.weight else met
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
         """Of several peers that claim to come, those that this peer should wait for."""
@@ -280,13 +252,12 @@ class OpenGuard(Members):
 
     def _deeds_of(self, peer: bytes) -> ContributionHistory | None:
         """What a peer has brought to rounds; in several groups, the typical amount stands for a peer not met yet."""
-        return self._known_deeds(peer) or (self._typical if self._believes_strangers else None)
+        return self._deeds.get(peer) or (self._typical if self._believes_strangers else None)
 
     @property
     def _believes_strangers(self) -> bool:
         """Whether a peer that this one does not know may be taking part all the same."""
-        must_be_shown = self.has_receipts and self._rounds >= _ROUNDS_TO_MIX and not self.is_large
-        return not (self._meets_everybody or must_be_shown)
+        return not self._meets_everybody
 
     def most_samples(self, peer: bytes, now: float, batch_size: int) -> float:
         """The most samples that a peer can have made since the last round. ``batch_size`` is that of this peer."""

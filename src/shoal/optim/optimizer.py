@@ -349,8 +349,6 @@ class Optimizer(JointOptimizer):
                     continue
                 averager.run_in_background()
                 self.tracker.advise(averager.node, averager is self.grad_averager, self._compares_rounds)
-            if not self._compares_rounds:
-                self.tracker.collect_receipts(self.grad_averager, self.state_averager)
             self._company = Company(self.run_id, self._describe(), self._on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import RoundResult
-from shoal.averaging.round.receipts import MAX_MEMBERS
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
@@ -38,11 +37,9 @@ from shoal.optim.progress.records import (
     count_of_samples,
 )
 from shoal.optim.progress.run_list import RunList
-from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.averaging import DecentralizedAverager
     from shoal.averaging.node import AveragerNode
     from shoal.dht import DHT
     from shoal.dht.crypto import PrivateKey, SignatureValidator
@@ -174,7 +171,6 @@ class ProgressTracker(Facade):
 
         self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
-        self._vouching: Vouching | None = None
         self._company: Company | None = None
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
@@ -231,7 +227,7 @@ class ProgressTracker(Facade):
         """Let the exchange use what this tracker was given, before the start or after it."""
         exchange = self.exchange
         if exchange is not None:
-            exchange.vouching, exchange.company = self._vouching, self._company
+            exchange.company = self._company
             # A private run keeps its name to itself.
             if self._company is not None and exchange.runs is None and self.dht.p2p.membership is None:
                 exchange.runs = self._make_run_list()
@@ -455,35 +451,6 @@ class ProgressTracker(Facade):
         them."""
         self.board.kinship.begin()
 
-    def collect_receipts(self, grads: DecentralizedAverager | None, state: DecentralizedAverager) -> None:
-        """Use receipts of rounds, because the run averages in several groups. Call this before the first round.
-
-        Members that are trusted need none: nothing happens then.
-
-        Args:
-            grads: the averager whose rounds end an epoch, with samples as weights; ``None`` with local updates.
-            state: the averager of parameters. Without ``grads`` its rounds end an epoch, and all weights are equal.
-        """
-        node, board = (grads or state).node, self.board
-        if self.guard == "members":
-            return
-        from shoal.optim.evidence import OpenGuard
-
-        assert isinstance(board.guard, OpenGuard)
-        board.guard.has_receipts = True
-        self._vouching = Vouching(
-            self.dht.peer_id.to_bytes(),
-            node.config.prefix,
-            node.p2p.identity.sign,
-            board.guard,
-            lambda: board.own.epoch,
-            node.config.target_group_size or MAX_MEMBERS,
-            get_dht_time,
-            weights_are_samples=grads is not None,
-        )
-        node.on_receipt, node.next_epoch = self._vouching.take, lambda: board.own.epoch + 1
-        self._equip()
-
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
         """The round that ends this peer's epoch is over.
 
@@ -493,7 +460,7 @@ class ProgressTracker(Facade):
         """
         self._note_failures(result)
         self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
-        if self.board.kinship.has_begun or self._vouching is not None:
+        if self.board.kinship.has_begun or self.guard != "members":
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
             seconds = 0.0 if result is None else result.duration

@@ -22,18 +22,31 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from shoal.errors import SimulationError
 from shoal.peers.multiaddr import Multiaddr
-
-if TYPE_CHECKING:
-    from shoal.testing.host import Host, SimulatedStream
 
 Endpoint = tuple[str, int]
 """An IP address and a port."""
 # A router forgets the oldest of more mappings than this.
 MOST_MAPPINGS = 4096
+
+
+class Located(Protocol):
+    """A host, as its routers see it."""
+
+    ip: str
+    nat: Nat | None
+
+
+class Severable(Protocol):
+    """A connection that falls silent without an end when a router forgets it."""
+
+    def sever(self) -> None: ...
+
+
+H = TypeVar("H", bound=Located)
 
 
 def endpoint_of(address: Multiaddr) -> Endpoint:
@@ -85,11 +98,11 @@ class Nat:
         """Its outer address."""
         self.prefix = ""
         """The beginning of the addresses behind it."""
-        self.members: list[Host | Nat] = []
+        self.members: list[Located | Nat] = []
         """What is directly behind it."""
-        self.streams: dict[SimulatedStream, None] = {}
+        self.streams: dict[Severable, None] = {}
         """One end of each connection that it translates."""
-        self._internet: Internet | None = None
+        self._internet: Internet[Any] | None = None
         self._outer: dict[tuple[Endpoint, Endpoint | None], Endpoint] = {}
         self._mappings: dict[Endpoint, _Mapping] = {}
         self._forwarded: dict[int, Endpoint] = {}
@@ -99,7 +112,7 @@ class Nat:
 
     # --- what its owner does ------------------------------------------------------------------------------------------
 
-    def forward(self, port: int, host: Host) -> None:
+    def forward(self, port: int, host: Located) -> None:
         """Let everybody in by a port, to the same port of a host."""
         self._forwarded[port] = (host.ip, port)
 
@@ -170,12 +183,12 @@ class Nat:
 
     # --- its place in the network -------------------------------------------------------------------------------------
 
-    def first_host(self) -> Host:
+    def first_host(self) -> Located:
         """A host behind it."""
         first = self.members[0]
         return first.first_host() if isinstance(first, Nat) else first
 
-    def take_place(self, internet: Internet) -> None:
+    def take_place(self, internet: Internet[Any]) -> None:
         """Become part of a network."""
         if self._internet is None:
             self._internet = internet
@@ -207,7 +220,7 @@ class Packet:
 
 
 @dataclass
-class Arrived:
+class Arrived(Generic[H]):
     """What became of a packet.
 
     Attributes:
@@ -217,13 +230,13 @@ class Arrived:
         routers: all that it has passed.
     """
 
-    host: Host | None
+    host: H | None
     to: Endpoint
     is_rejected: bool
     routers: list[Nat]
 
 
-class Internet:
+class Internet(Generic[H]):
     """The addresses of hosts and routers, and the routes between them.
 
     Args:
@@ -232,10 +245,10 @@ class Internet:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self._there: dict[tuple[Nat | None, str], Host | Nat] = {}
+        self._there: dict[tuple[Nat | None, str], H | Nat] = {}
         self._public_numbers, self._private_numbers, self._carriers = (itertools.count() for _ in range(3))
 
-    def add(self, member: Host | Nat, place: Nat | None) -> str:
+    def add(self, member: H | Nat, place: Nat | None) -> str:
         """Give an address to a host or router behind another router, or to one on the open internet."""
         if place is not None:
             place.take_place(self)
@@ -274,7 +287,7 @@ class Internet:
         number = next(self._carriers if is_carrier else self._private_numbers)
         return f"100.{64 + (number >> 8)}.{number & 255}." if is_carrier else f"10.{number >> 8}.{number & 255}."
 
-    def depart(self, host: Host, port: int, to: Endpoint) -> Packet | None:
+    def depart(self, host: H, port: int, to: Endpoint) -> Packet | None:
         """Send an attempt to connect; ``None`` if no route leads there."""
         source, place, left = (host.ip, port), host.nat, list[tuple[Nat, Endpoint]]()
         while (place, to[0]) not in self._there:
@@ -285,12 +298,12 @@ class Internet:
             place = place.behind
         return Packet(to, source, place, left)
 
-    def host_towards(self, packet: Packet) -> Host:
+    def host_towards(self, packet: Packet) -> H:
         """A host at the other end, to which it is as far as to that of the packet."""
         there = self._there[packet.place, packet.to[0]]
-        return there.first_host() if isinstance(there, Nat) else there
+        return cast("H", there.first_host()) if isinstance(there, Nat) else there
 
-    def arrive(self, packet: Packet) -> Arrived:
+    def arrive(self, packet: Packet) -> Arrived[H]:
         """Let a packet pass the routers of its destination."""
         to, place = packet.to, packet.place
         routers = [router for router, _ in packet.left]

@@ -117,7 +117,7 @@ class Network(MemoryNetwork):
         self.trace = trace
         self.hosts: list[Host] = []
         """All hosts, by index."""
-        self.internet = Internet(self.rng) if internet else None
+        self.internet: Internet[Host] | None = Internet(self.rng) if internet else None
         """Its addresses and routes."""
         self._punches = Punches(self, self.internet) if self.internet is not None else None
         self._link = link or Link()

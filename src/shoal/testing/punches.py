@@ -36,7 +36,7 @@ class _Outcome(Enum):
 class Punches:
     """All ports of a network that try to connect to each other at present."""
 
-    def __init__(self, network: Network, internet: Internet) -> None:
+    def __init__(self, network: Network, internet: Internet[Host]) -> None:
         self._network, self._internet = network, internet
         self._ports: dict[Endpoint, PunchPort] = {}
 

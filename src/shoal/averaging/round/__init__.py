@@ -8,8 +8,6 @@
 :mod:`~.finish`       the second half: every member gets every average, or learns why not
 :mod:`~.coordinator`  the second half at the member that leads it
 :mod:`~.recovery`     gets the averages that a dead member has not delivered
-:mod:`~.verification` checks that all members got the same averages, if the group asks for it
-:mod:`~.receipts`     the result of a round, signed by its coordinator
 :mod:`~.sending`      what travels, in which order and in which pieces; keeps receivers on long links in step
 :mod:`~.reducer`      averages the parts that the senders have sent
 :mod:`~.combining`    the same with rules other than the mean, and the norms that such rules need

@@ -36,7 +36,6 @@ from shoal.p2p import Call
 
 if TYPE_CHECKING:
     from shoal.averaging.round.exchange import AllReduce
-    from shoal.averaging.round.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +62,6 @@ class Coordination:
         self._quorum_changed = asyncio.Event()
         self._resigned = asyncio.Event()
         self._execution: Recovery | None = None
-        self._verification = allreduce.verification
-        # By dead reducer: the member that has passed on its averages.
-        self._sources: dict[int, int] = {}
         self.roster.on_failure.append(self._note_failure)
         self._committed = False
         self._commit_message: RoundMessage | None = None
@@ -74,8 +70,7 @@ class Coordination:
         self._confirmed = asyncio.Event()
         # Each waits for a member whose link broke.
         self._waiting: dict[asyncio.Task[None], None] = {}
-        has_averages, is_verified = self.roster.is_sender, self._verification is not None
-        self.latecomers = Stragglers(self.vector, has_averages=has_averages, is_verified=is_verified)
+        self.latecomers = Stragglers(self.vector, has_averages=self.roster.is_sender)
         # Members that have left on purpose. They will not come back for the result.
         self._left: set[int] = set()
         # Parts were averaged again without failed members, or another coordinator may have done that. A failed member
@@ -147,8 +142,6 @@ class Coordination:
         if message.kind == RoundKind.REPORT and not member.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
-            if self._verification is not None:
-                self._verification.take_report(member.index, message)
             self.roster.note_told(message, member.index)
             self.allreduce.book.take_report(message.statements)
             link.held, link.obsolete = message.held, False
@@ -237,8 +230,6 @@ class Coordination:
                 raise Resigned("this member is late")
             while True:
                 await self._all_reported(wait_for_absent)
-                if self._verification is not None and await self._void_what_differs(self._verification):
-                    continue
                 if any(link.held is None for link in self.roster.punctual.values()):
                     continue  # a connection has broken meanwhile
                 plan = self._make_plan()
@@ -387,10 +378,6 @@ class Coordination:
             left_out=sorted(self.roster.left_out),
         )
         commit.untrue, commit.statements = self.allreduce.book.show_proofs()
-        if self._verification is not None:
-            commit.seals = self._verification.seals()
-        if self.allreduce.notary is not None and is_first:
-            self.allreduce.notary.sign_commit(commit, self.allreduce.round_id, self.group, self.own)
         self._commit_message, self._unconfirmed = commit, set(self.roster.punctual)
         await self._broadcast(commit, end=True)
 
@@ -418,39 +405,6 @@ class Coordination:
                 weights[index] = self.allreduce.weight_of(member)
         return weights
 
-    # --- averages that differ -----------------------------------------------------------------------------------------
-
-    async def _void_what_differs(self, verification: Verification) -> bool:
-        """If members hold different averages of a reducer, make them forget these; returns whether there were any."""
-        senders = [index for index in self.roster.punctual if index in self.roster.senders]
-        if (proof := verification.find_proof(senders)) is not None:
-            void = RoundMessage(kind=RoundKind.VOID, members=[proof.reducer])
-            void.hashes, void.signatures = list(proof.hashes), list(proof.signatures)
-            self.allreduce.convict(proof.reducer)
-            if (liar := self.roster.members[proof.reducer]) is not self.roster.own:
-                self._drop(liar, "gave different averages to different members")
-            await self._start_over(void, list(self.roster.punctual))
-            return True
-        complaints = verification.find_complaints(senders)
-        for member, reducer in complaints:
-            is_first = verification.withdraw(member, reducer)
-            source = self._sources.pop(reducer, self.own)
-            if source not in (member, self.own):
-                self._drop(self.roster.members[source], "passed on other averages than it had reported")
-            elif not is_first and member != self.own:
-                self._drop(self.roster.members[member], "reports averages that nobody has given to it")
-            if member == self.own:
-                verification.forget(reducer)
-            elif member in self.roster.punctual:
-                await self._start_over(RoundMessage(kind=RoundKind.VOID, members=[reducer]), [member])
-        return bool(complaints)
-
-    async def _start_over(self, void: RoundMessage, members: list[int]) -> None:
-        links = [self.roster.punctual[index] for index in members]
-        for link in links:
-            link.held = None
-        await asyncio.gather(*[self._tell(link, void) for link in links])
-
     # --- filling gaps -------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> Plan:
@@ -465,7 +419,6 @@ class Coordination:
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in links.items()}}
         execution = Recovery(self.allreduce, plan, {member: link.shared for member, link in links.items()}, weights)
         self._execution, self._has_filled_gaps = execution, True
-        self._sources.update({reducer: source for (reducer, _), source in plan.sources.items()})
         for link in links.values():
             link.held = None
         logger.info("finishing the parts of dead members: %d reduced again", len(plan.again))

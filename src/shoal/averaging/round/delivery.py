@@ -19,7 +19,6 @@ from shoal.base.tasks import all_of, cancel_and_wait, first_completed
 from shoal.errors import ProtocolError, StreamClosedError
 from shoal.net.resumable import ResumableCall, open_again, open_patiently
 from shoal.p2p import Call
-from shoal.peers.identity import SIGNATURE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ class Delivery:
         calls: keeps the calls to the reducer.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
         timeout: the reducer is given up after so many seconds without the next average.
-        take_signature: called with the reducer's signature over its averages; ``None``: it signs nothing.
     """
 
     def __init__(
@@ -44,13 +42,11 @@ class Delivery:
         *,
         may_end: asyncio.Event,
         timeout: float,
-        take_signature: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._traffic, self._take_signature = traffic, take_signature
+        self._traffic = traffic
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
         self._calls = calls
         self._stripes = 1
-        self._is_signed = take_signature is None
         # After a connection broke: whether the reducer has told on the first call what it lacks.
         self._agreement: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -91,7 +87,7 @@ class Delivery:
                     await all_of(self._send_until_end(call), self._receive_averages(call))
         except PEER_FAILURES as e:
             # If nothing more is expected of this call, its failure does no harm. But if it broke, the reducer may wait.
-            lacks_nothing = self._is_signed and not self._traffic.averages_in.missing
+            lacks_nothing = not self._traffic.averages_in.missing
             is_harmless = self._may_end.is_set() or (begin.resume > 0 and lacks_nothing)
             if isinstance(e, StreamClosedError) or not is_harmless:
                 raise
@@ -142,14 +138,7 @@ class Delivery:
         await call.send(PartMessage())
 
     async def _receive_averages(self, call: Call) -> None:
-        end = await self._traffic.receive(call, lambda: self._timeout)
-        if self._take_signature is not None:
-            if end is None or call.payload_size != SIGNATURE_BYTES:
-                raise ProtocolError("has not signed the averages that it gave")
-            self._take_signature(bytes(await call.read_payload(SIGNATURE_BYTES)))
-            self._is_signed = True
-            end = await self._traffic.receive(call, lambda: self._timeout)
-        if end is not None:
+        if await self._traffic.receive(call, lambda: self._timeout) is not None:
             raise ProtocolError("has no more to send, but does not end")
         self._traffic.end(own=True)
 
@@ -182,7 +171,6 @@ class Intake:
         begin: the sender's first message.
         timeout: the sender is given up after so many seconds without the next part.
         timeout_for_averages: the same limit once all parts are here and only averages are still on their way.
-        sign: makes a signature over the averages, once all have been sent; ``None``: they are not signed.
     """
 
     def __init__(
@@ -191,12 +179,9 @@ class Intake:
         begin: BeginReduce,
         timeout: float,
         timeout_for_averages: float,
-        sign: Callable[[], bytes] | None = None,
     ) -> None:
         self._traffic, self.generation = traffic, begin.resume
         self._gaps = begin.lacks
-        self.sign = sign
-        """Makes a signature over the averages that the sender has got; ``None``: they are not signed."""
         self._timeout, self._timeout_for_averages = timeout, timeout_for_averages
         self.weight, self.stripes = begin.weight, begin.stripes
         self.begun: set[int] = set()
@@ -218,8 +203,6 @@ class Intake:
                 call.connection.metrics.exchanges_resumed += 1
             await call.send(self._traffic.gaps())
         await all_of(self._take_parts(call), self.give_averages(call))
-        if self.sign is not None:
-            await call.send(PartMessage(), self.sign())
         await call.send_end()
         self.unfinished -= 1
 

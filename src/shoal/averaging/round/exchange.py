@@ -32,10 +32,8 @@ from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.flow_control import FlowControl
 from shoal.averaging.round.members import MemberStatus, Roster, RoundMember
 from shoal.averaging.round.parts import RoundVector
-from shoal.averaging.round.receipts import Notary
 from shoal.averaging.round.reducer import PartReducer
 from shoal.averaging.round.traffic import Traffic
-from shoal.averaging.round.verification import LIE, Verification
 from shoal.base.tasks import cancel_and_wait
 from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
@@ -71,7 +69,6 @@ class AllReduce:
         weight: this member's weight.
         get_stub: makes a stub of the averager protocol for a member.
         is_spoilt: whether some of this member's values are not finite; its weight is then 0.
-        sign: signs with this peer's key; needed for ``verify_reducers``.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class AllReduce:
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
-        sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
         self.settings, self.weight = settings, weight
@@ -96,7 +92,6 @@ class AllReduce:
         self.roster = Roster(group, own_index, reducers, settings.quorum)
         self.roster.on_failure.append(self._drop)
         self.book = NormBook(round_id, group, settings.aggregation, self.roster.accuse)
-        self.verification = self._make_verification(sign) if sign is not None and settings.verify_reducers else None
         self.exchanged = asyncio.Event()
         """This member has sent and received all that it will in the exchange."""
         # The calls to reducers may end: they gave this member all averages, or the round is over. A member that needed
@@ -106,8 +101,6 @@ class AllReduce:
         """Set when the round is over."""
         self.weights: list[float] = []
         """The weight of each member in the average, as the coordinator has committed it."""
-        self.notary: Notary | None = None
-        """Makes the receipt of this round; ``None``: the round has no receipt."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
         self._pace = FlowControl() if settings.quorum is None else None
@@ -129,19 +122,7 @@ class AllReduce:
         on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
         reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
         reducer.left_out = roster.left_out
-        if self.verification is not None:
-            reducer.on_average = functools.partial(self.verification.note, self.own_index)
         return reducer
-
-    def _make_verification(self, sign: Callable[[bytes], bytes]) -> Verification | None:
-        """``None`` if the settings let members hold different bytes of one average.
-
-        All members derive the same answer from the same settings.
-        """
-        is_exact = self.settings.alpha == 1 and self.settings.quorum is None
-        if not is_exact or any(part.codec.lossy for parts in self.vector.parts for part in parts):
-            return None
-        return Verification(self.round_id, self.group.peer_ids, self.own_index, self.vector, sign)
 
     def _make_traffic(self, member: int) -> Traffic:
         roster = self.roster
@@ -155,7 +136,7 @@ class AllReduce:
             pace=self._pace,
             on_not_finite=lambda: roster.seen_not_finite.add(member),
             on_delivered=lambda: roster.note_delivery(member),
-            on_received=lambda: self._note_received(member),
+            on_received=lambda: roster.note_received(member),
         )
 
     def _make_calls(self, index: int) -> ResumableCall:
@@ -175,34 +156,6 @@ class AllReduce:
         """The calls to a member report that it is gone."""
         # A member that has given this one up, perhaps because this one was late, is not to blame.
         self.roster.fail(member.index, reason_of(error), is_hearsay=isinstance(error, GaveUpError))
-
-    def _note_received(self, member: int) -> None:
-        """Either the last average of a reducer has come, or its signature; the reducer is done when both are here.
-
-        Raises:
-            ProtocolError: the reducer has signed something else.
-        """
-        try:
-            is_confirmed = self.verification is None or self.verification.is_confirmed(member)
-        except ProtocolError as e:
-            self.roster.accuse(member, str(e))  # others need not believe it: this member has no proof
-            raise
-        if is_confirmed:
-            self.roster.note_received(member)
-
-    def _take_signature(self, member: int, signature: bytes) -> None:
-        assert self.verification is not None
-        self.verification.note_claim(member, signature)
-        self._note_received(member)
-
-    def convict(self, reducer: int) -> None:
-        """Give up a reducer that has given different averages to different members, and forget its averages."""
-        assert self.verification is not None
-        self.verification.forget(reducer)
-        if reducer not in self.verification.convicted:
-            self.verification.convicted.add(reducer)
-            self.roster.accuse(reducer, LIE)
-        self.roster.fail(reducer, "gave different averages to different members")
 
     async def run(self) -> None:
         """Exchange parts with all members. Failures of other members go to the roster and are not raised here.
@@ -228,13 +181,10 @@ class AllReduce:
             await asyncio.gather(*exchange)
             await roster.received.wait()
             self.vector.drop_early()
-            if self.verification is not None:
-                self.verification.drop_unconfirmed()
             self.exchanged.set()
             # A member that has left out bad values does not end early. The others then wait for the coordinator, which
             # names the sender of these values to all.
-            can_end = not roster.seen_not_finite and self.verification is None
-            if roster.is_sender and self.vector.is_complete and can_end:
+            if roster.is_sender and self.vector.is_complete and not roster.seen_not_finite:
                 self._may_end.set()
                 roster.note_complete(self.own_index)
             await self.ended.wait()
@@ -328,7 +278,6 @@ class AllReduce:
             calls,
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
-            take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
         )
 
         async def make_calls(generation: int) -> None:
@@ -456,8 +405,7 @@ class AllReduce:
         limit = self.settings.sender_timeout
         known = self.intakes.get(sender)
         if known is None or known.generation < begin.resume:
-            sign = self.verification.sign_own if self.verification else None
-            self.intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout, sign)
+            self.intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
             counted = self.group.limited(sender, begin.weight)
             if counted < begin.weight:
                 self.roster.overstating[sender] = begin.weight

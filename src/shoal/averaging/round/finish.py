@@ -118,13 +118,10 @@ class Participation:
                     if message.kind == RoundKind.PART:
                         await self._take_part(call, message)
                 if message.kind == RoundKind.COMMIT:
-                    self._check_seals(message, coordinator)
                     self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
                     self.roster.note_told(message, coordinator)
                     self.allreduce.book.take_proofs(message.untrue, message.statements)
-                    if self.allreduce.notary is not None:
-                        self.allreduce.notary.take_commit(message, self.allreduce.round_id, self.group, coordinator)
                     return
                 if message.kind == RoundKind.RESIGNED:
                     raise Resigned("is late itself")
@@ -136,9 +133,6 @@ class Participation:
                     await shared.send(RoundMessage(kind=RoundKind.LATE))
                 elif message.kind == RoundKind.FAILED:
                     self._drop(message.members)
-                elif message.kind == RoundKind.VOID:
-                    self._forget(message, coordinator)
-                    await self._report(shared)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
                     # An older assignment sees that it was replaced, and stops between two parts.
                     self._assignment, self._reported_at = message, math.inf
@@ -180,40 +174,6 @@ class Participation:
             raise ProtocolError("the coordinator's list of weights is malformed")
         return [self.group.limited(index, weight) for index, weight in enumerate(weights)]
 
-    def _check_seals(self, commit: RoundMessage, coordinator: int) -> None:
-        """Check the signatures that show that all other living members have the same averages as this one.
-
-        Raises:
-            ProtocolError: a signature is missing or covers other averages.
-        """
-        roster, verification = self.roster, self.allreduce.verification
-        if verification is None or not roster.is_sender:
-            return
-        before = roster.coordinators[: roster.coordinators.index(coordinator)]
-        others = [i for i in roster.senders if i != roster.own.index and i not in commit.members]
-        # Under an earlier coordinator that has died since, some members may have finished, and no longer report.
-        if any(roster.members[index].failed for index in before):
-            others = [i for i in others if i < len(commit.seals) and commit.seals[i]]
-        verification.check_seals(commit.seals, others)
-
-    def _forget(self, message: RoundMessage, coordinator: int) -> None:
-        """Forget the averages that the coordinator wants to replace.
-
-        Raises:
-            ProtocolError: the coordinator gives no valid reason.
-        """
-        verification = self.allreduce.verification
-        if verification is None or not all(0 <= index < self.group.group_size for index in message.members):
-            raise ProtocolError("wants something forgotten that it must not")
-        self._assignment = message
-        if message.hashes:
-            reducer = verification.check_proof(message)
-            self.allreduce.convict(reducer)
-            if reducer == coordinator:
-                raise ProtocolError("gave different averages to different members")
-        for reducer in message.members:
-            verification.forget(reducer)
-
     def _drop(self, members: list[int]) -> None:
         for member in members if not self.roster.own.late else ():
             if 0 <= member < self.group.group_size and member != self.roster.own.index:
@@ -232,8 +192,6 @@ class Participation:
         report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held)
         report.not_finite, report.left_out = sorted(self.roster.seen_not_finite), sorted(self.roster.left_out)
         report.statements = self.allreduce.book.report()
-        if self.allreduce.verification is not None:
-            self.allreduce.verification.complete_report(report)
         await shared.send(report)
         self._reported_at = asyncio.get_running_loop().time()
         self.first_report_at = min(self.first_report_at, self._reported_at)
@@ -243,7 +201,7 @@ class Participation:
         while True:
             await self._is_assigned.wait()
             self._is_assigned.clear()
-            if (assignment := self._assignment) is not None and assignment.kind != RoundKind.VOID:
+            if (assignment := self._assignment) is not None:
                 await self._fulfil(shared, assignment)
 
     async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:

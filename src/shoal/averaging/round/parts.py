@@ -18,7 +18,7 @@ T follows from Σw = 1 (water filling). A peer that needs longer than T for its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -334,10 +334,6 @@ class RoundVector:
         # By reducer and index: averages that wait for those of earlier parts. Parts are applied in order, so that one
         # number per reducer says which are held.
         self._early: list[dict[int, _Average]] = [{} for _ in shares]
-        self.on_average: Callable[[int, int, torch.Tensor | None, bool], object] | None = None
-        """Called with the arguments of each :meth:`take`."""
-        # The values before averaging; empty unless averages may have to be taken back.
-        self._kept: list[torch.Tensor] = []
 
     @property
     def share_averaged(self) -> float:
@@ -356,21 +352,6 @@ class RoundVector:
         self._without_average.clear()
         self.drop_early()
 
-    def keep_values(self) -> None:
-        """Keep a copy of the current values, so that averages can be taken back."""
-        self._kept = self.copy_values()
-
-    def restore(self, reducer: int) -> None:
-        """Take back all averages of a reducer; the values before averaging must have been kept."""
-        for index, part in enumerate(self.parts[reducer][: self.held[reducer]]):
-            if self.has_average(reducer, index):
-                self._values_averaged -= part.length
-            self._without_average.discard((reducer, index))
-            for piece, values in zip(part.pieces_of(self.flat), part.pieces_of(self._kept), strict=True):
-                piece.copy_(values)
-        self.held[reducer] = 0
-        self._early[reducer].clear()
-
     def drop_early(self) -> None:
         """Forget averages that still wait for those of earlier parts."""
         for early in self._early:
@@ -378,7 +359,7 @@ class RoundVector:
 
     def let_go(self) -> None:
         """The round is over, also for others: do not keep the tensors alive any longer."""
-        self.flat, self._kept = [], []
+        self.flat = []
         self.drop_early()
 
     def has_average(self, reducer: int, index: int) -> bool:
@@ -412,8 +393,6 @@ class RoundVector:
             values: the average; ``None``: there is none, and the local values stay.
             is_delta: whether ``values`` is the difference to the local values.
         """
-        if self.on_average is not None:
-            self.on_average(reducer, index, values, is_delta)
         early = self._early[reducer]
         early[index] = _Average(values, is_delta)
         while self.held[reducer] in early:

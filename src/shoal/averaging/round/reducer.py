@@ -135,8 +135,6 @@ class PartReducer:
         self.finished = asyncio.Event()
         """The reducer waits for no sender any more."""
         self._error: Exception | None = None
-        self.on_average: Callable[[int, torch.Tensor | None], object] | None = None
-        """Called with each average and the index of its part, before any member gets it."""
         self.weights = dict(weights)
         """The weights of the members that have announced themselves, and this member's own."""
         self._own_values, self._local_index = own_values, local_index
@@ -384,8 +382,6 @@ class PartReducer:
         self._note_done(state, index)
 
     def _note_done(self, state: _PartState, index: int) -> None:
-        if self.on_average is not None:
-            self.on_average(index, state.average)
         state.done.set()
 
     def _mean(self, state: _PartState, part: Part) -> torch.Tensor | None:

@@ -25,7 +25,6 @@ from shoal.averaging.round.combining import share_norms
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.finish import Completion
 from shoal.averaging.round.parts import RoundVector, rescale_shares
-from shoal.averaging.round.receipts import Notary
 from shoal.base.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
@@ -59,8 +58,6 @@ class AllReduceSettings:
     quorum_grace: float = 0.0
     aggregation: Aggregation | None = None
     """``None``: the weighted mean."""
-    verify_reducers: bool = False
-    """Whether members compare the averages that they get, see :mod:`shoal.averaging.round.verification`."""
 
 
 class RoundIsCommitted(AllreduceException):
@@ -300,7 +297,6 @@ class GroupSession:
         get_stub: makes a stub of the averager protocol for a member.
         sign: signs with this peer's key.
         accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
-        notary: makes receipts; ``None``: there are none.
     """
 
     def __init__(
@@ -313,7 +309,6 @@ class GroupSession:
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
         accuse: Callable[[PeerID, str], None],
-        notary: Notary | None = None,
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
@@ -325,7 +320,7 @@ class GroupSession:
                 weight,
             )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
-        self._sign, self._accuse, self._notary = sign, accuse, notary
+        self._sign, self._accuse = sign, accuse
         self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
         """Called with a coordinator that has not ended a round for so many seconds, perhaps later than the session."""
         self.not_finite: str | None = None
@@ -413,10 +408,8 @@ class GroupSession:
         is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
         allreduce = AllReduce(
-            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt, self._sign
+            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt
         )
-        # A receipt shows the weights of members. If a phase has weights of its own, these say nothing about members.
-        allreduce.notary = self._notary if weight is None else None
         allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
         allreduce.roster.on_stuck = lambda member, seconds: self.on_stuck(group.peer_ids[member], seconds)
         await self._claim_norms(allreduce)

@@ -30,14 +30,13 @@ class Stragglers:
     Args:
         vector: this member's values.
         has_averages: whether this member gets averages itself; an auxiliary does not.
-        is_verified: whether members compare the averages that they get.
     """
 
-    def __init__(self, vector: RoundVector, *, has_averages: bool, is_verified: bool) -> None:
+    def __init__(self, vector: RoundVector, *, has_averages: bool) -> None:
         self._vector, self._has_averages = vector, has_averages
-        self.can_get_result = vector.alpha == 1 and has_averages and not is_verified
-        """Whether a result can be passed on. Where members mix averages with values of their own, or check who has
-        signed them, a late member keeps what it has."""
+        self.can_get_result = vector.alpha == 1 and has_averages
+        """Whether a result can be passed on. Where members mix averages with values of their own, a late member keeps
+        what it has."""
         self._values: list[torch.Tensor] | None = None
         self._is_released = False
         self._weights: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()

@@ -43,7 +43,6 @@ from shoal.optim.progress.records import (
 )
 from shoal.optim.progress.run_list import RunList
 from shoal.optim.progress.run_settings import RunSettings
-from shoal.optim.vouching import Vouching
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 
 if TYPE_CHECKING:
@@ -140,8 +139,6 @@ class ProgressExchange(ServicerBase):
         # The record above stands in the DHT; this one is what the peers that can be called were told last.
         self._told = board.own
         self._tasks: list[asyncio.Task[None]] = []
-        self.vouching: Vouching | None = None
-        """Receipts of rounds; ``None`` unless the run averages in several groups."""
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._heard_at: Notes[float] = Notes()  # by these calls, of either side
         self._call_again: set[PeerID] = set()
@@ -438,9 +435,7 @@ class ProgressExchange(ServicerBase):
 
     async def _call_until_told(self, peer: PeerID) -> None:
         try:
-            # After one more call both have said all about receipts. A liar would have something new to say each time.
-            if await self._call(peer):
-                await self._call(peer)
+            await self._call(peer)
             await self._compare_settings(peer)
             while peer in self._call_again:
                 self._call_again.discard(peer)
@@ -449,8 +444,8 @@ class ProgressExchange(ServicerBase):
         finally:  # at once: news that come a moment later need a call of their own
             del self._calls[peer]
 
-    async def _call(self, peer: PeerID, leaving: bool = False, timeout: float = CALL_TIMEOUT) -> bool:
-        """Tell a peer this one's progress, and hear its own; returns whether there is more to say to it."""
+    async def _call(self, peer: PeerID, leaving: bool = False, timeout: float = CALL_TIMEOUT) -> None:
+        """Tell a peer this one's progress, and hear its own."""
         called_at = get_dht_time()
         self._board.note_call(peer.to_bytes(), called_at)
         stub, is_refused, is_silent = self.get_stub(self._p2p, peer, namespace=self.key), False, False
@@ -458,14 +453,14 @@ class ProgressExchange(ServicerBase):
             try:
                 reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=timeout)
                 self._hear(peer, reply)
-                return self._hear_receipts(peer, reply)
+                return
             except P2PHandlerError as e:
                 logger.debug("peer %s refused this peer's progress: %s", peer, e)
                 if FROM_THE_FUTURE in str(e):
                     self._p2p.metrics.troubles["clocks that differ"] += 1
                     self._warn_once(CLOCK_IS_AHEAD, peer, set_the_clock())
                     self._p2p.compare_clocks()
-                return False  # it has answered, so it can be reached
+                return  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
                 is_refused = isinstance(e, RefusedDialError)
@@ -479,9 +474,9 @@ class ProgressExchange(ServicerBase):
                 break
         if is_silent and timeout == CALL_TIMEOUT and self._heard_at.get(peer, -math.inf) >= called_at:
             # So this call does not count. The next one in turn comes later, and others may be waiting for the peer.
-            return await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
+            await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
+            return
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
-        return False
 
     def _message(self, to: PeerID, leaving: bool = False, *, is_asked: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
@@ -489,19 +484,12 @@ class ProgressExchange(ServicerBase):
         rounds = board.kinship.news_for(to.to_bytes(), now)
         # A goodbye must be later than all records of this peer: older ones no longer count after it.
         own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
-        receipts = None if self.vouching is None else self.vouching.word_for(to.to_bytes())
         settings = None
         if self.company is not None and (is_asked or not self.company.knows(to.to_bytes())):
             settings = self.company.digest
-        told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts, "settings": settings}
+        told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "settings": settings}
         told["in_advance"] = board.updating and board.contributed_in_advance
         return ProgressMessage.of(own, taking_part=board.published, **told)
-
-    def _hear_receipts(self, peer: PeerID, message: ProgressMessage) -> bool:
-        """Take in what a peer says about receipts; returns whether there is more to say to it."""
-        if self.vouching is None or message.receipts is None:
-            return False
-        return self.vouching.hear(peer.to_bytes(), message.receipts)
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
         """Take in what a peer says about itself.
@@ -538,7 +526,6 @@ class ProgressExchange(ServicerBase):
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress, and gets this one's in return."""
         self._hear(context.remote_id, request)
-        self._hear_receipts(context.remote_id, request)
         return self._message(context.remote_id, is_asked=request.settings is not None)
 
     # --- settings -----------------------------------------------------------------------------------------------------

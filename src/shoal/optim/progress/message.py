@@ -11,7 +11,6 @@ from shoal.net.transport import Count, Moment
 from shoal.optim.history.round_history import MAX_LINEAGE_BYTES
 from shoal.optim.progress.records import LocalTrainingProgress, Speed
 from shoal.optim.progress.run_settings import DIGEST_BYTES
-from shoal.optim.vouching import ReceiptsMessage
 from shoal.p2p import Header, PeerID
 
 
@@ -31,8 +30,6 @@ class ProgressMessage(Header, array_like=True):
     leaving: bool = False
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
     """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
-    receipts: ReceiptsMessage | None = None
-    """In runs of several groups: proofs that peers were in rounds."""
     is_donor: bool = False
     """The sender only has a state for others, and comes to no round."""
     settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
