@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import MagicMock
 
-from shoal.averaging.messages import RoundKind, RoundMessage
-from shoal.averaging.round.finish import Participation
+from shoal.averaging.messages import Alive, Assignment, Commit, Greeting, RoundMessage
+from shoal.averaging.round.finish import Follower
 
 ASSIGNMENTS = 1000
 
@@ -21,10 +21,10 @@ class DeafCoordinator:
         self.hears = asyncio.Event()
 
     def _talk(self):
-        yield RoundMessage(kind=RoundKind.ALIVE)
+        yield Alive()
         for _ in range(ASSIGNMENTS):
-            yield RoundMessage(kind=RoundKind.ASSIGNMENT)
-        yield RoundMessage(kind=RoundKind.COMMIT, weights=[1.0])
+            yield Assignment()
+        yield Commit(weights=[1.0])
 
     async def receive(self, _: type) -> RoundMessage:
         await asyncio.sleep(0)
@@ -32,7 +32,7 @@ class DeafCoordinator:
         return next(self._said)
 
     async def send(self, message: RoundMessage, *_: object, end: bool = False) -> None:
-        if message.kind != RoundKind.HELLO:
+        if not isinstance(message, Greeting):
             await self.hears.wait()
 
 
@@ -44,5 +44,6 @@ async def test_assignments_that_a_coordinator_does_not_wait_for_cost_no_memory()
     allreduce.group.peer_ids, allreduce.group.group_size = [call.remote], 1
     allreduce.group.limited = lambda index, weight: weight
     allreduce.book.report.return_value = allreduce.book.own.norms = []
-    await Participation(allreduce).run(call)  # type: ignore[arg-type]
+    allreduce.book.own.statement, allreduce.state.members = b"", []
+    await Follower(allreduce).run(call)  # type: ignore[arg-type]
     assert call.most_tasks < 10

@@ -9,7 +9,7 @@ import torch
 
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.control import AveragingMode
-from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.coordinator import Coordinator
 from shoal.averaging.round.delivery import Delivery
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
@@ -70,19 +70,19 @@ async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed, seconds):
     """It waits for the result as long as that takes: the others may not be done, or its own line may be slow."""
     swarm, tensors = await start(seed, part_size_bytes=2**12, sender_timeout=1.0, reducer_timeout=2.0)
     before = [tensor.clone() for tensor in tensors]
-    send_parts, commit = Delivery.send_parts, Coordination.commit
+    send_parts, commit = Delivery.send_parts, Coordinator.commit
 
     async def slow(self, call):
         if owner_of(swarm, self._traffic.vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
         await send_parts(self, call)
 
-    async def commit_later(self):
+    async def commit_later(self, action):
         await asyncio.sleep(seconds)
-        await commit(self)
+        await commit(self, action)
 
     monkeypatch.setattr(Delivery, "send_parts", slow)
-    monkeypatch.setattr(Coordination, "commit", commit_later)
+    monkeypatch.setattr(Coordinator, "commit", commit_later)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)])
     check(controls, swarm, tensors, before, (1, 2, 3), late=0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shoal.averaging.round import traffic
-from shoal.averaging.round.coordinator import Coordination
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.state import RoundState
 from shoal.errors import AllreduceException
 from shoal.net.resumable import RESUME_SECONDS
 from shoal.testing import Link, Network, run, start_averagers, start_step
@@ -61,7 +61,7 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
 
         def silence(allreduce):
             died.append(loop.time())
-            for index in allreduce.roster.coordinators[:count]:
+            for index in allreduce.state.coordinators[:count]:
                 network.host_of(allreduce.group.peer_ids[index]).power_off()
 
         when_all_average(members, lambda rounds: loop.call_later(after, silence, rounds[0]))
@@ -82,7 +82,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
         loop = asyncio.get_running_loop()
 
         def look(rounds):
-            victims = rounds[0].roster.coordinators[::7]  # the one who would notice, and another one
+            victims = rounds[0].state.coordinators[::7]  # the one who would notice, and another one
             waiting = set().union(*(each.reducer.waiting_for for each in rounds if each.own_index not in victims))
             if waiting.intersection(victims):
                 loop.call_later(0.001, look, rounds)
@@ -112,7 +112,7 @@ def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
             loop.call_later(3.0, network.heal)
 
         def then(rounds):
-            victim = rounds[0].group.peer_ids[rounds[0].roster.coordinators[which]]
+            victim = rounds[0].group.peer_ids[rounds[0].state.coordinators[which]]
             loop.call_later(after, cut, network.host_of(victim))
 
         when_all_average(members, then)
@@ -153,7 +153,7 @@ def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(
 def lose_for_a_while(network, rounds, positions, seconds):
     """Cut members off; they notice only later that the coordinator has lost them, too."""
     [coordinator] = [each for each in rounds if each.own_index == 0]
-    links = [coordinator.roster.members[position].link.shared.call.connection.stream for position in positions]
+    links = [next(iter(coordinator.calls[position].link.calls)).connection.stream for position in positions]
     lost = [link.other.host for link in links]
     pairs = [(host, other) for host in lost for other in network.hosts if other is not host]
     for one, other in pairs:
@@ -176,7 +176,7 @@ def lose_for_a_while(network, rounds, positions, seconds):
 def test_two_that_come_back_after_the_commit_average_nothing_again(monkeypatch, is_kept):
     """They get the result, if it is kept; else what they lacked stays as it was: the others have something else."""
     if not is_kept:
-        monkeypatch.setattr(Coordination, "_some_may_return", lambda self: False)
+        monkeypatch.setattr(RoundState, "some_may_return", False)
 
     def interfere(network, members):
         def then(rounds):

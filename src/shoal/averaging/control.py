@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -68,6 +68,41 @@ class GroupInfo:
         return peer_id in self.peer_ids
 
 
+class LossCause(IntEnum):
+    """Why a member of a round was lost. The names are counted in ``metrics.members_lost_by_cause``."""
+
+    OTHER = 0
+    """A cause that this version does not know."""
+    REFUSED = 1
+    """Its machine refuses connections: its process has ended."""
+    UNREACHABLE = 2
+    """It could not be dialled."""
+    CONNECTION_BROKE = 3
+    """Its connection broke, and it did not come back."""
+    SILENT = 4
+    """It sent nothing and did not answer, or did not do its part in time."""
+    BROKE_PROTOCOL = 5
+    """It sent something that the protocol does not allow, or its call failed."""
+    BAD_VALUES = 6
+    """It sent averages that are not finite."""
+    LATE = 7
+    """It was too late for the quorum, or came back after its parts were averaged without it."""
+    LEFT = 8
+    """It left the round."""
+    RESIGNED = 9
+    """As the coordinator it was late itself."""
+    STUCK = 10
+    """As the coordinator it did not end the round."""
+    GAVE_UP = 11
+    """It has given this peer up."""
+    EARLIER = 12
+    """It failed in an earlier phase."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> LossCause:
+        return cls.OTHER
+
+
 class AveragingStage(IntEnum):
     """How far a step has come."""
 
@@ -111,6 +146,8 @@ class RoundResult:
     """The same for what it has received."""
     seen_failing: tuple[PeerID, ...] = ()
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
+    causes: Mapping[PeerID, LossCause] = field(default_factory=dict)
+    """Why each of ``failed_peers`` was lost, as far as this peer has seen or heard."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -141,6 +178,7 @@ class RoundResult:
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
             seen_failing=together(phase.seen_failing for phase in phases),
+            causes={peer: cause for phase in reversed(phases) for peer, cause in phase.causes.items()},
         )
 
 

@@ -100,7 +100,7 @@ class PeerSilentError(TimeoutError):
     """The other peer did not answer several questions whether it lives."""
 
 
-class Answer(NamedTuple):
+class LifeAnswer(NamedTuple):
     """What the other peer answers to a question about the task."""
 
     has_begun: bool
@@ -113,7 +113,7 @@ class Answer(NamedTuple):
     """Why it does not hold a link to the peer that asks any more; ``None``: it may."""
 
 
-class Question(NamedTuple):
+class LifeQuestion(NamedTuple):
     """Asks a peer whether it lives, and tells it which calls have broken."""
 
     resume: int = 0
@@ -124,7 +124,7 @@ class Question(NamedTuple):
 class Ask(Protocol):
     """Asks the other peer about the task; raises what a call raises."""
 
-    async def __call__(self, question: Question, timeout: float | None = None) -> Answer: ...
+    async def __call__(self, question: LifeQuestion, timeout: float | None = None) -> LifeAnswer: ...
 
 
 class Contents(Protocol):
@@ -268,6 +268,10 @@ class WatchedCalls:
                 ear.received, ear.since = stream.received, self._now()
 
     @property
+    def calls(self) -> list[Call]:
+        return [*self._ears]
+
+    @property
     def heard_at(self) -> float:
         """When something came on a call that still lasts, as far as anybody has looked."""
         return max((ear.heard_at for ear in self._ears.values()), default=-math.inf)
@@ -396,7 +400,7 @@ class ResumableCall:
                 await asyncio.sleep(last_sign + pause - asked)
                 continue
             try:
-                if (await self._ask(Question(), patience)).has_given_up:
+                if (await self._ask(LifeQuestion(), patience)).has_given_up:
                     self._on_gone(GaveUpError(GIVEN_UP))
                     return
                 last_sign = now()
@@ -427,7 +431,7 @@ class ResumableCall:
         generation = self.generation
         self._stub.note_silence()
         try:
-            if not (await self._ask(Question(), ANSWER_SECONDS)).has_begun:
+            if not (await self._ask(LifeQuestion(), ANSWER_SECONDS)).has_begun:
                 return
             self.note_life(is_new=True)
             # What it has said before may still be on its way.
@@ -438,11 +442,11 @@ class ResumableCall:
             if exchange or link:
                 logger.info("the connection to peer %s is silent and was cut", self._stub.peer)
                 _cut([*exchange, *link])
-                await self._ask(Question(generation + 1 if exchange else 0, bool(link)), ANSWER_SECONDS)
+                await self._ask(LifeQuestion(generation + 1 if exchange else 0, bool(link)), ANSWER_SECONDS)
         except _FAILURES as e:
             logger.debug("asked a silent peer whether it lives: %r", e)
 
-    def hear_question(self, question: Question) -> None:
+    def hear_question(self, question: LifeQuestion) -> None:
         """The other peer asks about the task. It may know of broken calls that still seem to work here."""
         self.note_life(is_new=question.resume > 0 or question.is_link_broken)
         if question.resume > self.generation:
@@ -549,7 +553,7 @@ class ResumableCall:
 
     async def _await_return(self, generation: int) -> None:
         """Report the other peer if it is dead, or does not come back in time."""
-        error = await self._wait_for_return(Question(resume=generation + 1), self._returned)
+        error = await self._wait_for_return(LifeQuestion(resume=generation + 1), self._returned)
         if self._lost != generation or self._returned.is_set() or not self.contents.is_awaited():
             return
         if error is None or (self.is_heard() and not self.contents.is_incomplete()):
@@ -557,7 +561,7 @@ class ResumableCall:
         else:
             self._on_gone(error)
 
-    async def _wait_for_return(self, question: Question, returned: asyncio.Event) -> BaseException | None:
+    async def _wait_for_return(self, question: LifeQuestion, returned: asyncio.Event) -> BaseException | None:
         """Wait for a peer whose connection broke, for longer if it shows life in some other way.
 
         Returns:
@@ -587,7 +591,7 @@ class ResumableCall:
                     break
         return None if returned.is_set() else StreamClosedError("its connection broke, and it did not come back")
 
-    async def _ask_until_answered(self, question: Question, since: float) -> Answer:
+    async def _ask_until_answered(self, question: LifeQuestion, since: float) -> LifeAnswer:
         while True:
             try:
                 return await self._ask(question)
@@ -685,4 +689,4 @@ class ResumableCall:
         Returns:
             Why it is given up; ``None``: it has come back.
         """
-        return await self._wait_for_return(Question(is_link_broken=True), returned)
+        return await self._wait_for_return(LifeQuestion(is_link_broken=True), returned)

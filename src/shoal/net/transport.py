@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 import secrets
 import struct
 from abc import ABC, abstractmethod
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""
 
-VERSION = 1
+VERSION = 2
 # A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
@@ -394,7 +395,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 @functools.cache
 def _decoder(header_type: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(header_type)
+    # A message of several kinds: its subclasses are the kinds, told apart by their tags.
+    kinds = tuple(each for each in header_type.__subclasses__() if each.__struct_config__.tag is not None)
+    return msgspec.msgpack.Decoder(functools.reduce(operator.or_, kinds) if kinds else header_type)
 
 
 def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:

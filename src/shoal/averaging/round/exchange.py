@@ -21,39 +21,70 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusReply, StatusRequest, reason_of
+from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, RoundResult
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
 from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.flow_control import FlowControl
-from shoal.averaging.round.members import MemberStatus, Roster, RoundMember
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.state import (
+    Action,
+    AveragesCame,
+    Complete,
+    Event,
+    Exchanged,
+    Lost,
+    MemberStatus,
+    PartsSent,
+    RoundMember,
+    RoundState,
+    StopExchange,
+    on,
+)
 from shoal.averaging.round.traffic import Traffic
 from shoal.base.tasks import cancel_and_wait
-from shoal.compression import CompressionInfo
+from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
-from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, Answer, GaveUpError, Question, ResumableCall
+from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, GaveUpError, LifeAnswer, LifeQuestion, ResumableCall
 from shoal.p2p import Call, PeerID, StubBase
-
-if TYPE_CHECKING:
-    from shoal.averaging.round.session import AllReduceSettings
 
 logger = logging.getLogger(__name__)
 
 
-def answer_of(reply: StatusReply) -> Answer:
+@dataclass(frozen=True)
+class AllReduceSettings:
+    """How a group averages."""
+
+    codec: CompressionBase
+    part_size_bytes: int
+    alpha: float
+    """Local values move by this fraction of the way to the average."""
+    sender_timeout: float
+    """A sender is given up after so many seconds without the next part."""
+    reducer_timeout: float
+    """A reducer is given up after so many seconds without the next average."""
+    quorum: int | None = None
+    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    quorum_grace: float = 0.0
+    aggregation: Aggregation | None = None
+    """``None``: the weighted mean."""
+
+
+def answer_of(reply: StatusReply) -> LifeAnswer:
     """What a member's answer about the round means for the calls to it."""
     has_left = "has left the round"
     why_over = GIVEN_UP if reply.has_given_up else has_left if reply.status != RoundStatus.RUNNING else None
     why_unlinked = "has given this coordinator up" if reply.follows_another else None
     if why_unlinked is None and reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
         why_unlinked = has_left
-    return Answer(reply.status != RoundStatus.UNKNOWN, reply.has_given_up, why_over, why_unlinked)
+    return LifeAnswer(reply.status != RoundStatus.UNKNOWN, reply.has_given_up, why_over, why_unlinked)
 
 
 class AllReduce:
@@ -69,6 +100,7 @@ class AllReduce:
         weight: this member's weight.
         get_stub: makes a stub of the averager protocol for a member.
         is_spoilt: whether some of this member's values are not finite; its weight is then 0.
+        accuse: called with the position of a member that has lied, and what it has lied about.
     """
 
     def __init__(
@@ -82,16 +114,22 @@ class AllReduce:
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
+        accuse: Callable[[int, str], object] = lambda member, what: None,
     ) -> None:
         self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
         self.settings, self.weight = settings, weight
         self.vector = RoundVector(
             tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
         )
-        reducers = [index for index, parts in enumerate(self.vector.parts) if parts]
-        self.roster = Roster(group, own_index, reducers, settings.quorum)
-        self.roster.on_failure.append(self._drop)
-        self.book = NormBook(round_id, group, settings.aggregation, self.roster.accuse)
+        counts = [len(parts) for parts in self.vector.parts]
+        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.alpha == 1)
+        self.actions: asyncio.Queue[Action] = asyncio.Queue()
+        """What follows from events and is not the exchange's business."""
+        self.changed = asyncio.Event()
+        """Set after each event."""
+        self.delivered, self.received, self.all_complete = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """Set when the state says so for the first time, see :class:`~.state.RoundState`."""
+        self.book = NormBook(round_id, group, settings.aggregation, accuse)
         self.exchanged = asyncio.Event()
         """This member has sent and received all that it will in the exchange."""
         # The calls to reducers may end: they gave this member all averages, or the round is over. A member that needed
@@ -114,36 +152,34 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._show()
 
     def _make_reducer(self) -> PartReducer:
-        own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
-        senders = [index for index in roster.senders if index != own and parts]
-        local = self.vector.sound_values if roster.is_sender else None
-        on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
-        reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
-        reducer.left_out = roster.left_out
-        return reducer
+        own, parts = self.own_index, self.vector.parts[self.own_index]
+        senders = [index for index in self.state.senders if index != own and parts]
+        local = self.vector.sound_values if self.state.own.is_sender else None
+        combiner = self.book.make_combiner()
+        return PartReducer(parts, senders, local, own, {own: self.weight}, self.note_not_finite, combiner)
 
     def _make_traffic(self, member: int) -> Traffic:
-        roster = self.roster
         return Traffic(
             self.vector,
             self.reducer,
             self.own_index,
             member,
-            gives=roster.is_sender,
-            takes=member in roster.senders,
+            gives=self.state.own.is_sender,
+            takes=self.state.members[member].is_sender,
             pace=self._pace,
-            on_not_finite=lambda: roster.seen_not_finite.add(member),
-            on_delivered=lambda: roster.note_delivery(member),
-            on_received=lambda: roster.note_received(member),
+            on_not_finite=lambda: self.note_not_finite(member),
+            on_delivered=lambda: self.emit(PartsSent(member)),
+            on_received=lambda: self.emit(AveragesCame(member)),
         )
 
     def _make_calls(self, index: int) -> ResumableCall:
-        member = self.roster.members[index]
+        member = self.state.members[index]
         stub = self.get_stub(member.peer_id)
 
-        async def ask(question: Question, timeout: float | None = None) -> Answer:
+        async def ask(question: LifeQuestion, timeout: float | None = None) -> LifeAnswer:
             reply: StatusReply = await stub.rpc_round_status(StatusRequest(self.round_id, *question), timeout=timeout)
             return answer_of(reply)
 
@@ -155,38 +191,69 @@ class AllReduce:
     def _lose(self, member: RoundMember, error: BaseException) -> None:
         """The calls to a member report that it is gone."""
         # A member that has given this one up, perhaps because this one was late, is not to blame.
-        self.roster.fail(member.index, reason_of(error), is_hearsay=isinstance(error, GaveUpError))
+        self.emit(Lost(member.index, Loss.of(error), is_hearsay=isinstance(error, GaveUpError)))
+
+    def emit(self, event: Event) -> None:
+        """Something has happened in the round: do what follows from it, or leave it in :attr:`actions`."""
+        for action in on(self.state, event):
+            if isinstance(action, StopExchange):
+                self._stop(action)
+            else:
+                self.actions.put_nowait(action)
+        self._show()
+        self.changed.set()
+
+    def _show(self) -> None:
+        state = self.state
+        for holds, seen in (
+            (state.has_delivered, self.delivered),
+            (state.has_received, self.received),
+            (state.all_complete, self.all_complete),
+        ):
+            if holds:
+                seen.set()
+
+    def note_not_finite(self, member: int) -> None:
+        """A member has sent values that are not finite."""
+        self.state.members[member].sent_not_finite = True
+
+    @property
+    def left_out(self) -> list[int]:
+        """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
+        return [each.index for each in self.state.members if each.left_out or each.index in self.reducer.left_out]
 
     async def run(self) -> None:
-        """Exchange parts with all members. Failures of other members go to the roster and are not raised here.
+        """Exchange parts with all members. Failures of other members are events, and are not raised here.
 
         Raises:
             AllreduceException: this member could not average a part.
         """
         work: list[Coroutine[Any, Any, object]] = [self.reducer.finish()]
-        roster = self.roster
-        living = [member for member in roster.members if not member.failed and member is not roster.own]
-        if roster.is_sender:
+        state = self.state
+        living = [member for member in state.members if not member.failed and member is not state.own]
+        if state.own.is_sender:
             work.append(self._apply_own_parts())
-            for failed in roster.failed:  # in an earlier phase
+            for failed in state.failed:  # in an earlier phase
                 self._stop_exchange(failed.index)
             for member in living:
                 if self.vector.parts[member.index]:
                     self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
         for index, calls in self.calls.items():
-            calls.start(self.settings.sender_timeout, asks=not roster.members[index].failed)
+            calls.start(self.settings.sender_timeout, asks=not state.members[index].failed)
         absent = asyncio.ensure_future(self._give_up_absent_senders())
         exchange = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*exchange)
-            await roster.received.wait()
+            await self.received.wait()
             self.vector.drop_early()
             self.exchanged.set()
             # A member that has left out bad values does not end early. The others then wait for the coordinator, which
             # names the sender of these values to all.
-            if roster.is_sender and self.vector.is_complete and not roster.seen_not_finite:
+            has_bad_values = any(member.sent_not_finite for member in state.members)
+            if state.own.is_sender and self.vector.is_complete and not has_bad_values:
                 self._may_end.set()
-                roster.note_complete(self.own_index)
+                self.emit(Complete(self.own_index))
+            self.emit(Exchanged([*self.vector.held]))
             await self.ended.wait()
             # Calls that end by themselves leave their connections open for the next round.
             if self._exchanges:
@@ -206,22 +273,25 @@ class AllReduce:
 
     async def abandon(self) -> None:
         """Stop the exchange and forget its averages, because the others have gone on without this member."""
-        self.roster.own.standing = MemberStatus.LATE
+        self.state.own.status = MemberStatus.LATE
         # The handlers end first: no other member may get an average that is not part of the round's result.
         await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
             self.reducer.ban(member, "this member is late")
         await cancel_and_wait(*self._exchanges.values())
         await self.exchanged.wait()
-        self.roster.forgive()
+        self.state.forgive()
         self.vector.restart()
 
-    def _drop(self, member: RoundMember) -> None:
+    def _stop(self, action: StopExchange) -> None:
         """Stop all exchange with a member that has failed."""
-        self.reducer.ban(member.index, member.reason)
-        if member is not self.roster.own:
-            self.calls[member.index].is_given_up = True
-        exchange = self._exchanges.get(member.index)
+        member = self.state.members[action.index]
+        if action.is_new:
+            logger.info("group member %s failed: %s", member.peer_id, action.loss.reason)
+        self.reducer.ban(action.index, action.loss.reason)
+        if member is not self.state.own:
+            self.calls[action.index].is_given_up = True
+        exchange = self._exchanges.get(action.index)
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
 
@@ -234,38 +304,38 @@ class AllReduce:
         Raises:
             AllreduceException: nothing was averaged; the tensors are as they were.
         """
-        roster = self.roster
-        share = self.vector.share_averaged if roster.is_sender else 1.0
+        state, failed = self.state, self.state.failed
+        share = self.vector.share_averaged if state.own.is_sender else 1.0
         # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
-        if has_nothing and roster.failed:
-            reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
+        if has_nothing and failed:
+            reasons = "; ".join(f"{each.peer_id}: {each.loss.reason}" for each in failed if each.loss is not None)
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
-        if has_nothing and roster.own.late:
+        if has_nothing and state.own.late:
             raise AllreduceException("this member was late, and the result did not arrive")
-        not_finite = roster.seen_not_finite | roster.told_not_finite
+        left_out = [state.members[index] for index in self.left_out]
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
-            failed_peers=tuple(member.peer_id for member in roster.failed),
-            weights=tuple(self.weights or map(self.weight_of, roster.members)),
+            failed_peers=tuple(member.peer_id for member in failed),
+            weights=tuple(self.weights or map(self.weight_of, state.members)),
             share_averaged=share,
-            auxiliaries=tuple(member.peer_id for member in roster.members if member.mode is AveragingMode.AUX),
-            late=roster.own.late,
+            auxiliaries=tuple(member.peer_id for member in state.members if not member.is_sender),
+            late=state.own.late,
             duration=duration,
-            not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
-            left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
+            not_finite_peers=tuple(m.peer_id for m in state.members if m.sent_not_finite or m.told_not_finite),
+            left_out_peers=tuple(m.peer_id for m in left_out if m.is_sender and not m.failed),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
-            seen_failing=tuple(each.peer_id for each in roster.failed if each.index in roster.seen_failing),
+            seen_failing=tuple(each.peer_id for each in failed if each.seen_failing),
+            causes={each.peer_id: each.loss.cause for each in failed if each.loss is not None},
         )
 
     def weight_of(self, member: RoundMember) -> float:
         """A member's weight as far as this one knows it: members announce their weights to their reducers only."""
-        if member is self.roster.own:
-            return self.weight if self.roster.is_sender else 0.0
-        is_counted = not member.failed and member.mode is not AveragingMode.AUX
-        return self.reducer.weights.get(member.index, 0.0) if is_counted else 0.0
+        if member is self.state.own:
+            return self.weight if member.is_sender else 0.0
+        return self.reducer.weights.get(member.index, 0.0) if member.is_sender and not member.failed else 0.0
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
@@ -289,10 +359,10 @@ class AllReduce:
             await calls.keep_calling(make_calls)
         except PEER_FAILURES as e:
             if not self.ended.is_set():
-                self.roster.seen_withholding[member.index] = asyncio.get_running_loop().time()
-                self.roster.fail(member.index, reason_of(e))
+                member.withheld_at = asyncio.get_running_loop().time()
+                self.emit(Lost(member.index, Loss.of(e)))
         except asyncio.CancelledError:
-            self.roster.note_cancelled(member.index)
+            member.cut_off |= member.owes_averages
             raise
         finally:
             self._stop_exchange(member.index)
@@ -300,8 +370,8 @@ class AllReduce:
     def _stop_exchange(self, member: int) -> None:
         """Send nothing more to a member, and expect nothing more from it."""
         self._traffic[member].stop()
-        self.roster.note_delivery(member)
-        self.roster.note_received(member)
+        self.emit(PartsSent(member))
+        self.emit(AveragesCame(member))
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +393,7 @@ class AllReduce:
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self.reducer.waiting_for):
             if self.waits_for_beginning_of(sender):
-                self.roster.fail(sender, "did not begin to send in time")
+                self.emit(Lost(sender, Loss(LossCause.SILENT, "did not begin to send in time")))
 
     async def serve(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Reduce for another member. Runs in the handler of its call.
@@ -356,11 +426,11 @@ class AllReduce:
         with calls.ending(call, begin.resume):
             has_ended = await intake.wait_for_end(call, self.ended)
         if has_ended:
-            self.roster.note_complete(index)
+            self.emit(Complete(index))
 
     def has_given_up(self, member: RoundMember) -> bool:
         """Whether nothing more will be exchanged with a member."""
-        return member.failed or self.roster.own.late
+        return member.failed or self.state.own.late
 
     def bytes_sent_to(self, members: Iterable[int]) -> int:
         """Of parts and averages, to these members so far."""
@@ -372,7 +442,7 @@ class AllReduce:
         return all(
             traffic.averages_out.is_taken
             for index, traffic in self._traffic.items()
-            if not self.roster.members[index].failed
+            if not self.state.members[index].failed
         )
 
     def hear_question(self, told: StatusRequest, asker: PeerID) -> bool:
@@ -383,8 +453,8 @@ class AllReduce:
         """
         if asker not in self.group.peer_ids or (index := self.group.peer_ids.index(asker)) == self.own_index:
             return False
-        self.calls[index].hear_question(Question(told.resume, told.is_link_broken))
-        return self.has_given_up(self.roster.members[index])
+        self.calls[index].hear_question(LifeQuestion(told.resume, told.is_link_broken))
+        return self.has_given_up(self.state.members[index])
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
@@ -392,7 +462,7 @@ class AllReduce:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
         # It may lack averages although it has delivered everything.
-        member = self.roster.members[index]
+        member = self.state.members[index]
         is_known = begin.resume > 0 and index in self.intakes and not self.has_given_up(member)
         if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
@@ -408,7 +478,7 @@ class AllReduce:
             self.intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
             counted = self.group.limited(sender, begin.weight)
             if counted < begin.weight:
-                self.roster.overstating[sender] = begin.weight
+                self.state.members[sender].overstated = begin.weight
             self.reducer.begin(sender, counted)
             if begin.stripes > 1:
                 timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
@@ -421,4 +491,5 @@ class AllReduce:
         """Give up a sender that has begun on some of its connections only: the rest of its parts may never come."""
         intake = self.intakes[sender]
         if intake.generation == generation and len(intake.begun) < intake.stripes:
-            self.roster.fail(sender, "did not begin to send on all its connections in time")
+            loss = Loss(LossCause.SILENT, "did not begin to send on all its connections in time")
+            self.emit(Lost(sender, loss))

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
+from shoal.averaging.messages import (
+    MAX_SLICES,
+    DescribedPart,
+    NotFiniteError,
+    PartMessage,
+    PartStatus,
+    Resume,
+    describe_part,
+)
 from shoal.averaging.round.flow_control import FlowControl, Runner
 from shoal.averaging.round.parts import Averages, Part, RoundVector
 from shoal.averaging.round.reducer import PartReducer
@@ -453,7 +461,7 @@ class Traffic:
     def _check_finite(self, average: torch.Tensor | None) -> None:
         if average is not None and not all_finite(average):
             self._on_not_finite()
-            raise ProtocolError("sent an average that is not finite")
+            raise NotFiniteError("sent an average that is not finite")
 
     def end(self, *, own: bool) -> None:
         """Note that nothing more comes on one call.
