@@ -6,7 +6,7 @@ import asyncio
 from unittest.mock import MagicMock
 
 from shoal.averaging.messages import Alive, Assignment, Commit, Greeting, RoundMessage
-from shoal.averaging.round.finish import Follower
+from shoal.averaging.round.finish import Participant
 
 ASSIGNMENTS = 1000
 
@@ -45,5 +45,5 @@ async def test_assignments_that_a_coordinator_does_not_wait_for_cost_no_memory()
     allreduce.group.limited = lambda index, weight: weight
     allreduce.book.report.return_value = allreduce.book.own.norms = []
     allreduce.book.own.statement, allreduce.state.members = b"", []
-    await Follower(allreduce).run(call)  # type: ignore[arg-type]
+    await Participant(allreduce).run(call)  # type: ignore[arg-type]
     assert call.most_tasks < 10

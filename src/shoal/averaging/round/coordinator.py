@@ -50,11 +50,11 @@ from shoal.averaging.round.state import (
     GraceOver,
     HasDelivered,
     Left,
-    Link,
     LinkBroke,
     Linked,
     LinkLost,
     Lost,
+    MemberLink,
     MemberStatus,
     PatienceOver,
     Reported,
@@ -97,7 +97,7 @@ class Coordinator:
     def __init__(self, allreduce: AllReduce) -> None:
         self.allreduce, self.state, self.vector = allreduce, allreduce.state, allreduce.vector
         self._silence = allreduce.settings.sender_timeout
-        self._calls: dict[Link, _Held] = {}
+        self._calls: dict[MemberLink, _Held] = {}
         self._recovery: Recovery | None = None
         # What works on the end of the round, and messages to members. Ordered sets: simulations repeat exactly.
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -170,7 +170,7 @@ class Coordinator:
         if not task.cancelled() and (error := task.exception()) is not None and not self._outcome.done():
             self._outcome.set_exception(error)
 
-    async def _tell(self, link: Link, message: RoundMessage, *, end: bool = False) -> None:
+    async def _tell(self, link: MemberLink, message: RoundMessage, *, end: bool = False) -> None:
         if (held := self._calls.get(link)) is None:
             return
         try:
@@ -318,7 +318,7 @@ class Coordinator:
         calls = self.allreduce.calls[member.index]
         calls.note_life(is_new=member.link is not None)
         self.allreduce.book.take_claim(member.index, greeting.norms, greeting.statement)
-        link = Link(self.allreduce.group.limited(member.index, greeting.weight))
+        link = MemberLink(self.allreduce.group.limited(member.index, greeting.weight))
         self._calls[link] = held = _Held(SharedCall(call), handler)
         await held.shared.send(Alive())
         self.allreduce.emit(Linked(member.index, link, greeting.late, greeting.missed))
@@ -333,7 +333,7 @@ class Coordinator:
         finally:
             await cancel_and_wait(alive)
 
-    async def _serve_message(self, link: Link, shared: SharedCall, member: RoundMember) -> bool:
+    async def _serve_message(self, link: MemberLink, shared: SharedCall, member: RoundMember) -> bool:
         async with asyncio.timeout(self._silence):
             message = await shared.call.receive(RoundMessage)
             self.allreduce.calls[member.index].note_life()
@@ -358,7 +358,7 @@ class Coordinator:
                 self.allreduce.emit(HasDelivered(link))
         return True
 
-    def _note_end(self, member: RoundMember, link: Link, error: BaseException) -> None:
+    def _note_end(self, member: RoundMember, link: MemberLink, error: BaseException) -> None:
         """A link has ended before the commit. The connection may have broken, which is no death."""
         if member.link is not link or self.state.committed or self._is_closed:
             return
@@ -370,21 +370,21 @@ class Coordinator:
         else:
             self._begin(self._lose_soon(member, link, Loss.of(error)))
 
-    async def _lose_soon(self, member: RoundMember, link: Link, loss: Loss) -> None:
+    async def _lose_soon(self, member: RoundMember, link: MemberLink, loss: Loss) -> None:
         await asyncio.sleep(CALL_AGAIN_SECONDS)
         self._lose(member, link, loss)
 
-    async def _wait_for_return(self, member: RoundMember, link: Link) -> None:
+    async def _wait_for_return(self, member: RoundMember, link: MemberLink) -> None:
         error = await self.allreduce.calls[member.index].wait_for_link(self._calls[link].replaced)
         if error is not None:
             self._lose(member, link, Loss.of(error))
 
-    def _lose(self, member: RoundMember, link: Link, loss: Loss) -> None:
+    def _lose(self, member: RoundMember, link: MemberLink, loss: Loss) -> None:
         self.allreduce.emit(LinkLost(member.index, link, loss))
         if member.link is not link:
             self._calls.pop(link, None)
 
-    async def _receive_assigned(self, link: Link, call: Call, member: RoundMember, message: AssignedPart) -> None:
+    async def _receive_assigned(self, link: MemberLink, call: Call, member: RoundMember, message: AssignedPart) -> None:
         reducer, index = message.reducer, message.index
         if reducer >= len(self.vector.parts) or index >= len(self.vector.parts[reducer]):
             raise ProtocolError("sent a part that does not exist")

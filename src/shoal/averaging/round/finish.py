@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 MIN_ANSWER_SECONDS = 1.0
 
 
-class Follower:
+class Participant:
     """A member's side: it follows the coordinators of one round, one after another if they die.
 
     It reports to the coordinator, and sends and takes the parts that the coordinator asks for.
@@ -266,7 +266,7 @@ class Completion:
 
     def __init__(self, allreduce: AllReduce, note_stuck: Callable[[int, float], object]) -> None:
         self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
-        self._follower, self._coordinator = Follower(allreduce), Coordinator(allreduce)
+        self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
         self._has_given_up = False

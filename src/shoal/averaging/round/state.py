@@ -43,7 +43,7 @@ class MemberStatus(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class MemberLink:
     """The call of a member that follows this one as its coordinator. A member that comes back has a new one."""
 
     weight: float
@@ -89,7 +89,7 @@ class RoundMember:
     """It reduces, and not all its averages have come. Only falls."""
     lacks_averages: bool = False
     """It has tensors, and may still lack averages. Only falls."""
-    link: Link | None = None
+    link: MemberLink | None = None
     """Only a coordinator has these."""
     left: bool = False
     """It has left on purpose, so it will not come back for the result."""
@@ -213,7 +213,7 @@ class Linked:
     """A member follows this one."""
 
     index: int
-    link: Link
+    link: MemberLink
     is_late: bool = False
     missed: bool = False
 
@@ -223,7 +223,7 @@ class LinkBroke:
     """The connection of a link broke; the member may come back."""
 
     index: int
-    link: Link
+    link: MemberLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class LinkLost:
     """A link is over before the commit, and the member has not come back in time."""
 
     index: int
-    link: Link
+    link: MemberLink
     loss: Loss
 
 
@@ -240,7 +240,7 @@ class Reported:
     """A member holds so many averages of each reducer."""
 
     index: int
-    link: Link
+    link: MemberLink
     held: list[int]
 
 
@@ -248,7 +248,7 @@ class Reported:
 class HasDelivered:
     """A member has sent all its parts."""
 
-    link: Link
+    link: MemberLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class StopExchange:
 class Tell:
     """Send a message on these links."""
 
-    links: Sequence[Link]
+    links: Sequence[MemberLink]
     message: RoundMessage
 
 
@@ -328,7 +328,7 @@ class Tell:
 class CutLink:
     """End a link; ``is_replaced``: the member has made another one."""
 
-    link: Link
+    link: MemberLink
     is_replaced: bool
 
 
@@ -342,7 +342,7 @@ class Attempt:
     """Fill gaps with the help of the linked members, then send ``AttemptEnded``."""
 
     plan: Plan
-    links: Mapping[int, Link]
+    links: Mapping[int, MemberLink]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,7 @@ class CallOff:
 class CommitRound:
     """Tell these members that the round is over; ``keeps``: keep the result for others."""
 
-    links: Mapping[int, Link]
+    links: Mapping[int, MemberLink]
     keeps: bool
 
 
@@ -407,6 +407,8 @@ class RoundState:
         """Parts were averaged again without failed members, or another coordinator may have done that. A failed member
         that comes back may hold other averages of the same parts, so it is late from then on. Only rises."""
         self.grace_began = False
+        self.resigned = False
+        """This peer has coordinated, and does so no more. Only rises."""
         self.attempt: Attempt | None = None
         """Not ``None`` only while it coordinates and has not committed."""
         self.committed = False
@@ -466,7 +468,7 @@ class RoundState:
         return {member.index for member in self.failed if member.link is None or member.late}
 
     @property
-    def punctual(self) -> dict[int, Link]:
+    def punctual(self) -> dict[int, MemberLink]:
         """Links of the members for which the round waits."""
         return {each.index: each.link for each in self.members if each.link is not None and not each.late}
 
@@ -646,6 +648,8 @@ def _link(state: RoundState, event: Linked) -> list[Action]:
     member.link = event.link
     if state.is_too_late(member) or event.is_late:
         actions += _leave_behind(state, [event.index])
+    elif state.resigned:  # its connection broke before it was told
+        actions.append(Tell([event.link], Resigns()))
     elif state.committed:  # while it was greeted
         member.unconfirmed = True
         actions.append(CommitRound({event.index: event.link}, keeps=False))
@@ -675,7 +679,7 @@ def _close(state: RoundState) -> list[Action]:
         return []
     if not state.has_delivered and state.has_successor:
         # The others would have to wait for this peer's own parts, so the next coordinator takes over.
-        state.coordinates = None
+        state.coordinates, state.resigned = None, True
         return [Tell([*state.punctual.values()], Resigns()), Resign()]
     if state.all_complete:
         return []
