@@ -435,10 +435,11 @@ def test_parts_that_nobody_holds_are_reduced_again(may_reduce: bool) -> None:
 
 
 def test_a_coordinator_that_resigned_says_so_again() -> None:
-    """The connection of a member may break before it hears of it."""
-    state = state_of(3, quorum=1)
+    """The connection of a member may break before it is told."""
+    state = state_of(4, quorum=2)
     on(state, Coordinate(waits=True))
-    on(state, HasDelivered(linked(state, 1)))
+    for index in (1, 2):
+        on(state, HasDelivered(linked(state, index)))
     assert Resign() in on(state, GraceOver())
     link = MemberLink(1.0)
     [told] = [action for action in on(state, Linked(1, link)) if isinstance(action, Tell)]
