@@ -79,6 +79,24 @@ async def test_weighted_mean_is_exact(case):
 
 
 @alone_in_virtual_time
+async def test_a_result_tells_the_traffic_with_each_member():
+    swarm, size, count = Swarm(), 3, 3000
+    for _ in range(size):
+        await swarm.add([torch.randn(count)])
+    controls = [make_control(node, expected_group_size=size) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    results = {node.p2p.peer_id: control.round for node, control in zip(swarm.nodes, controls, strict=True)}
+    for own, result in results.items():
+        assert result.traffic.keys() == set(result.peers) - {own}
+        assert sum(each.bytes_sent for each in result.traffic.values()) == result.bytes_sent
+        assert sum(each.bytes_received for each in result.traffic.values()) == result.bytes_received
+        for other, each in result.traffic.items():
+            assert each.bytes_sent == results[other].traffic[own].bytes_received > 0
+            assert 0 <= each.seconds <= result.duration
+    await swarm.close()
+
+
+@alone_in_virtual_time
 async def test_only_auxiliaries_finish_and_change_nothing():
     swarm = Swarm()
     tensors = [random_tensors(i) for i in range(3)]

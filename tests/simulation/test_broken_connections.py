@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
+from shoal.averaging.control import LossCause
 from shoal.averaging.round.delivery import Delivery
 from shoal.averaging.round.recovery import Recovery
 from shoal.averaging.round.sending import OutgoingParts
@@ -122,6 +123,8 @@ def test_who_crashes_is_dead_at_once(position):
             broken = Broken(interfere)
             assert len(broken.results) == SIZE - 1
             assert all(result.share_averaged == 1 for result in broken.results)
+            causes = {broken.group[position]: LossCause.REFUSED}
+            assert all(result.causes == causes for result in broken.results)
             # What the dead one had to average is averaged again.
             assert broken.seconds < 2 * undisturbed.seconds + 0.7
 

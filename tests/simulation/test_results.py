@@ -39,6 +39,17 @@ def test_nobody_gets_what_a_user_has_done_with_a_result() -> None:
     check("quorum", 529)
 
 
+def test_a_result_shows_the_slow_member() -> None:
+    def slow_down(broken: Broken) -> None:
+        broken.host_of(2).uplink /= 8
+
+    broken = Broken(slow_down)
+    for node, result in zip(broken.nodes, broken.results, strict=True):
+        seconds = {broken.group.index(peer): each.seconds for peer, each in result.traffic.items()}
+        if node.p2p.peer_id != broken.group[2]:
+            assert max(seconds, key=lambda position: seconds[position]) == 2
+
+
 @pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 def test_an_auxiliary_has_no_result_for_who_is_late(seed: int) -> None:
     """Its own tensors are none. It ends as the others do."""

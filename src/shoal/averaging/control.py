@@ -114,6 +114,22 @@ class AveragingStage(IntEnum):
 
 
 @dataclass(frozen=True)
+class MemberTraffic:
+    """What this peer and another member of a round have exchanged."""
+
+    bytes_sent: int = 0
+    """Of parts and averages, encoded. Includes what was sent again after a connection broke."""
+    bytes_received: int = 0
+    seconds: float = 0.0
+    """From the trigger to the last part or average that came from it; 0 if none came."""
+
+    def __add__(self, other: MemberTraffic) -> MemberTraffic:
+        return MemberTraffic(
+            self.bytes_sent + other.bytes_sent, self.bytes_received + other.bytes_received, self.seconds + other.seconds
+        )
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """The result of one all-reduce, as this peer saw it."""
 
@@ -148,6 +164,8 @@ class RoundResult:
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
     causes: Mapping[PeerID, LossCause] = field(default_factory=dict)
     """Why each of ``failed_peers`` was lost, as far as this peer has seen or heard."""
+    traffic: Mapping[PeerID, MemberTraffic] = field(default_factory=dict)
+    """Bytes and seconds of the exchange with each other member. The bytes add up to those above."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -178,6 +196,7 @@ class RoundResult:
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
             seen_failing=together(phase.seen_failing for phase in phases),
+            traffic={peer: sum((phase.traffic[peer] for phase in phases), MemberTraffic()) for peer in first.traffic},
             causes={peer: cause for phase in reversed(phases) for peer, cause in phase.causes.items()},
         )
 

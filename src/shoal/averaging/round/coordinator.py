@@ -65,7 +65,7 @@ from shoal.averaging.round.state import (
     Tell,
 )
 from shoal.base.tasks import cancel_and_wait, first_completed
-from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
+from shoal.errors import AllreduceException, InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.net.resumable import RETURN_SECONDS
 from shoal.p2p import Call
 
@@ -309,6 +309,8 @@ class Coordinator:
         """Hold a member's call until the round is over. Runs in the handler of that call."""
         handler = asyncio.current_task()
         assert handler is not None
+        if self._is_closed and not self.state.committed:
+            raise AllreduceException("this member has left the round")
         if member.unconfirmed:
             await self._commit_again(call, member)
             return

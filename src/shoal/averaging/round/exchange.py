@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.aggregation import Aggregation
-from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, RoundResult
+from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberTraffic, RoundResult
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
 from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
@@ -152,6 +152,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._began_at = asyncio.get_running_loop().time()
         self._show()
 
     def _make_reducer(self) -> PartReducer:
@@ -328,8 +329,13 @@ class AllReduce:
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
             seen_failing=tuple(each.peer_id for each in failed if each.seen_failing),
+            traffic={state.members[index].peer_id: self._traffic_of(each) for index, each in self._traffic.items()},
             causes={each.peer_id: each.loss.cause for each in failed if each.loss is not None},
         )
+
+    def _traffic_of(self, traffic: Traffic) -> MemberTraffic:
+        seconds = max(0.0, traffic.came_at - self._began_at)
+        return MemberTraffic(traffic.bytes_sent, traffic.bytes_received, seconds)
 
     def weight_of(self, member: RoundMember) -> float:
         """A member's weight as far as this one knows it: members announce their weights to their reducers only."""

@@ -274,6 +274,8 @@ class Traffic:
         self._is_over = False
         self.heard_at = -math.inf
         """Loop time of the other member's last message."""
+        self.came_at = -math.inf
+        """Loop time at which the last part or average was here; ``-inf``: none has come."""
         self.bytes_received = 0
         """Of all payloads so far."""
 
@@ -433,7 +435,7 @@ class Traffic:
             async with asyncio.timeout(limit()):
                 nbytes = call.payload_size
                 complete = await incoming.receive(call, message)
-            self.bytes_received += nbytes
+            self.bytes_received, self.came_at = self.bytes_received + nbytes, asyncio.get_running_loop().time()
             self._take(message, complete)
 
     def _expect(self, message: PartMessage) -> IncomingParts:
