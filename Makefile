@@ -2,18 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-LIGHTNING_TESTS := $(addprefix tests/lightning/test_,strategy.py strategy_misuse.py low_communication.py)
-# The fake device takes all of tests/averaging and tests/optim; these are the ones where it is most likely to matter.
-DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
-	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \
-	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
-	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: six processes keep two cores busy.
 PROCESSES ?= 6
-# $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, in one process: on a machine that is
-# busy a test may be late. It is a fault of the test even so, and the first run names it.
-pytest = $1 -m pytest --numprocesses $(or $(PROCESSES_$@),$(PROCESSES)) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
-	$(if $(AGAIN),|| { [ $$? = 1 ] && $1 -m pytest -o cache_dir=.pytest_cache/$@ --last-failed --last-failed-no-failures none $2; })
+# $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, tools/again.py runs what fails once more, and keeps durations.
+pytest = $1 $(if $(AGAIN),tools/again.py $@,-m pytest -o cache_dir=.pytest_cache/$@) \
+	--numprocesses $(or $(PROCESSES_$@),$(PROCESSES)) --dist loadgroup $2
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
 DOCS_BIN := $(subst $(VENV),$(VENV)/docs,$(BIN))
@@ -21,30 +14,12 @@ DOCS_BIN := $(subst $(VENV),$(VENV)/docs,$(BIN))
 unexport PYTHONDONTWRITEBYTECODE
 # What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
 DRILLS := slow_drill
-QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
-# Where all is tested already, what differs shows up soon: of tests with many sets of parameters, the first and the last.
-ONCE_MORE := $(QUICK) --variants=2
-# Without the shape of the source. Of the rooms that know nothing of torch: what calls other packages.
-OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) \
-	$(addprefix tests/p2p/test_,addresses.py badges.py greetings.py identity.py membership.py rpc.py sessions.py streams.py tcp.py) \
-	$(addprefix tests/dht/test_,crypto.py dht.py neighbours.py protocol.py records.py schema.py storage.py validation.py) \
-	tests/compression tests/averaging tests/optim tests/archive tests/data tests/monitor tests/cli/test_command_line.py
-# Left out of these rooms: plain Python, most of it in virtual time, which no version of a package changes; and rounds
-# with rules of aggregation, which tests/averaging/test_aggregation.py tries alone.
-OLDEST_LEAVES_OUT := \
-	$(addprefix tests/averaging/test_,calls.py leaving.py liars.py one_result.py pace.py quorum.py relaying.py) \
-	$(addprefix tests/averaging/test_,robust_rounds.py sessions.py slices.py stripes.py traffic.py) \
-	$(addprefix tests/optim/test_,evidence.py hold.py progress.py sides.py) tests/data/test_leases.py
-
-# Windows and macOS differ in sockets and files alone: of the rooms above them, what uses real ones.
-PRETENDING_TESTS := tests/ports tests/p2p tests/dht/test_dht.py \
-	$(addprefix tests/averaging/test_,averager.py rounds.py state_sharing.py) \
-	tests/optim/test_optimizer.py::test_peers_stay_identical
-# These only decode bytes, or have no network but a simulated one.
-SAME_EVERYWHERE := $(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py) \
-	$(addprefix tests/p2p/test_,reservations.py wire.py)
+quick = -m "$(if $1,$1 and )not slow and not $(DRILLS)" --hypothesis-profile=quick
+QUICK := $(quick)
+# $(call once_more,MARKER): the tests with this marker, where all is tested already. What differs shows up soon: of tests
+# with many sets of parameters, the first and the last. Only files and folders with the marker are read, not all tests.
+once_more = $(call quick,$1 and not once) --variants=2 $(sort $(patsubst %/conftest.py,%,$(shell grep -rlw --include='*.py' 'mark\.$1' tests)))
 SYSTEMS ?= windows macos
-PRETENDING := $(ONCE_MORE) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
 .PHONY: demo test test-slow test-for test-lightning test-transformers test-oldest test-devices test-pretend
 .PHONY: collected check style types fuzz bench dist docs format install oldest clean
@@ -70,7 +45,7 @@ test-for: install
 # pyproject.toml allows. `make test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	export PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning; \
-		$(call pytest,$(BIN)/python,$(ONCE_MORE) $(LIGHTNING_TESTS))
+		$(call pytest,$(BIN)/python,$(call once_more,lightning))
 
 # The trainer of Hugging Face once more, with the oldest versions that pyproject.toml allows.
 test-transformers: install $(VENV)/transformers-oldest.stamp
@@ -79,18 +54,18 @@ test-transformers: install $(VENV)/transformers-oldest.stamp
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(call pytest,$(OLDEST_BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(ONCE_MORE) $(OLDEST_TESTS) $(addprefix --ignore=,$(OLDEST_LEAVES_OUT))))
+	$(call pytest,$(OLDEST_BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(call once_more,oldest)))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
 	$(BIN)/python -m tests.fake_device
-	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(ONCE_MORE) $(DEVICE_TESTS)))
+	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(if $(TESTS),$(QUICK) $(TESTS),$(call once_more,devices)))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
 test-pretend: $(addprefix pretend-,$(SYSTEMS))
 
 pretend-%: install
-	$(call pytest,$(BIN)/python,$(PRETENDING) --pretend=$* $(PRETENDING_TESTS))
+	$(call pytest,$(BIN)/python,$(call once_more,pretend) --pretend=$*)
 
 # Only finds all tests. Whoever runs them later finds them compiled, which takes longer than many a test.
 collected: install

@@ -169,7 +169,7 @@ def let_a_crowd_return(count: int, seconds: float = 60.0, seed: int = 0) -> Retu
             nodes += await asyncio.gather(*create)
         network.partition(*([host] for host in network.hosts))
         await asyncio.sleep(seconds)
-        assert all(node.protocol.reception.is_lost for node in nodes), "a longer outage is needed"
+        assert all(node.protocol.connectivity.is_lost for node in nodes), "a longer outage is needed"
         network.heal()
         now = asyncio.get_running_loop().time
         healed_at, found_after = now(), {}
@@ -177,7 +177,7 @@ def let_a_crowd_return(count: int, seconds: float = 60.0, seed: int = 0) -> Retu
         while len(found_after) < count and now() - healed_at < PATIENCE_SECONDS:
             await asyncio.sleep(1.0)
             for number, node in enumerate(nodes):
-                if number not in found_after and not node.protocol.reception.is_lost:
+                if number not in found_after and not node.protocol.connectivity.is_lost:
                     found_after[number] = now() - healed_at
         at_seeds = [times for (peer, _), times in network.connections.items() if peer in seed_peers]
         at_others = [times for (peer, _), times in network.connections.items() if peer not in seed_peers]

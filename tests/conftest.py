@@ -22,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests import blocking_calls, nursery, pretend
+from tests.marks import keep_groups, mark_folders
 
 pretend.begin(pretend.asked_for())  # before shoal is imported
 
@@ -45,40 +46,6 @@ for name in (*PROXIES, *EXCEPTIONS):
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # older versions start processes for a compiler that no test uses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
-WITH_PROCESSES = {
-    "tests/cli/": "commands",
-    "tests/documents/test_examples.py": "commands",
-    "tests/documents/test_tutorial.py": "commands",
-    "tests/data/test_drill.py": "systems",
-    "tests/hostile/test_liars.py": "systems",
-    "tests/monitor/test_prober.py": "systems",
-    "tests/hostile/test_open_files.py": "systems",
-    "tests/hostile/test_real_processes.py": "systems",
-    "tests/system/": "systems",
-    "tests/lightning/test_distributed.py": "groups",
-    "tests/lightning/test_equivalence.py": "groups",
-    "tests/lightning/test_swarm.py": "groups",
-    "tests/transformers/test_swarm.py": "groups",
-    "tests/optim/diloco/test_outer_multi_process.py": "groups",
-    "tests/optim/test_multi_process.py": "groups",
-    "tests/optim/test_sharded.py": "groups",
-}
-"""Tests that start processes, which need the machine's cores: of each kind, one at a time."""
-SHARING = {
-    "tests/dht/test_spread.py": "spread",
-    "tests/hostile/test_simulated.py": "hostile swarms",
-    "tests/test_house.py": "house",
-}
-"""Tests that compare with something that takes long, and is made once in each process."""
-ON_HOSTS = (
-    *("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py"),
-    "tests/nat/",
-)
-"""Tests on hosts of their own mostly wait, so they may run beside those."""
-SLOW = (
-    *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/hostile/", "tests/simulation/"),
-    *("tests/optim/test_memory.py", "tests/optim/test_two_sides.py"),
-)
 DESCRIPTORS = Path("/proc/self/fd")
 MOST_TOLD = 20
 """Of what a test has left behind."""
@@ -120,8 +87,9 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks come first: ``-m "not slow"`` selects by them, and the scheduler of pytest-xdist sorts by them."""
-    _mark(items)
+    mark_folders(config, items)
     yield
+    keep_groups(config, items)
     if (most := config.getoption("--variants")) is not None:
         kept = _some_variants(items, most)
         config.hook.pytest_deselected(items=[*set(items).difference(kept)])
@@ -135,19 +103,6 @@ def _some_variants(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         functions.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     kept = {item for variants in functions.values() for item in [*variants[: most - 1], variants[-1]]}
     return [item for item in items if item in kept]
-
-
-def _mark(items: list[pytest.Item]) -> None:
-    for item in items:
-        path = item.path.relative_to(item.config.rootpath).as_posix()
-        if path.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-        if path.startswith(ON_HOSTS):
-            item.add_marker(pytest.mark.xdist_group("hosts"))
-            continue
-        for start, group in {**WITH_PROCESSES, **SHARING}.items():
-            if path.startswith(start):
-                item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish() -> None:

@@ -25,6 +25,8 @@ from shoal.base.extras import (
 from shoal.base.tasks import await_cancelled, cancel_and_wait
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.oldest
+
 
 async def collect(iterator: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in iterator]

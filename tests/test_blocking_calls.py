@@ -11,6 +11,8 @@ from shoal.base.reactor import Portal
 from shoal.testing import run
 from tests import blocking_calls
 
+pytestmark = pytest.mark.oldest
+
 BLOCKING = {
     "open": "open('/dev/null' if os.name == 'posix' else 'NUL').close()",
     "os.listdir": "os.listdir()",

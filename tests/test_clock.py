@@ -24,6 +24,8 @@ from shoal.base.clock import (
 from shoal.testing import START_OF_TIME, run
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.oldest
+
 
 def test_outside_a_loop_it_is_the_time_of_the_machine():
     before = time.time()

@@ -17,6 +17,8 @@ import shoal
 from shoal.base.closeable import at_the_door
 from shoal.errors import ReactorError, ShoalError
 
+pytestmark = pytest.mark.oldest
+
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWRqtrjbqhmpvJpo6y9uA7JEv9XkzXQ6yTQmeJ3Qp5Cxkk"
 MOST_LINES = 8

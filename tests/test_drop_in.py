@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 import shoal as hivemind
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture
 def dhts() -> Iterator[list[hivemind.DHT]]:

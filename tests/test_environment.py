@@ -10,6 +10,8 @@ import pytest
 
 from shoal.base.logs import setting, switch
 
+pytestmark = pytest.mark.oldest
+
 
 def test_the_own_spelling_comes_first_and_empty_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setting("TEST_VALUE") == ""

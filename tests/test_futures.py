@@ -10,6 +10,8 @@ import pytest
 
 from shoal.base.reactor import AwaitableFuture, MPFuture, Portal
 
+pytestmark = pytest.mark.oldest
+
 
 async def test_a_coroutine_awaits_what_a_thread_sets() -> None:
     future: MPFuture[int] = MPFuture()

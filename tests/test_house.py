@@ -9,6 +9,8 @@ import pytest
 from tools.house import SOURCE, House
 from tools.tests_for import find_tests, read_tables
 
+pytestmark = pytest.mark.xdist_group("house")
+
 
 @pytest.fixture(scope="module")
 def house() -> House:

@@ -9,7 +9,10 @@ import textwrap
 import pytest
 
 LIMIT_SECONDS = 270
-pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a busy machine very long
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.timeout(300),  # importing torch is pure computing, on a busy machine very long
+]
 
 OPTIONAL_PACKAGES = (
     *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),

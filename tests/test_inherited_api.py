@@ -15,6 +15,8 @@ import pytest
 
 from tests.interface import check_signature, find
 
+pytestmark = pytest.mark.oldest
+
 NAMES = {
     "shoal": """
         DHT DecentralizedAverager Optimizer GradScaler TrainingAverager __version__

@@ -6,6 +6,8 @@ import pytest
 
 from shoal.base.local_names import why_not_answered
 
+pytestmark = pytest.mark.oldest
+
 LOOPBACK = ["127.0.0.1", "127.0.0.2", "127.0.1.1", "::1", "::ffff:127.0.0.1"]
 OWN = [
     "localhost",

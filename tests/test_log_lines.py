@@ -15,6 +15,8 @@ import pytest
 import shoal
 from shoal.base.logs import MOST_LINES, _in_few_lines
 
+pytestmark = pytest.mark.oldest
+
 SOURCE = Path(shoal.__file__).parent
 # What logs warnings and errors, and what keeps them seldom.
 LOGGING = re.compile(r"(logger\.(warning|error|exception)|_warn_seldom|\bwarn_seldom|_warn_once|_tell_once|^warn)$")

@@ -12,10 +12,10 @@ from textwrap import dedent
 
 import pytest
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import (
     MAX_NAME_CHARACTERS,
     MOST_LINES_OF_A_KIND,
-    MOST_NAMES,
     WIDTH,
     HandlerMode,
     Seldom,
@@ -30,6 +30,8 @@ from shoal.base.logs import (
     words_of,
 )
 from shoal.testing import run
+
+pytestmark = pytest.mark.oldest
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -175,7 +177,7 @@ def test_peers_have_short_names_in_lines_and_whole_ids_in_records() -> None:
 
 
 def test_a_name_of_another_peer_is_short_and_harmless() -> None:
-    peers = [f"12D3KooW{number:044d}" for number in range(MOST_NAMES + 10)]
+    peers = [f"12D3KooW{number:044d}" for number in range(MOST + 10)]
     try:
         note_name(peers[0], "\x1b[31mroot\x07\n\u202egnp " + "x" * 10**6)
         shown = name_and_id(peers[0])
@@ -333,7 +335,7 @@ except ValueError:
 
 
 def test_lines_of_the_program_itself_stay_as_they_are() -> None:
-    script = 'import logging, shoal.base.logs\nshoal.logs.use_hivemind_log_handler("in_root_logger")\n'
+    script = 'import logging, shoal.base.logs\nshoal.base.logs.use_hivemind_log_handler("in_root_logger")\n'
     assert "\ttab" in output_of(script + 'logging.getLogger("mine").warning("a\\ttab")')[0]
 
 

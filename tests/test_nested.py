@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.base.extras import nested_compare, nested_flatten, nested_map, nested_pack
 
+pytestmark = pytest.mark.oldest
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 structures: st.SearchStrategy[Any] = st.recursive(

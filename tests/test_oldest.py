@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+pytestmark = pytest.mark.oldest
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IN_OTHER_FILES = {

@@ -14,6 +14,8 @@ import pytest
 import shoal
 from tests.interface import check_signature, find
 
+pytestmark = pytest.mark.oldest
+
 ROOMS = ("archive", "averaging", "compression", "dht", "lightning", "optim", "p2p", "testing", "utils")
 
 ADDED = {

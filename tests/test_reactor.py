@@ -25,6 +25,8 @@ from shoal.base.reactor import Portal, Reactor
 from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
 from shoal.errors import ReactorError
 
+pytestmark = pytest.mark.oldest
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 

@@ -15,6 +15,8 @@ from shoal.base import serializer
 from shoal.base.logs import Seldom
 from shoal.base.serializer import MSGPackSerializer
 
+pytestmark = pytest.mark.oldest
+
 scalars = (
     st.none()
     | st.booleans()

@@ -6,6 +6,8 @@ import pytest
 
 from shoal.base.signs import PLAIN, as_far_as, plain
 
+pytestmark = pytest.mark.oldest
+
 
 def test_signs_keep_their_meaning_in_ascii() -> None:
     assert plain("a … b → c × 4, ≤ 3 – “é”") == 'a ... b -> c x 4, <= 3 - "?"'

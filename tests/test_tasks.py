@@ -13,6 +13,8 @@ import pytest
 
 from shoal.base.tasks import cancel_and_wait, enter_asynchronously, wait_at_most
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.mark.parametrize(
     "make_lock",

@@ -107,8 +107,11 @@ class Metrics:
     hops_to_records: Counter[int] = field(default_factory=Counter)
     """Gets that found a record, by the number of answers in the chain that led there; 0 = this node had it itself."""
     records_refused: Counter[str] = field(default_factory=Counter)
-    """Records that this node did not keep, by reason: one peer or network had too many here, or the owner of an entry
-    has brought it with a wrong signature."""
+    """Records of other peers that this node did not keep, by :class:`~shoal.dht.reasons.Reason`."""
+    stores_failed: Counter[str] = field(default_factory=Counter)
+    """Nodes that did not keep a record of this peer, by :class:`~shoal.dht.reasons.Reason`."""
+    gets_failed: Counter[str] = field(default_factory=Counter)
+    """Nodes that gave no value for a key that this peer looked for, by :class:`~shoal.dht.reasons.Reason`."""
     records_evicted: int = 0
     """Records that this node dropped before they expired, because there was no room."""
     node_ids_refused: int = 0
@@ -131,6 +134,8 @@ class Metrics:
     """Time spent in the all-reduce of successful rounds."""
     states_refused: int = 0
     """Downloaded states that were not adopted: they did not fit, or the user's ``check_state`` refused them."""
+    peers_absent: Counter[str] = field(default_factory=Counter)
+    """Peers that were seen or expected and were not in a group of this one, by reason."""
     donors_left: Counter[str] = field(default_factory=Counter)
     """Donors whose state this peer did not download to the end, by reason."""
     newcomers_turned_away: int = 0

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from shoal.averaging.state.upload_slots import UploadSlots
-from shoal.optim.diloco.slot_tracker import SlotBoard
-from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.diloco.slots import StepRule
+from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.message import ProgressMessage
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.p2p import Identity, PeerID
@@ -17,17 +17,17 @@ from shoal.p2p import Identity, PeerID
 NOW, EPOCH = 1000.0, 7
 
 
-def make_board(kind: type[ProgressBoard] = ProgressBoard) -> ProgressBoard:
-    return kind(b"self", False, 100, RefreshPolicy(), PerformanceEMA(), NOW)
+def make_board(rule: EpochRule | None = None) -> ProgressBoard:
+    return ProgressBoard(b"self", False, 100, RefreshPolicy(), PerformanceEMA(), NOW, rule=rule)
 
 
 def record(name: bytes, epoch: int, *, is_donor: bool = False) -> LocalTrainingProgress:
     return LocalTrainingProgress(name, epoch, 0, 0.0, NOW, False, is_donor)
 
 
-@pytest.mark.parametrize("kind", [ProgressBoard, SlotBoard])
-def test_a_donor_tells_the_epoch_and_is_not_waited_for(kind: type[ProgressBoard]) -> None:
-    board = make_board(kind)
+@pytest.mark.parametrize("rule", [EpochRule(), StepRule(5.0)], ids=["samples", "steps"])
+def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
+    board = make_board(rule)
     board.hear(record(b"donor", EPOCH, is_donor=True), NOW + 60, NOW)
     progress = board.global_progress(NOW)
     assert (progress.epoch, progress.num_peers) == (EPOCH, 0)
@@ -39,8 +39,7 @@ def test_a_donor_tells_the_epoch_and_is_not_waited_for(kind: type[ProgressBoard]
     assert board.expected_members(NOW, EPOCH + 9) == {b"other"}
     assert board.still_expected(NOW, {b"donor": EPOCH, b"other": EPOCH}) == {b"other"}
     assert board.global_progress(NOW).num_peers == 1
-    if isinstance(board, SlotBoard):
-        assert board.everybody(NOW) == {b"other"}
+    assert board.present(NOW) == [b"other"]
 
 
 def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:

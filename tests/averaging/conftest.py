@@ -9,6 +9,8 @@ import torch
 
 from tests.device import DEVICE_TYPE, chosen_device
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(autouse=True)
 def _tensors_on_the_device() -> Iterator[None]:

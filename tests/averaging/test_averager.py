@@ -13,6 +13,8 @@ from shoal.averaging import AveragingStage, DecentralizedAverager
 from shoal.dht import DHT
 from shoal.errors import AllreduceException, ReactorError
 
+pytestmark = [pytest.mark.devices, pytest.mark.pretend]
+
 
 @pytest.fixture
 def dhts():

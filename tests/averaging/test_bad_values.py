@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging.control import AveragingMode
-from shoal.averaging.groups.leading import SEEN_SEARCHES
+from shoal.averaging.groups.memory import SEEN_SEARCHES
 from shoal.averaging.messages import PartStatus
 from shoal.averaging.node import average_once
 from shoal.averaging.round.reducer import PartReducer
@@ -232,7 +232,7 @@ async def test_bad_values_of_weight_zero_are_nobody_s_concern(caplog):
 
 @alone_in_virtual_time
 async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
-    monkeypatch.setattr("shoal.averaging.groups.leading.SEEN_SEARCHES", 2)
+    monkeypatch.setattr("shoal.averaging.groups.memory.SEEN_SEARCHES", 2)
     tensors = make_tensors(4)
     swarm = await start(
         tensors,

@@ -23,6 +23,8 @@ from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, LOSSY, name_of
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = pytest.mark.devices
+
 SHAPES = [(100, 260), (7,), (), (0, 5), (5, 1)]
 TOLERANCE = {"BFloat16Compression": 0.01, "BlockwiseQuantization": 0.05, "Blockwise4BitQuantization": 0.3}
 """Root of the mean squared error; peers' values have a variance of 1."""

@@ -11,6 +11,8 @@ import torch
 from shoal.compression import Float16Compression
 from tests.averaging.swarm import Swarm, make_control
 
+pytestmark = pytest.mark.devices
+
 
 @pytest.mark.parametrize("options", [{}, {"compression": Float16Compression()}], ids=["exact", "compressed"])
 async def test_the_default_device_is_no_matter(options: dict[str, Any]) -> None:

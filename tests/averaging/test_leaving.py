@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import pytest
 import torch
 
 from shoal.errors import DHTError
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = pytest.mark.once
+
 
 async def start_a_search(node):
     """The averager looks for a group, and has told the table so."""
     step = asyncio.ensure_future(node.run_step(make_control(node)))
     matchmaking = node.lanes[""].matchmaking
-    await until(lambda: matchmaking.search is not None and matchmaking.search.declared.is_set())
+    await until(lambda: matchmaking.current is not None and matchmaking.current.declared.is_set())
     return step
 
 
@@ -72,8 +75,8 @@ async def make_leader_and_follower(swarm, **options):
     leading = asyncio.ensure_future(leader.run_step(control))
     following = asyncio.ensure_future(follower.run_step(follower_control))
     matchmaking = leader.lanes[""].matchmaking
-    await until(lambda: matchmaking.search is not None and matchmaking.search.followers)
-    await until(lambda: follower.lanes[""].matchmaking.search.leader is not None)
+    await until(lambda: matchmaking.current is not None and matchmaking.current.search.followers)
+    await until(lambda: follower.lanes[""].matchmaking.current.search.asking.follows)
     return leader, leading, control, following, follower_control
 
 
@@ -82,11 +85,11 @@ async def test_a_follower_that_gives_up_is_in_no_group():
     """If its connection had broken, it would be expected to come back."""
     swarm = Swarm()
     leader, leading, control, following, _ = await make_leader_and_follower(swarm)
+    [gone] = leader.lanes[""].matchmaking.current.search.followers
     third = await swarm.add([torch.full((4,), 2.0)], min_matchmaking_time=9.0)
     matchmaking = leader.lanes[""].matchmaking
     following.cancel()
-    await until(lambda: not matchmaking.search.followers)
-    assert not matchmaking.search.lost
+    await until(lambda: matchmaking.current.search.peers[gone].follower is None)
     control.expected_group_size = 2
     await third.run_step(make_control(third, expected_group_size=2))
     await leading
@@ -101,13 +104,13 @@ async def test_a_follower_that_gives_up_while_the_group_starts_is_not_waited_for
     patience = {"sender_timeout": 300.0, "reducer_timeout": 600.0}  # longer than a test may take
     leader, leading, control, following, follower_control = await make_leader_and_follower(swarm, **patience)
     matchmaking = leader.lanes[""].matchmaking
-    start = matchmaking.start_group
+    start = matchmaking.current.start_group
 
-    def start_and_lose_the_follower(search):
-        start(search)
+    def start_and_lose_the_follower(followers):
+        start(followers)
         following.cancel()
 
-    matchmaking.start_group = start_and_lose_the_follower
+    matchmaking.current.start_group = start_and_lose_the_follower
     control.expected_group_size = follower_control.expected_group_size = 2
     await asyncio.wait([leading])
     assert control.round is None or control.round.failed_peers

@@ -12,7 +12,7 @@ from shoal.averaging import CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.optim.peer_momentum import PeerMomentum
 from tests.device import on_cpu_only
 
-pytestmark = on_cpu_only  # all values are in host memory here
+pytestmark = [pytest.mark.once, on_cpu_only]  # all values are in host memory here
 
 SHORT = {"batch": 64, "steps": 50, "rate": 0.5, "momentum": 0.0, "seed": 0}
 NOISE, VALUES = 1.0, 1500

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shoal.averaging.control import AveragingMode
-from shoal.averaging.groups.leading import spare_relays
+from shoal.averaging.groups.group import spare_relays
 from shoal.averaging.round.parts import load_balance_peers
 from shoal.reach.reachability import Reach
 

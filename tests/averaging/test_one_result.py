@@ -21,6 +21,8 @@ from tests.averaging.test_rounds import Fault
 from tests.compression.codecs import name_of, restored
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = pytest.mark.once
+
 SIZE = 30_000
 CODECS: list[CompressionBase] = [
     NoCompression(),

@@ -9,6 +9,8 @@ import pytest
 from shoal.averaging.round.flow_control import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, FlowControl
 from tests.dht.virtual_time import in_virtual_time
 
+pytestmark = pytest.mark.once
+
 
 class Exchange:
     """Sends a number of pieces over some connections, each of which takes some seconds for a piece."""

@@ -17,6 +17,8 @@ from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
+pytestmark = pytest.mark.once
+
 SIZE = 30_000
 
 

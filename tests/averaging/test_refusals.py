@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shoal.averaging.groups.leading import MAX_REFUSED_PEERS, SEEN_SEARCHES, TOLD_SEARCHES, UNTRUE, Refusals
+from shoal.averaging.groups.memory import MAX_REFUSED_PEERS, SEEN_SEARCHES, TOLD_SEARCHES, UNTRUE, Refusals
 from shoal.p2p import Identity
 
 RNG = random.Random(0)

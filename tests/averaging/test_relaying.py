@@ -25,6 +25,8 @@ from tests.averaging.test_rounds import Fault
 from tests.compression.codecs import info_of
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = pytest.mark.once
+
 BACK = BlockwiseQuantization()
 FOUR_BITS = Relayed(Blockwise4BitQuantization(), BACK)
 TOP_K = Relayed(TopKCompression(), BACK)

@@ -25,7 +25,7 @@ from tests.compression.codecs import name_of
 from tests.device import on_cpu_only
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
-pytestmark = on_cpu_only  # all values are in host memory here
+pytestmark = [pytest.mark.once, on_cpu_only]  # all values are in host memory here
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(60, 50), (7,), (), (0, 5)]

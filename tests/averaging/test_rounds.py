@@ -15,6 +15,8 @@ from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = [pytest.mark.devices, pytest.mark.pretend]
+
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
 
@@ -119,7 +121,7 @@ async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected(
     controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
     early = asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes[:3], controls[:3], strict=True)])
     searches = [node.lanes[""].matchmaking for node in swarm.nodes[:3]]
-    await until(lambda: any(len(s.search.followers) == 2 for s in searches if s.search is not None))
+    await until(lambda: any(len(s.current.search.followers) == 2 for s in searches if s.current is not None))
     await swarm.nodes[3].run_step(controls[3])
     await early
     assert all(len(control.result()) == 4 for control in controls)

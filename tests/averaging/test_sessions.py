@@ -22,6 +22,8 @@ from shoal.p2p import PeerID
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
+pytestmark = pytest.mark.once
+
 GROUP, PEER = b"g" * 20, PeerID(b"peer")
 
 

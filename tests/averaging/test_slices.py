@@ -19,6 +19,8 @@ from shoal.errors import ProtocolError
 from shoal.net.transport import MAX_HEADER_BYTES, Kind, pack
 from tests.dht.virtual_time import alone_in_virtual_time
 
+pytestmark = pytest.mark.once
+
 LENGTHS = {
     "less than a slice": 10,
     "exactly one": SLICE_BYTES // 4,

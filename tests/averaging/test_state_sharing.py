@@ -49,6 +49,8 @@ from tests.averaging.swarm import Swarm, until
 from tests.device import on_cpu_only
 from tests.drills import mostly_drills
 
+pytestmark = [pytest.mark.devices, pytest.mark.pretend]
+
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
 
 

@@ -18,6 +18,8 @@ from shoal.p2p import P2P, Call
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
+pytestmark = pytest.mark.once
+
 SIZE = 40_000
 
 

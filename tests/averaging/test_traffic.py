@@ -17,7 +17,7 @@ from shoal.errors import ProtocolError
 from tests.device import on_cpu_only
 from tests.dht.virtual_time import alone_in_virtual_time
 
-pytestmark = on_cpu_only  # all values are in host memory here
+pytestmark = [pytest.mark.once, on_cpu_only]  # all values are in host memory here
 
 NO_MORE = PartMessage()
 

@@ -541,7 +541,7 @@ def test_the_command_looks_around(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     hosts = ["--host-maddrs", "127.0.0.1:0"]
     assert main(["doctor", "local", *hosts]) == 0
     assert "  warn     local network  no peer is announced\n" in capsys.readouterr().out
-    monkeypatch.setattr("shoal.dht.neighbours.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.dht.joining.FIRST_SECONDS", 0.0)
     with DHT("local", start=True) as there:
         assert main(["doctor", "local", *hosts]) == 0
         out = capsys.readouterr().out

@@ -8,6 +8,8 @@ import pytest
 
 from tests.data.drill import pass_over
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("systems")]
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow_drill

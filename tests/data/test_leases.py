@@ -22,6 +22,8 @@ from shoal.testing import run
 from shoal.testing.swarm import DHTSwarm
 from tests.drills import mostly_drills
 
+pytestmark = pytest.mark.once
+
 
 class Crowd:
     """Peers that pass over chunks together, each in so many seconds."""

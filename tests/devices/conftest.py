@@ -14,6 +14,8 @@ from tests.device import DEVICE_TYPE
 from tests.fake_device import FakeDevice, load_or_skip
 from tests.optim.conftest import closing, make_dhts, make_trainers, network
 
+pytestmark = pytest.mark.devices
+
 __all__ = ["closing", "make_dhts", "make_trainers", "network"]
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.gradient_accumulator import BATCHES_READ, GradientAccumulator
 from shoal.optim.setup.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
-from shoal.optim.setup.missing_gradients import BATCHES_READ
 from shoal.optim.setup.optimizer_state import initialize_optimizer_state_
 from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.training_averager import TrainingAverager
@@ -224,7 +223,7 @@ def test_a_step_reads_one_number_at_most(fake, make_trainers):
     fake.reset()
     launch_batch(trainer)
     assert fake.counts()["scalars"] == 0
-    trainer.opt.target_batch_size = trainer.opt.tracker.target_batch_size = 8
+    trainer.opt.tracker.target_batch_size = 8
     trainer.opt.global_step.run()
     assert fake.counts()["scalars"] <= 1
 

@@ -24,6 +24,8 @@ from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.errors import BootstrapError, DHTError, P2PDaemonError, ReactorError
 from shoal.p2p import P2P
 
+pytestmark = [pytest.mark.oldest, pytest.mark.pretend]
+
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNikr79Xdz69AuQ6KJHCC4opkyHBccKnbb8rEMcqmUnRE"
 
 
@@ -99,18 +101,18 @@ def test_futures_are_cancelled_from_any_thread(two, operation):
     asked, go_on = threading.Event(), asyncio.Event()
 
     async def hold_up(dht, node):
-        call = node.protocol.call_find
+        call = node.protocol.find_at
 
         async def call_when_told(*args, **kwargs):
             asked.set()
             await go_on.wait()
             return await call(*args, **kwargs)
 
-        node.protocol.call_find = call_when_told
+        node.protocol.find_at = call_when_told
 
     async def let_go(dht, node):
         assert len(node.pending_get_requests) == 0, "nobody looks for it any more"
-        del node.protocol.call_find
+        del node.protocol.find_at
         go_on.set()
 
     other.run_coroutine(hold_up)
@@ -512,7 +514,7 @@ dht.shutdown()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_knows_the_facts_and_nothing_else_works():
+def test_forked_child_knows_facts_only():
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], check=True, timeout=30)
 
 

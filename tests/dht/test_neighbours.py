@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from shoal.access.tokens import Token
-from shoal.dht import DHTNode, neighbours
+from shoal.dht import DHTNode, joining
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import BootstrapError, ValidationError
 from shoal.net.pasted import short_form
@@ -52,7 +52,10 @@ def _has_multicast() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(not _has_multicast(), reason="there is no multicast on loopback here"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,7 @@ def own_service(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(autouse=True)
 def never_alone_by_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may answer late. What a node does that waits in vain has tests of its own."""
-    monkeypatch.setattr(neighbours, "FIRST_SECONDS", 30.0)
+    monkeypatch.setattr(joining, "FIRST_SECONDS", 30.0)
 
 
 @asynccontextmanager
@@ -90,15 +93,15 @@ def knows(node: DHTNode, other: DHTNode) -> bool:
 async def start_alone(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> DHTNode:
     """The first node, which does not wait for others."""
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours, "FIRST_SECONDS", 0.0)
+        patch.setattr(joining, "FIRST_SECONDS", 0.0)
         node: DHTNode = await start("local", **options)
     return node
 
 
-async def test_the_first_starts_alone_and_those_who_come_later_join_it(
+async def test_later_nodes_join_one_that_started_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "shoal.dht.neighbours")
+    caplog.set_level(logging.INFO, "shoal.dht.joining")
     async with nodes() as start:
         first = await start_alone(start, monkeypatch)
         assert caplog.messages == [
@@ -156,7 +159,7 @@ def _present(node: DHTNode) -> dict[Any, Any]:
     return node._neighbours.network.present
 
 
-async def test_members_of_a_private_run_do_not_join_strangers(
+async def test_private_members_join_no_strangers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Token.new_run("mine")
@@ -177,7 +180,7 @@ async def test_members_of_a_private_run_do_not_join_strangers(
     [{}, {b"id": b"nonsense"}, {b"id": b"\xff\xfe"}, {b"id": b"QmNoEd25519"}, {b"id": None}],
     ids=["no id", "no base58", "no text", "no key", "no value"],
 )
-async def test_what_is_announced_and_is_no_peer_is_not_called(own_service: str, properties: dict[Any, Any]) -> None:
+async def test_announcements_of_other_things_are_ignored(own_service: str, properties: dict[Any, Any]) -> None:
     found: list[object] = []
     liar = AsyncZeroconf(interfaces=["127.0.0.1"])
     async with Peers("tcp") as peers:
@@ -199,7 +202,7 @@ async def test_what_is_announced_and_is_no_peer_is_not_called(own_service: str, 
     await liar.async_close()
 
 
-async def test_a_name_that_is_not_of_the_service_is_no_peer(own_service: str) -> None:
+async def test_names_of_other_services_are_ignored(own_service: str) -> None:
     """Whatever ends otherwise raises an error of zeroconf, which would reach nobody."""
     async with Peers("tcp") as peers:
         found: list[object] = []
@@ -246,7 +249,7 @@ async def test_names_that_never_answer_wait_for_their_turn(own_service: str, mon
         await network.close()
 
 
-async def test_any_failure_of_zeroconf_is_told_and_tried_again(
+async def test_zeroconf_failures_are_logged_and_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
@@ -275,10 +278,10 @@ async def test_any_failure_of_zeroconf_is_told_and_tried_again(
         await network.close()
 
 
-async def test_a_neighbour_with_another_time_is_joined_with_a_warning(
+async def test_neighbour_with_another_clock_joins_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="shoal.dht.neighbours")
+    caplog.set_level(logging.INFO, logger="shoal.dht.joining")
     async with nodes() as start:
         await start_alone(start, monkeypatch)
 
@@ -332,9 +335,7 @@ async def test_a_machine_that_moves_announces_its_new_addresses(monkeypatch: pyt
         await network.close()
 
 
-async def test_after_a_move_the_peers_of_the_network_before_are_forgotten(
-    own_service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_peers_of_the_former_network_are_forgotten(own_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would be called in vain for ever, and many of them would leave no room for others."""
     monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
     async with Peers("tcp") as peers:
@@ -352,7 +353,7 @@ async def test_after_a_move_the_peers_of_the_network_before_are_forgotten(
         await left.close()
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     with pytest.raises(ModuleNotFoundError, match=r"'local' needs zeroconf, .*: pip install 'shoal\[local\]'"):
         shoal.DHT("local", start=True)
@@ -365,7 +366,7 @@ async def test_a_peer_without_a_table_cannot_look_around() -> None:
 
 def test_a_dht_that_looks_around(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours, "FIRST_SECONDS", 0.0)
+        patch.setattr(joining, "FIRST_SECONDS", 0.0)
         first = shoal.DHT("local", start=True)
     with first, shoal.DHT(initial_peers=["local"], start=True) as second:
         assert second.store("key", 1, shoal.get_dht_time() + 60)

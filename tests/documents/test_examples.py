@@ -18,7 +18,11 @@ import pytest
 from tests.documents.pages import ROOT
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-pytestmark = pytest.mark.timeout(600)  # each wait has a limit of its own
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("commands"),
+    pytest.mark.timeout(600),  # each wait has a limit of its own
+]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:

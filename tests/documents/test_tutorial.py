@@ -25,6 +25,8 @@ from tests.nat.laboratory import NEEDS_LABORATORY, Laboratory
 from tests.system.swarm import Peer
 
 pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("commands"),
     pytest.mark.timeout(900),  # each wait has a limit of its own
     pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals"),
 ]

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.averaging import messages
 from shoal.averaging.control import GROUP_ID_BYTES
-from shoal.averaging.groups.leading import read_group
+from shoal.averaging.groups.group import read_group
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import EnterRequest
 from shoal.dht.crypto import peer_of, tag_of, with_signatures
@@ -18,7 +18,7 @@ from shoal.dht.routing import DHTID
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
 from shoal.net.transport import decode_header
-from shoal.optim.history.round_history import ForkPoint, Lineage
+from shoal.optim.history.journal import ForkPoint, Lineage
 from shoal.optim.progress import exchange as progress_exchange
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import parse_record

@@ -14,8 +14,7 @@ from shoal.access.tokens import Token
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import PublicKey
-from shoal.dht.local_records import LocalRecords
-from shoal.dht.quotas import Payer, Room
+from shoal.dht.local_records import LocalRecords, Payer, Room
 from shoal.dht.records import FindRequest, NewRecord, peer_of_contact, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht import DHTNode
+from shoal.dht import DHTNode, Reason
 from shoal.dht.crypto import PrivateKey
-from shoal.dht.quotas import CROWDED_KEY, DEFAULT_ROOM
+from shoal.dht.local_records import DEFAULT_ROOM
 from shoal.dht.records import NewRecord
 from shoal.dht.validation import CompositeValidator
 from shoal.optim.progress.exchange import MOST_READ
@@ -69,4 +69,4 @@ async def test_the_records_of_a_run_are_found_among_thousands_of_others(key: str
         for peer in peers:
             entries = sum(len(item.value) for _, item in peer.protocol.storage.items())
             assert entries <= DEFAULT_ROOM.entries_per_key + PEERS
-            assert peer.p2p.metrics.records_refused[CROWDED_KEY] >= CROWD - DEFAULT_ROOM.entries_per_key - PEERS
+            assert peer.p2p.metrics.records_refused[Reason.CROWDED_KEY] >= CROWD - DEFAULT_ROOM.entries_per_key - PEERS

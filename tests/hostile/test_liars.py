@@ -10,7 +10,7 @@ import pytest
 from tests.hostile.scene import Scene
 from tests.system.swarm import START_LIMIT_SECONDS, Peer, Swarm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.xdist_group("systems"), pytest.mark.timeout(600)]
 LIAR = Path(__file__).parent / "liar.py"
 OPTIONS = ["--epochs", 10**6, "--matchmaking-time", 3.0]
 EPOCHS_TO_LEARN, EPOCHS = 3, 4

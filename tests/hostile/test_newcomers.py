@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.dht import protocol
-from shoal.dht.local_records import LocalRecords
-from shoal.dht.quotas import Room
+from shoal.dht.local_records import LocalRecords, Room
 from shoal.testing import Network, run
 from tests.hostile.attacks.members import LIES
 from tests.hostile.simulated import Log, begin, next_epoch

@@ -24,7 +24,10 @@ from tests.p2p.peers import Number, until
 from tests.p2p.relays import connect
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them")
+pytestmark = [
+    pytest.mark.xdist_group("systems"),
+    pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them"),
+]
 PROGRAM = Path(__file__).parent / "few_files.py"
 FILES, CROWD, AT_ONCE = 256, 300, 32
 STRANGERS, REQUESTS = 8, 4

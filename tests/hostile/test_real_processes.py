@@ -18,6 +18,7 @@ from tests.hostile.scene import OPTIONS, Scene, check_undisturbed
 from tests.system.swarm import START_LIMIT_SECONDS, Peer, Swarm
 
 pytestmark = [
+    pytest.mark.xdist_group("systems"),
     pytest.mark.timeout(500),
     pytest.mark.skipif(sys.platform == "win32", reason="sends a process to the end of the queue as POSIX does"),
 ]

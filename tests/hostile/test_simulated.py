@@ -13,7 +13,7 @@ from tests.hostile.attacks import OF_MACHINES, STRANGERS
 from tests.hostile.simulated import HONEST, Outcome, train
 
 # In one process, so that the same swarm in peace is made once.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("hostile, simulated")]
+pytestmark = [pytest.mark.xdist_group("hostile swarms"), pytest.mark.timeout(120)]
 PEERS, EPOCHS = 6, 6
 JOINING = {"ghosts_take_part", "joins_with_absurd_wishes"}
 """Strangers who join: for them others wait a twentieth of their time."""

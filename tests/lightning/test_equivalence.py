@@ -13,6 +13,8 @@ from tests.lightning.models import PACKAGE
 from tests.lightning.train_shares import CLIPPING, STEPS, make_data, make_module, make_trainer, parameters
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups")]
+
 SCRIPT = str(Path(__file__).parent / "train_shares.py")
 TRAINING_SECONDS = 300
 

@@ -29,6 +29,8 @@ from tests.lightning.models import (
 from tests.optim.conftest import in_parallel
 from tests.optim.diloco.test_diloco import introduce
 
+pytestmark = pytest.mark.lightning
+
 Make = Callable[..., Any]
 """Makes strategies."""
 MEAN = functools.partial(torch.optim.SGD, lr=1.0)
@@ -124,7 +126,7 @@ def test_what_the_trainer_sees(make: Make, pl: ModuleType, tmp_path: Path) -> No
     )
     make_trainer(pl, tmp_path, strategy=strategy, callbacks=[Look()]).fit(model, data())
     assert isinstance(seen["optimizer"], shoal.DiLoCo)
-    assert seen["optimizer"].settings.straggler_patience == 7.0
+    assert seen["optimizer"].options.straggler_patience == 7.0
     assert len(seen["optimizer"].outer_optimizers) == 2
     assert seen["optimizer"].client_mode
     assert not seen["optimizer"].is_alive()
@@ -151,7 +153,7 @@ class Watcher:
         model.validation_step = validation_step
 
 
-def test_outer_parameters_are_validated_and_left_in_the_model(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+def test_outer_parameters_are_validated_and_kept(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     begin, seen = weights(model), Watcher(model)
     strategy = make(None, low_communication={"sync_every": 4, "outer_optimizer": MEAN})

@@ -23,6 +23,8 @@ from tests.lightning.models import (
     warned_of,
 )
 
+pytestmark = [pytest.mark.devices, pytest.mark.lightning]
+
 Make = Callable[..., Any]
 """Makes strategies."""
 

@@ -9,6 +9,8 @@ import pytest
 from tests.lightning.train_digits import DECAY, RATE
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups")]
+
 SCRIPT = str(Path(__file__).parent / "train_digits.py")
 TRAINING_SECONDS = 100
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")

@@ -21,6 +21,8 @@ from tests.monitor.made_up import MadeUpPeer
 from tests.optim.conftest import wait_until
 from tests.simulation.training import LINK, RUN, Course, Swarm
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("systems")]
+
 TRAINING_PEER = """
 import sys, time, torch, shoal
 dht = shoal.DHT([sys.argv[1]], start=True)

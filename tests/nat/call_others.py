@@ -172,8 +172,7 @@ class Commands:
 
     async def forget_punches(self) -> None:
         """As if this machine had come into another network."""
-        for callback in list(self.p2p.outlook.on_upheaval):
-            callback()
+        self.p2p.outlook.forget_routers()
 
     async def metrics(self) -> dict[str, float]:
         """The counters that are plain numbers."""

@@ -17,6 +17,8 @@ from shoal.optim import Optimizer
 from shoal.optim.progress.exchange import HOLDERS_READ_AT_START
 from tests.device import chosen_device
 
+pytestmark = pytest.mark.oldest
+
 may_use_sequential_schedules = pytest.mark.filterwarnings(
     r"ignore:The epoch parameter in .scheduler\.step\(\). was not necessary:UserWarning:torch\.optim\.lr_scheduler"
 )
@@ -115,7 +117,7 @@ class Trainer:
         self.samples = 0
 
     def step(self) -> None:
-        if not self.opt.settings.reuse_grad_buffers:
+        if not self.opt.options.reuse_grad_buffers:
             self.opt.zero_grad()
         dtype = next(self.model.parameters()).dtype
         backward(self.model, torch.randn(self.batch_size, 6, generator=self.rng).to(dtype))

@@ -16,6 +16,8 @@ from shoal.optim.progress.records import Companion, LocalTrainingProgress
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
+pytestmark = pytest.mark.once
+
 NOW, OWN, BATCH = 1e9, b"own", 8
 PEERS = [Identity.generate().peer_id.to_bytes() for _ in range(6)]
 FRIEND, LIAR = PEERS[0], PEERS[-1]

@@ -13,6 +13,8 @@ from shoal.optim.recovery.joiner_grace import LEAST_HOLD, LONGEST_HOLD, SECONDS_
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import PATIENCE, Trainer, in_parallel, meet, wait_until
 
+pytestmark = pytest.mark.once
+
 
 def wait(hold: JoinerGrace, now: float, *, until: float) -> float:
     """Wait from one moment until another one, or for as long as the peer may; returns the seconds."""

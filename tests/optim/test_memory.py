@@ -15,9 +15,11 @@ from shoal.optim import GradScaler
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
-from shoal.optim.recovery.state_holder import StateHolder
+from shoal.optim.recovery.adopt import StateHolder
 from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, meet, wait_until
+
+pytestmark = pytest.mark.slow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 WIDTH, PEERS = 512, 2
@@ -135,7 +137,7 @@ def scale_losses(trainer) -> None:
     trainer.opt.step = scaled_step
 
 
-def test_a_download_takes_at_most_four_copies_of_the_model_and_leaves_none(make_trainers, monkeypatch):
+def test_a_download_takes_at_most_four_copies(make_trainers, monkeypatch):
     """Counted over both peers when a state arrives, when it is taken over, and after rounds."""
     monkeypatch.setitem(make_trainers.__globals__, "make_model", wide_model)
     before = storages()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from shoal import DHT, DiLoCo, Float16Compression, NoCompression, Optimizer
+from shoal.averaging import TrimmedMean
 from shoal.errors import AllreduceException, SettingsMismatch
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
@@ -253,6 +254,8 @@ OTHER_OUTER_OPTIONS = {
     "sync_every": ({"sync_every": 16}, "sync_every is 16 here and 8 there"),
     "compression": ({"compression": Float16Compression()}, "compression is "),
     "weighting": ({"weighting": "samples"}, "weighting is samples here and batch there"),
+    "aggregation": ({"aggregation": TrimmedMean(0.3)}, "aggregation is "),
+    "frozen_base": ({"frozen_base": "another"}, "frozen base is another here and not set there"),
     "outer_optimizer": (
         {"outer_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)},
         "outer_optimizer is SGD(lr=0.5, ",

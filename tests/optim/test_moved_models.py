@@ -73,7 +73,7 @@ def test_so_it_does_with_other_options(make_optimizer, options):
     before = values(model)
     generator = torch.Generator().manual_seed(1)
     for epoch in range(3):
-        if not opt.settings.reuse_grad_buffers:
+        if not opt.options.reuse_grad_buffers:
             opt.zero_grad()
         backward(model, torch.randn(8, 6, generator=generator).bfloat16())
         opt.step()

@@ -28,6 +28,8 @@ from shoal.optim.progress.records import (
     summarize,
 )
 
+pytestmark = pytest.mark.once
+
 NOW = 1000.0
 
 

@@ -14,7 +14,7 @@ from shoal.averaging import RoundResult
 from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
-from shoal.optim.history.round_history import BEGINNING, ForkPoint, Lineage
+from shoal.optim.history.journal import BEGINNING, ForkPoint, Lineage
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.message import ProgressMessage
 from shoal.optim.progress.records import parse_record

@@ -6,7 +6,7 @@ import itertools
 import threading
 from unittest.mock import MagicMock, Mock
 
-from shoal.optim.recovery.synchronization import LONGEST_PAUSE, LONGEST_WAIT, Retries, Synchronization
+from shoal.optim.recovery.when import LONGEST_PAUSE, LONGEST_WAIT, Retries, Synchronization
 
 
 class Waiting(threading.Event):
@@ -53,7 +53,7 @@ def test_a_success_makes_retries_quick_again() -> None:
 
 def synchronization_of(averager: Mock, closing: Waiting) -> Synchronization:
     tracker = MagicMock(gives_way_to=None, global_epoch=5, knows_others=False, board=Mock(batch_time=3.0))
-    step = Mock(settings=Mock(overlaps=False))
+    step = Mock(options=Mock(mode=Mock(overlaps=False)))
     synchronization = Synchronization(averager, None, tracker, step, 1.0, 1.0, closing)
     synchronization.retries = Retries(closing, lambda: closing.now)
     return synchronization

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.averaging import RoundResult
 from shoal.optim.history.fork_choice import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
-from shoal.optim.history.round_history import (
+from shoal.optim.history.journal import (
     BEGINNING,
     LAST_ROUNDS,
     MAX_KEPT,
@@ -23,6 +23,8 @@ from shoal.optim.history.round_history import (
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.records import Companion, LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
+
+pytestmark = pytest.mark.once
 
 PEERS = [PeerID(b"peer %d" % index) for index in range(6)]
 

@@ -14,6 +14,8 @@ import torch
 from shoal.errors import P2PDaemonError
 from tests.optim.conftest import Trainer, check_identical, in_parallel, meet, values, wait_until
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"delay_state_averaging": False, "matchmaking_time": 5.0}
 
 

@@ -11,9 +11,8 @@ import pytest
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.connection_pool import MAX_AGE_SECONDS, ConnectionPool
+from shoal.net.connection_pool import BARREN_SECONDS, MAX_AGE_SECONDS, ConnectionPool
 from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
-from shoal.net.pooled_peer import BARREN_SECONDS
 from shoal.net.service import P2PContext, ServicerBase
 from shoal.peers.identity import Identity
 from shoal.reach.presence import Presence, PresenceQuery, PresenceReply
@@ -274,4 +273,4 @@ async def test_who_stays_connected_tells_where_it_is_now(kind: str) -> None:
         await caller.call(server.peer_id, handle, query, PresenceReply)
         assert [accepted] == server.connections_from(caller.peer_id)
         assert server.get_addresses(caller.peer_id) == told
-        assert server.reaches.get(caller.peer_id, -1) == Reach.HARD
+        assert server.book.find(caller.peer_id).reach == Reach.HARD

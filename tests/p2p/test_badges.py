@@ -43,6 +43,8 @@ from shoal.access.tokens import (
 from shoal.errors import NotAMemberError, P2PDaemonError
 from shoal.p2p import Identity
 
+pytestmark = pytest.mark.oldest
+
 rng = random.Random(1)
 RUN_KEY, OTHER_RUN, DELEGATE, FRIEND, PEER, STRANGER = (Identity.generate(rng) for _ in range(6))
 TRAIN, RELAY, MONITOR = (ROLES_BY_NAME[name] for name in ("train", "relay", "monitor"))

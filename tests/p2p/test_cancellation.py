@@ -402,7 +402,7 @@ async def test_more_than_the_network_takes(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gives up in the queue passes its turn on."""
-    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 2)
+    monkeypatch.setattr("shoal.net.connection_pool.MAX_DIALLED_PER_PEER", 2)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
@@ -426,7 +426,7 @@ async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 1)
+    monkeypatch.setattr("shoal.net.connection_pool.MAX_DIALLED_PER_PEER", 1)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)

@@ -18,9 +18,9 @@ from shoal.net.pipes import PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
+from shoal.reach.relay.circuit import FIRST_PAUSE, Circuit, successes
 from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
-from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
+from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, IncomingReverse, Reach
 from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -166,10 +166,10 @@ async def test_a_relay_that_answers_nonsense_is_left_for_another_one(monkeypatch
         addresses = {address.get("p2p"): address for address in tell(caller, guest)}
 
         async def answer_nonsense(request: object, dialler: object) -> Connected:
-            return Connected(code=RelayCode.OK, cookies=[b"none"])
+            return Connected(cookies=[b"none"])
 
         monkeypatch.setattr(liar.relay, "connect", answer_nonsense)
-        with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid Connected"):
+        with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid ConnectAnswer"):
             await caller.circuits.dial(addresses[str(liar.peer_id)], guest.peer_id)
         assert await square(caller, guest) == 9
         assert honest.metrics.circuits_carried == 1
@@ -362,8 +362,8 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
                 assert stream.is_relayed
                 assert loop.time() - began == pytest.approx(seconds, abs=0.1), "the second time it is not tried"
                 stream.abort()
-            await asyncio.sleep(SETBACK_SECONDS)
-            assert caller.circuits.reversals.is_over(guest.peer_id)
+            await asyncio.sleep(FIRST_PAUSE)
+            assert caller.circuits.reversals.is_due(guest.peer_id)
 
     run(main())
 
@@ -378,31 +378,11 @@ async def test_a_relay_that_is_gone_says_nothing_about_calls_in_reverse(kind: st
         await gone.shutdown()
         with pytest.raises(NoRelayError, match=str(gone.peer_id)):
             await caller.circuits.dial(addresses[str(gone.peer_id)], guest.peer_id)
-        assert caller.circuits.reversals.is_over(guest.peer_id)
+        assert caller.circuits.reversals.is_due(guest.peer_id)
         (stream,) = await caller.circuits.dial(addresses[str(relay.peer_id)], guest.peer_id)
         assert not stream.is_relayed
         assert caller.metrics.dials_reversed == 1
         stream.abort()
-
-
-def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
-    now = 0.0
-    setbacks, (first, second) = Setbacks(lambda: now), (Identity.generate().peer_id for _ in range(2))
-    pauses = []
-    for _ in range(8):
-        setbacks.note(first)
-        began = now
-        while not setbacks.is_over(first):
-            now += 1.0
-        pauses.append(now - began)
-    assert pauses == [min(SETBACK_SECONDS * 2**number, MAX_SETBACK_SECONDS) for number in range(8)]
-    for peer in (first, second):
-        setbacks.note(peer)
-    setbacks.forget(first)
-    assert setbacks.is_over(first)
-    assert not setbacks.is_over(second)
-    setbacks.forget()
-    assert setbacks.is_over(second)
 
 
 @pytest.mark.parametrize(
@@ -441,11 +421,11 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
         assert len(guest.answering.tasks) == MAX_ANSWERS
         assert len([message for message in caplog.messages if "more connections than this peer makes" in message]) == 1
         await until(lambda: not guest.answering.tasks)
-        guest.answering.answer(relay.peer_id, places, Incoming(peer=b"?"))
+        guest.answering.answer(relay.peer_id, places, Incoming(peer=b"?", cookies=[]))
         guest.answering.answer(
             relay.peer_id,
             places,
-            Incoming(peer=b"?", reverse=["nonsense", "/ip4/8.8.8.8/tcp/22"], reverse_cookies=[bytes(COOKIE_BYTES)]),
+            IncomingReverse(peer=b"?", places=["nonsense", "/ip4/8.8.8.8/tcp/22"], cookies=[bytes(COOKIE_BYTES)]),
         )
         await until(lambda: not guest.answering.tasks)
 

@@ -13,6 +13,7 @@ from shoal.net.dialler import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
 from shoal.net.memory import MemoryNetwork, MemoryTransport
 from shoal.net.transport import ON_ANSWER, Stream
 from shoal.p2p import Identity, PeerID
+from shoal.peers.book import PeerBook
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
@@ -44,7 +45,7 @@ def dialled(transport: Slow) -> list[tuple[Multiaddr, float]]:
     async def main() -> None:
         book = AddressBook()
         book.replace(SOMEBODY, [FIRST, SECOND])
-        await Dialler(transport, book, Metrics()).dial(SOMEBODY)
+        await Dialler(transport, book, PeerBook(), Metrics()).dial(SOMEBODY)
 
     run(main())
     return transport.dialled

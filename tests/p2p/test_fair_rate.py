@@ -9,6 +9,8 @@ import pytest
 
 from shoal.reach.relay.fair_rate import LATENESS, FairRate, RateShare
 
+pytestmark = pytest.mark.once
+
 RATE = 1e6
 
 

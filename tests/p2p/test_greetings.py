@@ -16,6 +16,8 @@ from shoal.testing import VirtualTimeLoop
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Empty
 
+pytestmark = pytest.mark.oldest
+
 ONE_WAY = 0.1
 
 

@@ -20,6 +20,8 @@ from shoal.errors import P2PDaemonError
 from shoal.p2p import Identity
 from shoal.peers.identity import peer_id_of_certificate, verify_signature
 
+pytestmark = pytest.mark.oldest
+
 IDENTITY = Identity.generate()
 on_posix = pytest.mark.skipif(os.name != "posix", reason="file modes are a POSIX thing")
 

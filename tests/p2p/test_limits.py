@@ -22,7 +22,7 @@ from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedErro
 from shoal.net.connection import Call, Connection, Open
 from shoal.net.limits import HeaderMemory, Limits, RelayLimits, more_files
 from shoal.net.service import methods_of
-from shoal.net.tcp.listener import HostRates, WaitingRoom, host_of
+from shoal.net.tcp.listener import WaitingRoom, host_of
 from shoal.net.tcp.stream import AcceptedSocket
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, Stream, pack
@@ -98,27 +98,6 @@ def test_a_room_never_holds_more_than_it_may(steps: list[tuple[str, bool]], capa
                 inside.remove(victim)
         assert len(room) == len(inside) <= capacity
         assert set(room.guests()) == set(inside)
-
-
-def test_rates_are_those_of_a_host() -> None:
-    rates = HostRates(per_second=10, burst=3)
-    for _ in range(3):
-        assert not rates.is_exhausted("a", now=100.0)
-        rates.spend("a", now=100.0)
-    assert rates.is_exhausted("a", now=100.0)
-    assert not rates.is_exhausted("b", now=100.0)
-    assert rates.is_exhausted("a", now=100.09)
-    assert not rates.is_exhausted("a", now=100.11)
-    for _ in range(3):
-        rates.spend("a", now=1000.0)
-    assert rates.is_exhausted("a", now=1000.0), "rest is saved up to the burst and no further"
-
-
-def test_rates_do_not_remember_everybody() -> None:
-    rates = HostRates(per_second=10, burst=3)
-    for number in range(10_000):
-        rates.spend(str(number), now=0.0)
-    assert len(rates) <= 4096
 
 
 @pytest.mark.parametrize(
@@ -461,7 +440,7 @@ async def test_more_refusals_than_can_be_told(kind: str) -> None:
 
 async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest peer stays within what others grant, and its calls wait for their turn."""
-    monkeypatch.setattr("shoal.net.pooled_peer.MAX_DIALLED_PER_PEER", 3)
+    monkeypatch.setattr("shoal.net.connection_pool.MAX_DIALLED_PER_PEER", 3)
     async with Peers("tcp") as peers:
         server, caller = await peers.two(limits=Limits(connections_per_peer=3))
         service = await serving(server)

@@ -24,7 +24,6 @@ from shoal.net.pasted import short_form
 from shoal.net.tcp.handshake import ALPN
 from shoal.net.tcp.transport import TcpTransport
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.joining import advise_on_private
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
 
@@ -36,7 +35,7 @@ def short(p2p: P2P) -> str:
 
 
 async def test_the_peer_that_answers_is_one_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "shoal.p2p.p2p")
+    caplog.set_level(logging.INFO, "shoal.net.endpoint")
     async with Peers("tcp") as peers:
         first = await peers.start()
         await serving(first)
@@ -228,7 +227,7 @@ class Server:
         transport = TcpTransport(Identity.generate(), machine=machine("127.0.0.1/8", *self.networks))
         p2p = await P2P.create(transport=transport, nat_port_map=False, **self.options)  # type: ignore[arg-type]
         try:
-            return advise_on_private(p2p, address)
+            return p2p.advise(address)
         finally:
             await p2p.shutdown()
 

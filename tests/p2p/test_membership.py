@@ -28,6 +28,8 @@ from shoal.testing import Link, Network, run, start_peers
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Text, assert_clean, serving, stub, until
 from tests.p2p.test_tcp import Listening, open_tls
 
+pytestmark = pytest.mark.oldest
+
 SECRET = Token.new_run("friends")
 OTHER_RUN = Token.new_run("rivals")
 TRAIN, RELAY, MONITOR = (ROLES_BY_NAME[name] for name in ("train", "relay", "monitor"))

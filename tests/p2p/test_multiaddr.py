@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shoal.p2p import Identity, Multiaddr
 from shoal.peers.multiaddr import ProtocolLookupError
 
+pytestmark = pytest.mark.once
+
 PEER = str(Identity.generate().peer_id)
 
 host_labels = st.text("abcdefghijklmnopqrstuvwxyz0123456789é", min_size=1, max_size=12)

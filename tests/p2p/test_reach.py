@@ -51,7 +51,7 @@ async def test_a_swarm_on_one_machine_is_public_to_itself_and_asks_nobody(kind: 
             assert p2p.is_callable
             assert p2p.metrics.reachability == "public"
             assert p2p.get_addresses(p2p.peer_id) == p2p.transport.addresses()
-        assert server.reaches.get(caller.peer_id, Reach.CLIENT) == Reach.PUBLIC
+        assert server.book.find(caller.peer_id).reach == Reach.PUBLIC
         assert caller.metrics.calls_made == 1
         assert server.metrics.calls_made == 0
 
@@ -64,7 +64,7 @@ async def test_who_does_not_listen_is_a_client() -> None:
         await stub(client, server).rpc_square(Number(value=3))
         assert client.reachability is Reachability.CLIENT
         assert not client.is_callable
-        assert server.reaches.get(client.peer_id, Reach.PUBLIC) == Reach.CLIENT
+        assert server.book.find(client.peer_id).reach == Reach.CLIENT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +79,7 @@ async def test_who_is_said_to_be_private_is_called_through_relays(kind: str) -> 
         assert node.protocol.is_node
         assert any("p2p-circuit" in address for address in await node.get_visible_maddrs())
         assert node.p2p.metrics.reservations == 1
-        await until(lambda: relay.p2p.reaches.get(node.peer_id, Reach.CLIENT) == Reach.EASY)
+        await until(lambda: relay.p2p.book.find(node.peer_id).reach == Reach.EASY)
         await node.shutdown()
         await relay.shutdown()
 

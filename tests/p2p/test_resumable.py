@@ -22,6 +22,8 @@ from shoal.net.resumable import (
 )
 from shoal.testing import run
 
+pytestmark = pytest.mark.once
+
 
 def calls(
     failures: int, seconds: float, dials: list[float], error: type[DialError] = DialError

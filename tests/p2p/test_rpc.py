@@ -28,7 +28,7 @@ from tests.p2p.peers import (
     until,
 )
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = [pytest.mark.oldest, pytest.mark.parametrize("kind", KINDS)]
 
 
 # --- unary ------------------------------------------------------------------------------------------------------------

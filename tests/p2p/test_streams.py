@@ -18,6 +18,8 @@ from shoal.net.transport import Stream, Transport
 from shoal.p2p import Identity, Multiaddr
 from tests.p2p.peers import until
 
+pytestmark = pytest.mark.oldest
+
 
 def transports(kind: str) -> list[Transport]:
     identities = [Identity.generate() for _ in range(2)]

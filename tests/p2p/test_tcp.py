@@ -44,6 +44,8 @@ from shoal.net.transport import Stream
 from shoal.p2p import Identity, Multiaddr
 from tests.p2p.peers import end_of, until
 
+pytestmark = pytest.mark.oldest
+
 SOME_PEER = Identity.generate().peer_id
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
@@ -329,7 +331,7 @@ async def test_listening_on_a_taken_port() -> None:
 OUT_OF_FILES = """
 import os, resource, socket, threading
 import shoal
-from shoal.p2p import tcp_listener
+from shoal.net.tcp import listener as tcp_listener
 
 failures, enough, tell = [], threading.Event(), tcp_listener._warn_seldom
 

@@ -19,7 +19,7 @@ from shoal.net.own_addresses import LOOPBACK, PLUGGED, ROUTED, VIRTUAL, OwnAddre
 from shoal.net.tcp.connect import connect
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import Stream
-from shoal.p2p import P2P, Identity, Multiaddr, PeerID, joining
+from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
 from shoal.reach.checkup import CALL_BACK_SECONDS, CallBack, CallMe, Checkup
 from shoal.reach.relay.incoming import may_be_dialled
@@ -267,7 +267,7 @@ async def test_a_far_peer_is_not_called_at_the_loopback(trap: socket.socket, mon
         await stub(scanner, server).rpc_square(Number(value=2))
         with pytest.raises(DialError, match=r"says that it is at .*/ip4/127\.0\.0\.1/.*, and is seen elsewhere"):
             await server.dial(scanner.peer_id)
-        assert server.outlook.is_hopeless(scanner.peer_id), "so the table does not try either"
+        assert server.is_hopeless(scanner.peer_id), "so the table does not try either"
     assert_untouched(trap)
 
 
@@ -282,7 +282,7 @@ async def test_a_name_that_leads_into_the_own_network_is_not_followed(
         await stub(scanner, server).rpc_square(Number(value=2))
         with pytest.raises(DialError, match="leads into a private network"):
             await server.dial(scanner.peer_id)
-        assert not server.outlook.is_hopeless(scanner.peer_id), "where it leads is not known before"
+        assert not server.is_hopeless(scanner.peer_id), "where it leads is not known before"
     assert_untouched(trap)
 
 
@@ -317,7 +317,7 @@ async def test_nobody_is_called_back_where_it_cannot_be(trap: socket.socket, mon
     async with Peers("tcp") as peers:
         server, scanner = await peers.two()
         see_everybody_far_away(server, monkeypatch)
-        monkeypatch.setattr(joining, "CALL_BACK_SECONDS", 0.2)
+        monkeypatch.setattr("shoal.reach.checkup.CALL_BACK_SECONDS", 0.2)
         name = f"/dns4/localhost/tcp/{port_of(trap)}"
         wanted = [tcp("127.0.0.1", port_of(trap)), tcp("192.168.1.1", 80), tcp("::1", 80), Multiaddr(name)]
         answer: CallBack = await ask(scanner, server, *wanted)

@@ -9,6 +9,7 @@ import pytest
 from shoal.errors import DialError, P2PHandlerError
 from shoal.net.addresses import FAILURES_TO_TELL, UnreachablePeers, what_to_do
 from shoal.p2p import P2P, Identity, Multiaddr
+from shoal.peers.book import PeerBook
 from tests.p2p.peers import Number, Peers, serving, stub
 
 PEER = Identity.generate().peer_id
@@ -22,7 +23,7 @@ def fail(peers: UnreachablePeers, *signs: float, error: Exception = ERROR, compa
 
 
 def test_who_goes_on_living_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    peers = UnreachablePeers()
+    peers = UnreachablePeers(PeerBook())
     fail(peers, *range(FAILURES_TO_TELL - 1))
     assert not caplog.messages
     fail(peers, 7, 8, 9)
@@ -36,7 +37,7 @@ def test_who_goes_on_living_is_told_of_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_who_may_be_gone_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    peers = UnreachablePeers()
+    peers = UnreachablePeers(PeerBook())
     fail(peers, *[5.0] * 100)
     fail(peers, *[3.0] * 100, company="run 'b'")
     fail(peers, *range(10, 20), error=P2PHandlerError("it answers"))
@@ -44,7 +45,7 @@ def test_who_may_be_gone_is_not_told_of(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_connection_takes_it_back(caplog: pytest.LogCaptureFixture) -> None:
-    peers = UnreachablePeers()
+    peers = UnreachablePeers(PeerBook())
     for round_number in range(10):
         fail(peers, 2 * round_number, 2 * round_number + 1)
         peers.note_connection(PEER)

@@ -13,9 +13,8 @@ import pytest
 from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError, NotAMemberError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
+from shoal.net.connection_pool import MAX_IDLE_PER_PEER, MAX_PARALLEL_DIALS, SPARE, ConnectionPool
 from shoal.net.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
-from shoal.net.pooled_peer import MAX_PARALLEL_DIALS, SPARE
 from shoal.net.transport import Stream
 from shoal.peers.identity import Identity
 from shoal.peers.multiaddr import Multiaddr
@@ -54,7 +53,7 @@ class Caller:
         """Of circuits: how many were wanted."""
         self.aborted: list[Stream] = []
         self.error: Exception | None = None
-        self.pool = ConnectionPool(self.dial, 1e9)
+        self.pool = ConnectionPool(self.dial, 1e9, lambda peer: self.upgrades.watch(peer))
         self.prepared = 0
         """How often spare connections were wanted."""
         self.circuits = SimpleNamespace(
@@ -65,7 +64,7 @@ class Caller:
             prepare=self.prepare_circuits,
         )
         self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT], note_broken=self.broken.append)
-        self.upgrades = ConnectionUpgrades(self)  # type: ignore[arg-type]
+        self.upgrades = ConnectionUpgrades(self, self.circuits)  # type: ignore[arg-type]
 
     async def dial(self, peer: object) -> Connection:
         if self.dial_instead is not None:

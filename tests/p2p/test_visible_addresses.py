@@ -79,7 +79,7 @@ def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[in
     script = f"""
         import logging, resource
         logging.basicConfig(level=logging.INFO)
-        from shoal.p2p import limits
+        from shoal.net import limits
 
         real = resource.setrlimit
 

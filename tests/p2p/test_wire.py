@@ -32,6 +32,8 @@ from shoal.net.transport import (
 from shoal.p2p import P2P, Call, Header, Identity
 from tests.p2p.peers import Empty, Number, Pair, ScriptedStream, Text, serving, until
 
+pytestmark = pytest.mark.once
+
 T = TypeVar("T")
 EXAMPLES = int(os.environ.get("SHOAL_FUZZ_EXAMPLES", "300"))
 """More of them make the tests with hostile bytes a fuzzer."""
@@ -127,7 +129,7 @@ def test_read_new(size: int) -> None:
 @pytest.mark.parametrize(
     ("prefix", "words"),
     [
-        ("010300000000000000000000", "version 1"),
+        ("030300000000000000000000", "version 3"),
         ("020000000000000000000000", "unknown kind 0"),
         ("020600000000000000000000", "unknown kind 6"),
         ("020300000010000100000000", "over the limits"),

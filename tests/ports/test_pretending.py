@@ -14,7 +14,7 @@ from tests import pretend
 PLATFORMS = {"windows": "win32", "macos": "darwin"}
 PROGRAM = """
 import subprocess, sys
-from shoal import reactor
+from shoal.base import reactor
 print(reactor.sys.platform, flush=True)
 if len(sys.argv) == 2:
     subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)

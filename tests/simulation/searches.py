@@ -82,5 +82,5 @@ def size(step: StepControl) -> int:
 
 def leader_of(swarm: Swarm) -> int:
     """Who leads the others at the moment."""
-    searches = [node.lanes[""].matchmaking.search for node in swarm.nodes]
-    return next(i for i, search in enumerate(searches) if search is not None and search.followers)
+    current = [node.lanes[""].matchmaking.current for node in swarm.nodes]
+    return next(i for i, shell in enumerate(current) if shell is not None and shell.search.followers)

@@ -12,7 +12,7 @@ import torch
 
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.averaging.groups import matchmaking
-from shoal.averaging.groups.matchmaking import Matchmaking
+from shoal.averaging.groups.search import GroupSearch
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.round import sending
 from shoal.averaging.round.coordinator import Coordinator
@@ -49,7 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     begin_stripe, describe_group, may_start, commit = (
         AllReduce.begin_stripe,
         matchmaking.describe_group,
-        Matchmaking.may_start,
+        GroupSearch.may_start,
         Coordinator.commit,
     )
 
@@ -59,13 +59,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
             intake.give_averages = lambda call: asyncio.Event().wait()
         return intake
 
-    def describe(p2p, search, trust):
-        start = describe_group(p2p, search, trust)
+    def describe(p2p, *args):
+        start = describe_group(p2p, *args)
         watched.groups.append((p2p.peer_id, {PeerID(each.peer.peer_id): each.share for each in start.members}))
         return start
 
-    def may(self, search, now):
-        return self.p2p.peer_id not in watched.never_starting and may_start(self, search, now)
+    def may(self, now):
+        return self.own not in watched.never_starting and may_start(self, now)
 
     async def end(self, action):
         if self.state.own.peer_id in watched.never_ending:
@@ -75,7 +75,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(Coordinator, "commit", end)
     monkeypatch.setattr(AllReduce, "begin_stripe", begin)
     monkeypatch.setattr(matchmaking, "describe_group", describe)
-    monkeypatch.setattr(Matchmaking, "may_start", may)
+    monkeypatch.setattr(GroupSearch, "may_start", may)
     return watched
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal.averaging.control import AveragingMode
-from shoal.averaging.groups.former_members import REMEMBERED_SECONDS
-from shoal.averaging.groups.leading import Invitations
+from shoal.averaging.groups.memory import REMEMBERED_SECONDS
+from shoal.averaging.groups.search import GroupSearch, Outcall
 from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTID, DHTNode
 from shoal.testing import Network, SharedTable, run, start_averager, start_dht_nodes, start_step
@@ -93,8 +93,10 @@ def test_who_was_met_long_ago_is_not_called():
 @pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 def test_no_more_calls_where_the_table_shows_everybody(seed, monkeypatch):
     seen = []
-    invite = Invitations.invite
-    monkeypatch.setattr(Invitations, "invite", lambda *args, **how: (seen.append(how), invite(*args, **how)))
+    call = GroupSearch._call
+    monkeypatch.setattr(
+        GroupSearch, "_call", lambda self, peer, kind, now: seen.append(kind) or call(self, peer, kind, now)
+    )
 
     async def main() -> None:
         network = Network(WIDE_AREA)
@@ -105,7 +107,7 @@ def test_no_more_calls_where_the_table_shows_everybody(seed, monkeypatch):
 
     run(main(), seed=seed, time_limit=1000)
     assert len(seen) > 3
-    assert {"is_seen": False} not in seen
+    assert Outcall.UNSEEN not in seen
 
 
 def test_one_who_is_gone_is_called_once_for_each_promise_and_not_waited_for():

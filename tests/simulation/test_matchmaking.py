@@ -69,9 +69,9 @@ def test_all_meet_in_one_group_although_connections_break():
 def leader_and_followers(members: list[Member]) -> tuple[Member, list[Member]]:
     """While a group is open: who leads it, and who follows by now."""
     for member in members:
-        search = member.node.lanes[""].matchmaking.search
-        if search is not None and search.leader is None and search.followers:
-            return member, [each for each in members if each.node.p2p.peer_id in search.followers]
+        current = member.node.lanes[""].matchmaking.current
+        if current is not None and current.search.followers:  # one that follows another has none
+            return member, [each for each in members if each.node.p2p.peer_id in current.search.followers]
     raise AssertionError("nobody leads")
 
 
@@ -87,9 +87,9 @@ def at(time: float, action: Callable[[Network, list[Member]], None]) -> Interfer
 def start_time(members: list[Member]) -> float:
     """When the leader starts the group, unless something keeps it, in loop time."""
     leader, _ = leader_and_followers(members)
-    search = leader.node.lanes[""].matchmaking.search
-    assert search is not None
-    return search.expiration - START_OF_TIME
+    current = leader.node.lanes[""].matchmaking.current
+    assert current is not None
+    return current.search.promise - START_OF_TIME
 
 
 @pytest.mark.parametrize("before_start", mostly_drills([0.01, -0.01, 1.0, 0.3, -0.1], quick=2))

@@ -136,7 +136,7 @@ def test_a_peer_that_all_others_have_left_with_a_goodbye_is_not_warned(caplog):
         await swarm.dismiss(first)
         await asyncio.sleep(120)
         told = [(record.levelname, record.getMessage()) for record in caplog.records]
-        assert told == [("INFO", "all others have left: this peer goes on alone. It keeps calling them")]
+        assert told == [("INFO", "all others have left: this peer continues alone. It keeps calling them")]
         third = await swarm.add()
         await asyncio.sleep(60)
         caplog.clear()

@@ -142,7 +142,7 @@ def test_relayed_peers_step_down_when_there_are_enough_public_ones() -> None:
         for _ in range(5):
             await internet.start()
         await asyncio.sleep(30)
-        reaches = [private.p2p.reaches.get(node.peer_id, Reach.CLIENT) for node in internet.nodes[2:]]
+        reaches = [private.p2p.book.find(node.peer_id).reach for node in internet.nodes[2:]]
         assert reaches == [Reach.PUBLIC] * 5
         await asyncio.sleep(STEP_DOWN_SECONDS - 60)
         assert private.protocol.is_node
@@ -194,7 +194,7 @@ def test_what_the_router_does_to_ports_is_observed(mapping: str) -> None:
         await asyncio.sleep(60)
         assert node.p2p.metrics.nat == mapping
         assert node.p2p.outlook.reach is (Reach.HARD if mapping == "hard" else Reach.EASY)
-        assert internet.nodes[0].p2p.reaches.get(node.peer_id, -1) == node.p2p.outlook.reach
+        assert internet.nodes[0].p2p.book.find(node.peer_id).reach == node.p2p.outlook.reach
 
     run(main())
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 
 from shoal.net.transport import Stream
-from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p import Multiaddr, PeerID
 from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.testing import Link
 from tests.drills import mostly_drills
@@ -53,9 +54,9 @@ def test_after_a_break_one_question_to_a_relay_brings_all_connections(monkeypatc
     pair: set[PeerID] = set()
 
     class Counting(OutgoingCircuits):
-        def __init__(self, p2p: P2P) -> None:
-            super().__init__(p2p)
-            self.peer_id = p2p.peer_id
+        def __init__(self, endpoint: Any, *others: Any) -> None:
+            super().__init__(endpoint, *others)
+            self.peer_id = endpoint.peer_id
 
         async def dial(self, address: Multiaddr, target: PeerID, count: int = 1) -> list[Stream]:
             if {self.peer_id, target} == pair:

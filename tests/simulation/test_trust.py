@@ -9,7 +9,7 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.control import AveragingMode, AveragingStage
-from shoal.averaging.groups.candidates import GroupSearch
+from shoal.averaging.groups.search import GroupSearch
 from shoal.averaging.messages import Code, JoinReply
 from shoal.averaging.round.coordinator import Coordinator
 from shoal.net.transport import MOST
@@ -113,8 +113,8 @@ def test_newcomers_and_members_meet_although_members_do_not_know_them(members, n
 @pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_a_stranger_that_promises_to_start_first_is_not_asked_to_lead(seed, monkeypatch):
     """If strangers have wasted what time there is for them. Nobody changes plans because of it either."""
-    go_before, went = GroupSearch.go_before_unfit_leaders, []
-    monkeypatch.setattr(GroupSearch, "go_before_unfit_leaders", lambda self: went.append(go_before(self)) or went[-1])
+    outbid, went = GroupSearch._outbid_unfit_leaders, []
+    monkeypatch.setattr(GroupSearch, "_outbid_unfit_leaders", lambda *args: went.append(outbid(*args)) or went[-1])
 
     async def main() -> tuple[list[RoundResult | None], int, float]:
         network, asked = Network(LINK), []

@@ -10,7 +10,7 @@ import pytest
 
 from tests.system.hosts import NEEDS_HOSTS, Host, Network
 
-pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.xdist_group("hosts"), NEEDS_HOSTS, pytest.mark.timeout(400)]
 
 ECHO = """
 import socket, sys

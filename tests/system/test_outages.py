@@ -12,7 +12,7 @@ import pytest
 from tests.system.hosts import NEEDS_HOSTS, Network
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.xdist_group("hosts"), NEEDS_HOSTS, pytest.mark.timeout(400)]
 
 TARGET, BATCH, PAUSE = 96, 8, 0.05
 PEERS = 3

@@ -18,7 +18,7 @@ import pytest
 from tests.system.hosts import NEEDS_HOSTS, Host, Network
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("hosts"), NEEDS_HOSTS, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120

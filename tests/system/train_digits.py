@@ -155,7 +155,7 @@ def train(opt: Optimizer, model: torch.nn.Module, digits: Digits, epochs: int) -
 
     def make_batch() -> None:
         observer.before_batch()
-        if not opt.settings.reuse_grad_buffers:
+        if not opt.options.reuse_grad_buffers:
             opt.zero_grad()
         digits.loss_of_batch(model).backward()
         opt.step()

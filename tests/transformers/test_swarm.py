@@ -9,6 +9,8 @@ import pytest
 
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups")]
+
 SCRIPT = Path(__file__).parent / "train_gpt2.py"
 TRAINING_SECONDS = 150
 

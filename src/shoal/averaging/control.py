@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 from shoal.base.clock import get_dht_time
@@ -37,6 +37,31 @@ class AveragingMode(IntEnum):
     """Reduces only, because it has no data of its own."""
 
 
+class Absence(Enum):
+    """Why a peer that another one has seen, or expected, is not in its group."""
+
+    DID_NOT_COME = "was not seen looking for a group"
+    DID_NOT_JOIN = "looked for a group and did not join this one in time"
+    NOT_LOOKING = "does not look for a group, or is in another one"
+    FOLLOWS_ANOTHER = "follows another leader"
+    FULL = "its group was full"
+    DISBANDED = "its group did not come about"
+    LEFT = "gave up its step"
+    SILENT = "did not answer"
+    BROKEN = "the connection to it broke"
+    UNREACHABLE = "could not be reached"
+    BACKED_OFF = "rested after failures"
+    OTHER_SETTINGS = "has other settings"
+    REFUSES = "refuses this peer"
+    REFUSED = "is refused by this peer"
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it happens to honest peers on good lines that form several groups at a time."""
+        usual = (Absence.DID_NOT_JOIN, Absence.NOT_LOOKING, Absence.FOLLOWS_ANOTHER, Absence.FULL, Absence.DISBANDED)
+        return self in usual
+
+
 @dataclass(frozen=True)
 class GroupInfo:
     """A group as its leader announced it; the same in all members."""
@@ -55,6 +80,8 @@ class GroupInfo:
     """The upper limit for each member's weight, whatever it claims; empty: no weight is limited."""
     leader: PeerID | None = field(default=None, compare=False)
     """The member that has led this peer into the group; ``None``: it led itself."""
+    absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
+    """Peers that this one has seen or expected and that are not in the group, and why."""
 
     @property
     def group_size(self) -> int:
@@ -166,6 +193,8 @@ class RoundResult:
     """Why each of ``failed_peers`` was lost, as far as this peer has seen or heard."""
     traffic: Mapping[PeerID, MemberTraffic] = field(default_factory=dict)
     """Bytes and seconds of the exchange with each other member. The bytes add up to those above."""
+    absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
+    """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:

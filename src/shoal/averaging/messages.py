@@ -248,7 +248,7 @@ Ranges = list[tuple[Count, Count, Count]]
 """Ranges of parts: the reducer, the first index, and the index after the last one."""
 
 
-class RoundMessage(Header):
+class RoundMessage(Header, tag=0):
     """A message between a member and the coordinator of a round. Each kind is a subclass with a tag of its own."""
 
 

@@ -8,6 +8,7 @@ with different tags are averaged in lanes of their own, which do not wait for ea
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -18,10 +19,10 @@ import torch
 
 from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
-from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.leading import UNTRUE
 from shoal.averaging.groups.matchmaking import Matchmaking
+from shoal.averaging.groups.memory import UNTRUE
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust
 from shoal.averaging.messages import (
     CALL_FAILURES,
     PEER_FAILURES,
@@ -287,8 +288,8 @@ class AveragerNode(ServicerBase):
                 self._report_overstated(session.overstating)
         finally:
             self.rounds.leave_group(group.group_id)
-        control.round = self.last_round = session.result
-        lane.matchmaking.former_members.note_round(group, control.round.failed_peers)
+        control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, get_dht_time())
         self._count(control.round)
         return self._gathered(session.group)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -21,6 +22,49 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks)
     finally:
         await cancel_and_wait(*tasks)
+
+
+class BackgroundTasks:
+    """Tasks that live as long as their owner. Their errors are logged, except those of a kind that callers handle.
+
+    Args:
+        log: gets the errors.
+        owner: what the tasks belong to, in words for the log.
+        handled: errors that are not logged.
+    """
+
+    def __init__(self, log: logging.Logger, owner: str, handled: type[Exception] | tuple[()] = ()) -> None:
+        self._log, self._owner, self._handled = log, owner, handled
+        # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._is_closed = False
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine in the background; after :meth:`close` it is cancelled at once."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._on_done)
+        if self._is_closed:
+            task.cancel()
+        return task
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._handled):
+            self._log.error("a background task of %s failed", self._owner, exc_info=error)
+
+    def stop(self) -> None:
+        """Cancel tasks that are spawned from now on."""
+        self._is_closed = True
+
+    async def close(self) -> None:
+        """Cancel all tasks but the calling one, and wait until they have ended."""
+        self.stop()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
@@ -48,6 +92,32 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
         if not task.cancelled():
             task.exception()  # marks it as retrieved, so that asyncio does not log it
     return all(task.cancelled() for task in tasks)
+
+
+class TaskSet:
+    """Tasks that run until they end or are cancelled together. In their order, so that simulations can be repeated."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine in a task of its own."""
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+        return task
+
+    async def wait(self) -> None:
+        """Wait until all present tasks have ended; their errors are not raised here."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def cancel(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        await cancel_and_wait(*self._tasks)
 
 
 async def await_cancelled(awaitable: Awaitable[Any]) -> bool:

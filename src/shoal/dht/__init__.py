@@ -1,16 +1,20 @@
 """The distributed hash table: small facts with expirations, found by key without a server (Kademlia).
 
-- Nodes and keys have 160-bit ids; the distance of two ids is their XOR. A node knows many nodes near its own id and
-  few far away (:mod:`~.routing`).
-- A walk asks the nearest known nodes for nearer ones, until there are none (:mod:`~.traverse`). On the way it learns
-  their peer ids and addresses (:mod:`~.lookup`).
-- A record is stored at the nodes nearest to its key (:mod:`~.store`), and a get returns the newest that they have
-  (:mod:`~.get`). Nodes have three calls: ping, store, find (:mod:`~.protocol`).
-- A node checks all records that it keeps or reads (:mod:`~.records`, :mod:`~.validation`): types (:mod:`~.schema`), and
-  signatures of owners (:mod:`~.crypto`). With an authorizer only members may call each other.
-- A silent peer is blamed only if others answer (:mod:`~.connectivity`). A lost swarm is searched for
-  (:mod:`~.joining`).
-- :mod:`~.node` is the table for coroutines, :class:`DHT` the table for any thread.
+Nodes and keys have 160-bit ids, and their distance is XOR. A record is stored at the nodes nearest to its key::
+
+    DHT (any thread) -> DHTNode -> store or get -> traverse -> protocol ~~ network ~~> protocol -> local_records
+
+Read the files in this order:
+
+- :mod:`~.dht` for programs, :mod:`~.node` for coroutines; its settings are in :mod:`~.config`.
+- :mod:`~.store` and :mod:`~.get`: what one call does. :mod:`~.reasons`: what each node answers.
+- :mod:`~.traverse`: the walk to the nodes nearest to a key. :mod:`~.routing`: ids, and the nodes that a node knows.
+- :mod:`~.protocol`: the calls between nodes (ping, store, find). :mod:`~.records`: their messages.
+- :mod:`~.local_records`: what a node keeps, in the containers of :mod:`~.storage`.
+- :mod:`~.validation`: rules about records, such as types (:mod:`~.schema`) and signatures of owners (:mod:`~.crypto`).
+- :mod:`~.joining`: how a node finds a swarm, and finds it again. :mod:`~.connectivity`: whether a silent peer is gone,
+  or this machine offline. :mod:`~.server_mode`: whether this peer serves others.
+- :mod:`~.key_sharding`: many keys for the records of a large swarm. :mod:`~.authorization`: a DHT for members only.
 """
 
 import importlib
@@ -19,6 +23,7 @@ from types import ModuleType
 from shoal.base.clock import DHTExpiration
 from shoal.dht.dht import DHT
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
+from shoal.dht.reasons import GetReport, Outcome, Reason, StoreReport
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey, ValueWithExpiration
 from shoal.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
@@ -33,7 +38,11 @@ __all__ = [
     "DHTNode",
     "DHTRecord",
     "DHTValue",
+    "GetReport",
+    "Outcome",
+    "Reason",
     "RecordValidatorBase",
+    "StoreReport",
     "Subkey",
     "ValueWithExpiration",
 ]

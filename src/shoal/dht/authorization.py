@@ -1,4 +1,4 @@
-"""Tables for members only: every call between nodes carries proof that its sender is a member.
+"""A DHT for members only: every call between nodes carries proof that its sender is a member.
 
 An authority gives each member an access token, and the member signs its messages with the key that the token names. A
 request also carries its time and a nonce, so a captured request is useless: after a minute, a second time, from another
@@ -13,8 +13,8 @@ Each swarm defines where tokens come from and which ones are valid, in a subclas
 
     dht = DHT(..., authorizer=Members())
 
-That process' averagers, trackers and states are for members only, too: see :class:`MembersOnly`. Records in the table
-are protected separately: see :mod:`shoal.dht.crypto`.
+The averagers, trackers and states of that process are for members only, too: see :class:`MembersOnly`. Records in the
+DHT are protected separately: see :mod:`shoal.dht.crypto`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 
-# Most seconds by which the time in a request may differ from the receiver's.
+# Most seconds by which the time in a request may differ from the receiver's. Chosen: 20 times what joining allows.
 MAX_REQUEST_AGE = 60.0
 
+# Standard: 128 bits never repeat by chance.
 NONCE_BYTES = 16
-# Timeout for the proof of membership on a new connection: the other side may have vanished.
+# Timeout for the proof of membership on a new connection: the other side may have vanished, or ask its authority first.
 ENTER_SECONDS = 15.0
-# While the old token is good, the next attempt to get a new one comes so long after one that has failed: otherwise each
-# call would wait for the authority.
+# Pause between attempts to renew a token that is still good: otherwise each call would wait for the authority.
 RETRY_SECONDS = 10.0
-# Most requests of the last minutes that are remembered, so that each is answered only once.
+# Most requests of the last minutes that are remembered, so that each is answered only once: a thousand in a second.
 MAX_NONCES = 2**18
 
 REQUEST_PURPOSE, RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
@@ -201,7 +201,7 @@ class TokenAuthorizerBase(AuthorizerBase):
     """
 
     def __init__(self, local_private_key: PrivateKey | None = None) -> None:
-        # Imported only here: loading it takes time, and most tables are open to all.
+        # Imported only here: loading it takes time, and most swarms are open to all.
         from shoal.dht.crypto import PrivateKey
 
         self._local_private_key = PrivateKey.process_wide() if local_private_key is None else local_private_key
@@ -246,7 +246,7 @@ class TokenAuthorizerBase(AuthorizerBase):
             if token is not None and not self.does_token_need_refreshing(token):
                 return token
             waits = token is not None and now() - self._failed_at < RETRY_SECONDS and self._accepts(token)
-            if not waits and self._failed_at <= began_at:  # else this call has waited for that very attempt
+            if not waits and self._failed_at <= began_at:  # otherwise this call has waited for that very attempt
                 try:
                     token = self._local_token = self._checked(await self.get_token())
                     return token
@@ -437,13 +437,13 @@ class EnterResponse(AuthorizedResponse):
 
 
 class MembersOnly(ServicerBase):
-    """Guards a peer whose table is for members only: its averagers, states and trackers are for members, too.
+    """Guards a peer whose DHT is for members only: its averagers, states and trackers are for members, too.
 
     This is about members by the judgement of the user's own authority. In a private run, the other side has shown its
     badge before, and both checks must succeed.
 
     The peer that has opened a connection proves once that it is a member, and gets proof that the other side is one.
-    Requests to the table carry a proof each. Requests about a peer's presence or reachability need no proof.
+    Requests to the DHT carry a proof each. Requests about a peer's presence or reachability need no proof.
 
     Args:
         own_id: id of the guarded peer.

@@ -1,38 +1,41 @@
-"""Tells a peer that is gone from a moment in which this machine cannot hear anybody.
+"""Distinguishes a peer that is gone from an outage of this machine.
 
 A call without an answer has one of two causes. If the peer is gone, others answer as usual. If this machine is offline
-or too busy to listen, most calls fail, no matter to whom. Only the first is held against the peer. A peer that is
+or too busy to listen, most calls fail, no matter to which peer. Only the first is held against the peer. A peer that is
 silent twice, ten seconds apart, counts as gone in any case if another peer was heard in between.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
+from shoal.base.bounded import Bounded
 from shoal.peers.identity import PeerID
 
-# Calls within this window are compared with each other. After so long without any answer the swarm may be lost.
+# Calls within this window are compared with each other. After this time without any answer the swarm may be lost.
+# Chosen: three times the timeout of a call.
 WINDOW_SECONDS = 10.0
 # Least number of silent peers for an outage: a single one never counts as one.
 FEWEST_SILENT = 2
-# An event loop that lags more than this may have failed to read answers that arrived in time.
+# An event loop that lags more than this may have failed to read answers that arrived in time. Chosen: well over the
+# pauses of a garbage collection, well under the timeout of a call.
 LATE_SECONDS = 0.5
 
 # Interval of the checks whether the loop lags.
 HEARTBEAT_SECONDS = 0.25
+# Chosen: more peers than a process calls within the window.
 MAX_EXCUSED = 4096
 
 
 class Connectivity:
-    """Which peers have answered this node lately, and which have not."""
+    """Which peers answered this node in the last seconds, and which did not."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         # Time of the last call to each peer, and whether it was answered; the oldest first.
         self._outcomes: dict[PeerID, tuple[float, bool]] = {}
         self._silent = 0  # how many of them were not answered
-        self.excused: dict[PeerID, float] = {}
+        self.excused: Bounded[PeerID, float] = Bounded(MAX_EXCUSED)
         """Peers whose silence was not held against them, and since when."""
         self._in_flight = 0
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -42,8 +45,10 @@ class Connectivity:
         self._silent_since: float | None = None
         self._silence_noted_at = 0.0
         self._has_asked_again = False
-        self.on_heard: Callable[[], None] | None = None
-        """Called for each answer that ends a silence."""
+        self.heard = asyncio.Event()
+        """Set by each answer that ends a silence."""
+        self.came_back = asyncio.Event()
+        """Set when a suspect has given a sign of life: it may know more nodes."""
 
     @property
     def is_silent(self) -> bool:
@@ -104,8 +109,7 @@ class Connectivity:
         self._heard_at = self._loop.time()
         if self._silent_since is not None:
             self._silent_since = None
-            if self.on_heard is not None:
-                self.on_heard()
+            self.heard.set()
 
     def note_silence(self, peer: PeerID, asked_at: float) -> bool:
         """Note that a peer has not answered a call; returns whether that counts against it.
@@ -125,8 +129,6 @@ class Connectivity:
         if self._silent < FEWEST_SILENT or 2 * self._silent <= len(self._outcomes):
             return True
         since = self.excused.setdefault(peer, asked_at)
-        if len(self.excused) > MAX_EXCUSED:
-            del self.excused[next(iter(self.excused))]
         return asked_at - since >= WINDOW_SECONDS and self.heard_at > since
 
     def _is_late(self, asked_at: float, now: float) -> bool:

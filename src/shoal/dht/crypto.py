@@ -1,4 +1,4 @@
-"""Records that only their owner can write: Ed25519 signatures inside the table.
+"""Records that only their owner can write: Ed25519 signatures inside the DHT.
 
 A record is protected if its subkey contains ``[owner:<public key>]``, with the public key in OpenSSH's text form. Its
 value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. So a
@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
+from shoal.dht.reasons import Reason
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
 from shoal.peers.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
@@ -33,6 +34,7 @@ _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
+# Chosen: more owners than a node meets in practice, and a few hundred kilobytes.
 MAX_OWNERS_KNOWN = 4096
 # How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
 _SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
@@ -138,8 +140,8 @@ def _raw_key_of(data: bytes) -> bytes:
     Raises:
         ValueError: it is no such key.
     """
-    # What shoal itself writes is read without the parser, which takes several times as long as the rest of a look at a
-    # record. Such a text has one form only: its base64 needs no padding.
+    # Keys that shoal wrote are read without the parser, which takes several times as long as the rest of the check.
+    # Such a text has one form only: its base64 needs no padding.
     if len(data) == _SSH_LENGTH and data.startswith(_SSH_NAME):
         with suppress(binascii.Error):
             decoded = base64.b64decode(data[len(_SSH_NAME) :], validate=True)
@@ -155,7 +157,7 @@ def _raw_key_of(data: bytes) -> bytes:
     return public_key.public_bytes_raw()
 
 
-# The same few owners come again and again. Bounded, because strangers make up as many as they like.
+# The same few owners recur. The cache is bounded, because strangers can make up any number of them.
 @functools.lru_cache(MAX_OWNERS_KNOWN)
 def _key_of_owner(owner: bytes) -> PublicKey:
     """The key in an owner tag; raises what :meth:`PublicKey.from_bytes` raises."""
@@ -212,7 +214,7 @@ def _owners_in(data: bytes) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys(_owner_tags(data)))
 
 
-# Averagers and trackers come with the same subkeys again and again.
+# Averagers and trackers use the same subkeys repeatedly.
 _known_owners_in = functools.lru_cache(MAX_OWNERS_KNOWN)(_owners_in)
 
 
@@ -222,6 +224,8 @@ class SignatureValidator(RecordValidatorBase):
     Args:
         private_key: signs records that carry this key's tag; by default one key shared by the whole process.
     """
+
+    reason = Reason.WRONG_SIGNATURE
 
     def __init__(self, private_key: PrivateKey | None = None) -> None:
         private_key = PrivateKey.process_wide() if private_key is None else private_key
@@ -248,7 +252,7 @@ class SignatureValidator(RecordValidatorBase):
 
     @staticmethod
     def _owners(record: DHTRecord) -> tuple[bytes, ...]:
-        if b"[owner:" in record.key:  # it is a hash, so it hardly ever is
+        if b"[owner:" in record.key:  # by chance only: the key is a hash
             return tuple(dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey)))
         if len(record.subkey) <= MAX_SUBKEY_REMEMBERED:
             return _known_owners_in(record.subkey)
@@ -290,7 +294,7 @@ class SignatureValidator(RecordValidatorBase):
             if owner_tag in record.key or owner_tag in record.subkey:
                 signature = private_key.sign(self.signed_bytes(record, record.value))
                 signed = record.value + b"[signature:" + signature + b"]"
-                # It comes back from others, and from this node's own storage. Whatever is odd is checked then.
+                # This record comes back from others and from this node's own storage. Odd ones are checked then.
                 if self._owners(record) == _owners_in(owner_tag) and _SIGNATURE.search(record.value) is None:
                     self.accepted.add(DHTRecord(record.key, record.subkey, signed, record.expiration_time))
                 return signed
@@ -346,4 +350,4 @@ def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -
 Ed25519PrivateKey = RSAPrivateKey = PrivateKey
 Ed25519PublicKey = RSAPublicKey = PublicKey
 Ed25519SignatureValidator = RSASignatureValidator = SignatureValidator
-"""Aliases. Users of this field know the names with RSA; the keys are Ed25519 all the same."""
+"""Aliases: programs in this field use the names with RSA. The keys are Ed25519 in any case."""

@@ -16,6 +16,7 @@ from shoal.base.closeable import Facade, at_the_door, unknown_argument
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.dht.get import GetResult
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
+from shoal.dht.reasons import GetReport, StoreReport
 from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
@@ -24,7 +25,7 @@ from shoal.net.pasted import line_to_paste, split_addresses, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
-from shoal.peers.names import checked_name, default_name
+from shoal.peers.identity import checked_name, default_name
 from shoal.reach.libp2p_options import Libp2pOptions
 
 T = TypeVar("T")
@@ -203,8 +204,8 @@ class DHT(Facade):
             return f"<DHT {state or 'starting'}>"
         where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
         known = len(node.protocol.routing_table)
-        company = "1 other peer" if known == 1 else f"{known} other peers"
-        return f"<DHT {where}, {state or f'knows {company}'}>"
+        others = "1 other peer" if known == 1 else f"{known} other peers"
+        return f"<DHT {where}, {state or f'knows {others}'}>"
 
     def check(self) -> None:
         """Check that it can be used.
@@ -294,15 +295,57 @@ class DHT(Facade):
 
     @overload
     def get(
-        self, key: DHTKey, latest: bool = False, return_future: Literal[False] = False, **kwargs: Any
+        self,
+        key: DHTKey,
+        latest: bool = False,
+        return_future: Literal[False] = False,
+        *,
+        explain: Literal[False] = False,
+        **kwargs: Any,
     ) -> GetResult: ...
 
     @overload
-    def get(self, key: DHTKey, latest: bool = False, *, return_future: Literal[True], **kwargs: Any) -> GetFuture: ...
+    def get(
+        self,
+        key: DHTKey,
+        latest: bool = False,
+        *,
+        return_future: Literal[True],
+        explain: Literal[False] = False,
+        **kwargs: Any,
+    ) -> GetFuture: ...
+
+    @overload
+    def get(
+        self,
+        key: DHTKey,
+        latest: bool = False,
+        return_future: Literal[False] = False,
+        *,
+        explain: Literal[True],
+        **kwargs: Any,
+    ) -> GetReport: ...
+
+    @overload
+    def get(
+        self,
+        key: DHTKey,
+        latest: bool = False,
+        *,
+        return_future: Literal[True],
+        explain: Literal[True],
+        **kwargs: Any,
+    ) -> AwaitableFuture[GetReport]: ...
 
     def get(
-        self, key: DHTKey, latest: bool = False, return_future: bool = False, **kwargs: Any
-    ) -> GetResult | GetFuture:
+        self,
+        key: DHTKey,
+        latest: bool = False,
+        return_future: bool = False,
+        *,
+        explain: bool = False,
+        **kwargs: Any,
+    ) -> GetResult | GetFuture | GetReport | AwaitableFuture[GetReport]:
         """Get the value of a key with its expiration, or ``None``; a dictionary as ``{subkey: value with expiration}``.
 
         Args:
@@ -311,6 +354,8 @@ class DHT(Facade):
                 value that has not expired is returned.
             return_future: return at once. The future can be waited for in a thread or awaited in any event loop;
                 cancelling it stops the search.
+            explain: return a :class:`~shoal.dht.GetReport`, which has the value in ``found``, and in ``nodes`` what
+                each node answered, or why it did not answer.
             kwargs: as for :meth:`DHTNode.get_many_by_id`.
 
         Raises:
@@ -318,7 +363,7 @@ class DHT(Facade):
                 background loop.
         """
         run = self.portal.submit if return_future else self.portal.call
-        return run(self._service.get(key, latest, **kwargs))
+        return run(self._service.get(key, latest, explain=explain, **kwargs))
 
     @overload
     def store(
@@ -328,6 +373,8 @@ class DHT(Facade):
         expiration_time: DHTExpiration,
         subkey: Subkey | None = None,
         return_future: Literal[False] = False,
+        *,
+        explain: Literal[False] = False,
         **kwargs: Any,
     ) -> bool: ...
 
@@ -340,8 +387,35 @@ class DHT(Facade):
         subkey: Subkey | None = None,
         *,
         return_future: Literal[True],
+        explain: Literal[False] = False,
         **kwargs: Any,
     ) -> StoreFuture: ...
+
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        return_future: Literal[False] = False,
+        *,
+        explain: Literal[True],
+        **kwargs: Any,
+    ) -> StoreReport: ...
+
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        *,
+        return_future: Literal[True],
+        explain: Literal[True],
+        **kwargs: Any,
+    ) -> AwaitableFuture[StoreReport]: ...
 
     def store(
         self,
@@ -350,8 +424,10 @@ class DHT(Facade):
         expiration_time: DHTExpiration,
         subkey: Subkey | None = None,
         return_future: bool = False,
+        *,
+        explain: bool = False,
         **kwargs: Any,
-    ) -> bool | StoreFuture:
+    ) -> bool | StoreFuture | StoreReport | AwaitableFuture[StoreReport]:
         """Store one value, or with a subkey one entry of a dictionary, until it expires.
 
         Args:
@@ -361,6 +437,8 @@ class DHT(Facade):
                 refused.
             subkey: the entry's key inside the dictionary.
             return_future: return at once.
+            explain: return a :class:`~shoal.dht.StoreReport` instead of a bool. It is true in the same cases, and says
+                for each node whether it keeps the value, or why not.
             kwargs: as for :meth:`DHTNode.store_many`.
 
         Returns:
@@ -371,7 +449,7 @@ class DHT(Facade):
             TypeError, ValueError: the key or value cannot be packed or is too large, or the expiration is invalid.
         """
         run = self.portal.submit if return_future else self.portal.call
-        return run(self._service.store(key, value, expiration_time, subkey, **kwargs))
+        return run(self._service.store(key, value, expiration_time, subkey, explain=explain, **kwargs))
 
     @overload
     def run_coroutine(
@@ -481,12 +559,12 @@ class _Service:
             raise DHTError(f"this DHT could not start: {self.failure}")
         return self.node
 
-    async def get(self, key: DHTKey, latest: bool, **kwargs: Any) -> GetResult:
+    async def get(self, key: DHTKey, latest: bool, **kwargs: Any) -> Any:
         return await (await self._when_ready()).get(key, latest, **kwargs)
 
     async def store(
         self, key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None, **kwargs: Any
-    ) -> bool:
+    ) -> Any:
         return await (await self._when_ready()).store(key, value, expiration_time, subkey, **kwargs)
 
     async def run(self, function: Callable[[Any, DHTNode], Awaitable[T]]) -> T:

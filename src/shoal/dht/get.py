@@ -1,7 +1,7 @@
 """Getting records: this node's own copies first, then a walk to the nodes nearest to the keys.
 
 A search merges what different nodes hold for one key until the result is good enough. Searches for the same key share
-their findings. Copies of the result are kept here and at nodes that had nothing. A cached copy that was read is fetched
+their results. Copies of the result are kept here and at nodes that had no value. A cached copy that was read is fetched
 again shortly before it expires.
 """
 
@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.have_set import numbers_of_entries
-from shoal.dht.lookup import Lookup
-from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord
+from shoal.dht.config import NodeConfig
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.reasons import GetReport, Outcome, Reason
+from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
-from shoal.dht.traverse import Answer, Traversal
+from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, ValueWithExpiration
+from shoal.dht.traverse import Answer, Lookup, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
-
-if TYPE_CHECKING:
-    from shoal.dht.node import NodeConfig
-    from shoal.dht.protocol import DHTProtocol
-    from shoal.dht.store import Deposits
+from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
 GetResult = ValueWithExpiration[Any] | None
+_OWN_COPY = Outcome(Reason.FOUND, "this peer's own copy")
 
 
 class KeySearch:
@@ -66,6 +63,8 @@ class KeySearch:
         """The node that gave the best value so far; ``None`` is this node itself."""
         self.asked_in_vain: dict[DHTID, None] = {}
         """Nodes that answered but had no value."""
+        self.outcomes: dict[PeerID, Outcome] = {}
+        """What each node had."""
         self._validator = validator
         self._owns_found = False
 
@@ -85,14 +84,14 @@ class KeySearch:
         return self.found is not None and self.expiration_time >= self.sufficient_expiration_time
 
     def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: DHTID | None) -> None:
-        """Consider a value that a node holds. Two dictionaries are united; otherwise the later expiration wins.
+        """Consider a value that a node holds. Two dictionaries are merged; otherwise the later expiration wins.
 
         The exception: a dictionary that has entries with an owner always wins against a plain value.
         """
         if isinstance(value, DictionaryDHTValue) and not value:
-            return  # all its entries are known here, or have expired: nothing is behind the expiration that it claims
+            return  # all its entries are known here or have expired, so its expiration stands for nothing
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
-            self._unite_with(value)
+            self._merge(value)
             if expiration_time > self.expiration_time:
                 self.expiration_time, self.source = expiration_time, source
         elif self._is_better(value, expiration_time):
@@ -109,7 +108,7 @@ class KeySearch:
                 return True
         return expiration_time > self.expiration_time
 
-    def _unite_with(self, other: DictionaryDHTValue[bytes]) -> None:
+    def _merge(self, other: DictionaryDHTValue[bytes]) -> None:
         assert isinstance(self.found, DictionaryDHTValue)
         # Copy first: the dictionary may be the very object in this node's storage.
         if not self._owns_found:
@@ -127,6 +126,11 @@ class KeySearch:
         """Take over the result of another search for the same key."""
         self.found, self._owns_found = other.found, False
         self.expiration_time, self.source = other.expiration_time, other.source
+        self.outcomes.update(other.outcomes)
+
+    def report(self) -> GetReport:
+        """The result with what each node had; only when it is finished."""
+        return GetReport(self.future.result(), dict(self.outcomes))
 
     def finish(self) -> None:
         """Hand the result to the caller."""
@@ -200,11 +204,10 @@ class Reader:
     Args:
         protocol: asks other nodes and knows this node's records.
         config: the node's settings.
-        deposits: what other nodes have agreed to keep for this one.
     """
 
-    def __init__(self, protocol: DHTProtocol, config: NodeConfig, deposits: Deposits) -> None:
-        self._protocol, self._config, self._deposits = protocol, config, deposits
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig) -> None:
+        self._protocol, self._config = protocol, config
         self.pending = PendingSearches()
         self.refresh_queue = CacheRefreshQueue(
             self._refresh,
@@ -235,6 +238,7 @@ class Reader:
                 item = storage.get(search.key_id)
                 if item is not None:
                     search.add_candidate(item.value, item.expiration_time, None)
+                    search.outcomes[self._protocol.p2p.peer_id] = _OWN_COPY
                 if search.is_satisfied:
                     self._end(search)
                     break
@@ -253,7 +257,6 @@ class Reader:
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
             known = [number for target in targets for number in unfinished[target].known_entries()]
             most = max(unfinished[target].most_entries for target in targets)
-            asked_at = asyncio.get_running_loop().time()
             answers = await lookup.ask(node_id, targets, known_entries=known, most_entries=most)
             if answers is None:
                 return None
@@ -261,7 +264,7 @@ class Reader:
             for target, record in answers.items():
                 search = unfinished[target]
                 if peer is not None:
-                    self._deposits.check(peer, target, record.value, known, asked_at=asked_at, most_entries=most)
+                    search.outcomes[peer] = record.outcome
                 if record.value is None:
                     search.asked_in_vain[node_id] = None
                 elif not search.finished:
@@ -272,7 +275,7 @@ class Reader:
         def end(target: DHTID, nearest: list[DHTID]) -> None:
             self._end(unfinished[target], nearest, lookup)
 
-        # Where not all holders of a record are asked, they take turns in sending it.
+        # If only some holders of a record are asked, they take turns in sending it.
         is_sample = beam_size is not None and beam_size < self._config.num_replicas
         walk = Traversal(
             unfinished,
@@ -307,17 +310,22 @@ class Reader:
         if search.finished:  # cancelled, or another search for the same key was faster
             self.pending.leave(search)
             return
+        metrics = self._protocol.p2p.metrics
+        search.outcomes.update(() if lookup is None else lookup.failures)
+        for outcome in search.outcomes.values():
+            if not outcome:
+                metrics.gets_failed[outcome.reason] += 1
         search.finish()
         self.pending.share_result(search)
         if search.found is None:
             return
         if not search.is_refresh:
             hops = 0 if search.source is None or lookup is None else lookup.hops_to(search.source)
-            self._protocol.p2p.metrics.hops_to_records[hops] += 1
+            metrics.hops_to_records[hops] += 1
         if search.source is None:
             self._plan_refresh(search)
         elif lookup is not None and search.keep_copies and self._is_news(search):
-            self._spread_copies(search, nearest, lookup)
+            self._distribute_copies(search, nearest, lookup)
 
     def _plan_refresh(self, search: KeySearch) -> None:
         cached_until = self._cached_expiration(search.key_id)
@@ -328,7 +336,7 @@ class Reader:
         present = self._protocol.records.find(search.key_id)
         return present is None or present[1] < search.expiration_time
 
-    def _spread_copies(self, search: KeySearch, nearest: Sequence[DHTID], lookup: Lookup) -> None:
+    def _distribute_copies(self, search: KeySearch, nearest: Sequence[DHTID], lookup: Lookup) -> None:
         assert search.found is not None
         records = self._protocol.records
         copy = records.copy_for_others(search.key_id, search.found, search.expiration_time, in_cache=True)
@@ -381,16 +389,17 @@ class CacheRefreshQueue:
     ) -> None:
         self._refresh, self._expiration_of = refresh, expiration_of
         self._lead, self._batch_size, self._spawn = lead, batch_size, spawn
-        self._due_times: dict[DHTID, DHTExpiration] = {}
-        self._heap: list[tuple[DHTExpiration, DHTID]] = []
+        self._due_times: dict[DHTID, ValueWithExpiration[None]] = {}
+        self._heap = ExpiryHeap(self._due_times)
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self, key_id: DHTID, due_time: DHTExpiration) -> None:
         """Fetch a key at this time, or earlier if it is already scheduled earlier."""
-        if self._due_times.get(key_id, float("inf")) <= due_time:
+        planned = self._due_times.get(key_id)
+        if planned is not None and planned.expiration_time <= due_time:
             return
-        self._due_times[key_id] = due_time
-        heapq.heappush(self._heap, (due_time, key_id))
+        self._due_times[key_id] = ValueWithExpiration(None, due_time)
+        self._heap.push(key_id, due_time)
         self._set_timer()
 
     def schedule_before(self, key_id: DHTID, expiration_time: DHTExpiration) -> None:
@@ -401,21 +410,20 @@ class CacheRefreshQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._heap and self._due_times.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)  # outdated: the key was rescheduled
-        if self._heap:
-            delay = max(0.0, self._heap[0][0] - get_dht_time())
+        first = self._heap.first()
+        if first is not None:
+            delay = max(0.0, first.expiration_time - get_dht_time())
             self._timer = asyncio.get_running_loop().call_later(delay, self._start_batch)
 
     def _start_batch(self) -> None:
         self._timer = None
         keys: list[DHTID] = []
         now = get_dht_time()
-        while self._heap and self._heap[0][0] <= now and len(keys) < self._batch_size:
-            due_time, key_id = heapq.heappop(self._heap)
-            if self._due_times.get(key_id) == due_time:
-                del self._due_times[key_id]
-                keys.append(key_id)
+        while len(keys) < self._batch_size and (first := self._heap.first()) is not None:
+            if first.expiration_time > now:
+                break
+            del self._due_times[first.key]
+            keys.append(first.key)
         if keys:
             expirations = [e for e in map(self._expiration_of, keys) if e is not None]
             sufficient = max([now, *expirations]) + self._lead + 1

@@ -1,13 +1,14 @@
 """Joins a swarm, keeps in touch with it, and finds it again after an outage.
 
 To join, at least one initial peer must answer and agree about the time. If none can call back, relays are looked for.
+Nodes of one local network find each other there, whenever they start.
 
-While the swarm answers, a node pings its suspects, less and less often; its initial peers that are not in the table;
-and, if it is otherwise idle, its nearest neighbor. So it notices when an outage begins and ends. A peer that comes back
-may know others, so the node then walks to its own id, as it did when it joined.
+While the swarm answers, a node pings its suspects, less and less often; its initial peers that are not in the routing
+table; and, if it is otherwise idle, its nearest neighbor. So it notices when an outage begins and ends. A peer that
+returns may know others, so the node then walks to its own id, as it did when it joined.
 
 If nobody has answered for ten seconds in spite of further calls, the swarm is lost. The node then pings three peers at
-a time, drawn from all that it has ever known. Its pauses grow up to half a minute and are random, so that after an
+a time, drawn from all that it has ever known. Its pauses are random and grow up to half a minute, so that after an
 outage not all nodes contact their initial peers at once. The search ends with an answer and a walk that finds a node.
 """
 
@@ -15,15 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from shoal.base.logs import counted
-from shoal.dht.protocol import DHTProtocol
-from shoal.dht.server_mode import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
+from shoal.base.backoff import Backoff
+from shoal.base.logs import Seldom, counted
+from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
+from shoal.dht.server_mode import ServerMode
 from shoal.errors import (
     BootstrapError,
     DialError,
@@ -37,25 +37,24 @@ from shoal.errors import (
 )
 from shoal.net.pasted import Target, describe_target
 from shoal.p2p import Multiaddr, PeerID
-from shoal.p2p.joining import advise_on_private
+from shoal.p2p.local_network import LocalNetwork
 
 logger = logging.getLogger(__name__)
 
 Targets = Sequence[Target]
-Who = PeerID | Multiaddr
-"""A peer; or an address, for whatever peer answers there."""
-Outcomes = asyncio.Queue[tuple[Who, "Exception | None"]]
+Callee = PeerID | Multiaddr
+"""A peer to call: its id; or an address, which stands for any peer that answers there."""
+Outcomes = asyncio.Queue[tuple[Callee, "Exception | None"]]
 
-# Attempts to ping an initial peer; only a broken connection, which may be chance, leads to another one.
-PING_ATTEMPTS = 3
 # Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
+# Chosen: a few round trips around the world.
 SECOND_OPINION_SECONDS = 1.0
 
 
 async def ping_initial_peers(
     protocol: DHTProtocol, targets: Targets, *, timeout: float, must_succeed: bool, strict: bool
-) -> None:
-    """Ping the initial peers; returns when one has accepted this node. The other pings go on in the background.
+) -> bool:
+    """Ping the initial peers; returns when one has accepted this node. The other pings continue in the background.
 
     Args:
         protocol: of the node that joins; learns which peers answer.
@@ -64,6 +63,9 @@ async def ping_initial_peers(
         must_succeed: let the peers check this node, and fail if none answers.
         strict: fail if all peers that answer do not agree about the time; or if none can reach this node, and the user
             has said that they can.
+
+    Returns:
+        Whether it is about to be clear how others can call this node, because a peer has tried, or there is none.
 
     Raises:
         ValidationError: the check failed, and ``strict`` is set.
@@ -74,12 +76,12 @@ async def ping_initial_peers(
         if peer is not None:
             protocol.p2p.add_addresses(peer, [address])
             clock.join_through(peer)
-    peers = list(dict.fromkeys(map(_who, targets)))
+    peers = list(dict.fromkeys(map(_callee_of, targets)))
     peers = [each for each in peers if _peer_of(protocol, each) != protocol.p2p.peer_id and not _is_own(protocol, each)]
     queue: Outcomes = asyncio.Queue()
     for each in peers:
         protocol.spawn(_ping(protocol, each, must_succeed, queue))
-    outcomes: dict[Who, Exception | None] = {}
+    outcomes: dict[Callee, Exception | None] = {}
     began = asyncio.get_running_loop().time()
 
     async def collect(limit: float, is_enough: Callable[[Exception | None], bool]) -> None:
@@ -97,14 +99,14 @@ async def ping_initial_peers(
             "the peers through which this node joins do not agree about the time", _clock_verdicts(protocol), strict
         )
     elif None in outcomes.values() or not peers:
-        await protocol.settle()
+        return True
     elif any(isinstance(error, NotCallableError) for error in outcomes.values()):
         if protocol.p2p.outlook.evidence.forced:
             verdicts = _verdicts(protocol, targets, outcomes, timeout)
             _object(
                 "no peer that answers can call this node, which force_reachability says is public", verdicts, strict
             )
-        await protocol.settle()
+        return True
     elif any(isinstance(error, ValidationError) for error in outcomes.values()):
         verdicts = _verdicts(protocol, targets, outcomes, timeout)
         _object("no peer that answers lets this node join", verdicts, strict)
@@ -113,11 +115,12 @@ async def ping_initial_peers(
         if must_succeed:
             raise error
         logger.warning("starting alone: %s", error)
+    return False
 
 
 async def _collect(
     queue: Outcomes,
-    outcomes: dict[Who, Exception | None],
+    outcomes: dict[Callee, Exception | None],
     count: int,
     timeout: float,
     is_enough: Callable[[Exception | None], bool],
@@ -126,35 +129,35 @@ async def _collect(
     try:
         async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
-                who, error = await queue.get()
-                outcomes[who] = error
+                callee, error = await queue.get()
+                outcomes[callee] = error
                 if is_enough(error):
                     return
     except TimeoutError:
         return
 
 
-def _who(target: Target) -> Who:
+def _callee_of(target: Target) -> Callee:
     address, peer = target
     return address if peer is None else peer
 
 
-def _peer_of(protocol: DHTProtocol, who: Who) -> PeerID | None:
+def _peer_of(protocol: DHTProtocol, callee: Callee) -> PeerID | None:
     """The peer, as far as it is known which one it is."""
-    return who if isinstance(who, PeerID) else protocol.p2p.met.get(who)
+    return callee if isinstance(callee, PeerID) else protocol.p2p.met.get(callee)
 
 
-def _is_own(protocol: DHTProtocol, who: Who) -> bool:
-    return isinstance(who, Multiaddr) and who in protocol.p2p.transport.addresses()
+def _is_own(protocol: DHTProtocol, callee: Callee) -> bool:
+    return isinstance(callee, Multiaddr) and callee in protocol.p2p.transport.addresses()
 
 
-async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outcomes) -> None:
+async def _ping(protocol: DHTProtocol, callee: Callee, validate: bool, outcomes: Outcomes) -> None:
     error: Exception | None = None
-    for attempt in range(PING_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
-            peer = _peer_of(protocol, who)
-            if isinstance(who, Multiaddr):
-                peer = peer or await protocol.p2p.meet(who)
+            peer = _peer_of(protocol, callee)
+            if isinstance(callee, Multiaddr):
+                peer = peer or await protocol.p2p.meet(callee)
                 protocol.p2p.clock.join_through(peer)
             assert peer is not None
             await protocol.ping(peer, validate=validate)
@@ -170,7 +173,7 @@ async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outco
     # Warn here: if another peer has accepted this node, no error will report it.
     if isinstance(error, IdentityMismatchError):
         logger.warning("an initial peer is another one than expected: %s", error)
-    outcomes.put_nowait((who, error))
+    outcomes.put_nowait((callee, error))
 
 
 def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
@@ -181,16 +184,16 @@ def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
 
 
 def _verdicts(
-    protocol: DHTProtocol, targets: Targets, outcomes: dict[Who, Exception | None], timeout: float
+    protocol: DHTProtocol, targets: Targets, outcomes: dict[Callee, Exception | None], timeout: float
 ) -> dict[str, str]:
     """The outcome for each address."""
     verdicts = {}
     for target in targets:
-        who, reason, advice = _who(target), f"no answer within {timeout:g} s", ""
-        if who in outcomes:
-            reason = str(outcomes[who]) or "no answer in time"
-        if isinstance(outcomes.get(who), DialError | None):
-            advice = advise_on_private(protocol.p2p, target[0])
+        callee, reason, advice = _callee_of(target), f"no answer within {timeout:g} s", ""
+        if callee in outcomes:
+            reason = str(outcomes[callee]) or "no answer in time"
+        if isinstance(outcomes.get(callee), DialError | None):
+            advice = protocol.p2p.advise(target[0])
         verdicts[describe_target(target)] = reason + advice
     return verdicts
 
@@ -199,43 +202,38 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
     """The time difference to each peer that was asked."""
     return {
         f"peer {source}": f"clock off by {seconds:+.1f} s, compared with the clock of this machine; no majority "
-        "tells who is right, so turn on NTP wherever the time is wrong"
+        "tells which is right, so turn on NTP wherever the time is wrong"
         for source, seconds in protocol.p2p.clock.sources.items()
     }
 
 
+# The times below are chosen. Shorter ones find a swarm sooner, and cost each node more calls while nothing happens.
 # Interval of a node's background checks, give or take a quarter.
 TICK_SECONDS = 5.0
-# After so long without an answer the nearest neighbor is pinged.
+# The nearest neighbor is pinged after this time without any answer.
 IDLE_SECONDS = 20.0
-# First pause before a suspect is pinged again; doubled each time.
-FIRST_PAUSE_SECONDS = 5.0
-# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
+# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
+# of a suspect is a tick, and doubles each time.
 LONGEST_PAUSE_SECONDS = 30.0
-# The same for a suspect whose program has ended, as a refusal shows: when it is started again, it joins by itself. Not
-# so initial peers, which may be started again without knowing anybody.
+# The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
+# initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
 LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
-# Pause between two pings of an initial peer that answers, but has no place in the table.
+# Pause between two pings of an initial peer that answers, but has no place in the routing table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
-# With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
+# With more nodes in the routing table, the longest pause grows in proportion: enough others ping those that are gone.
 SMALL_TABLE = 20
 
-# So few at a time, because after an outage all nodes ping.
-PROBES_PER_TICK = 3
-SEEDS_PER_ATTEMPT = 3
+# Peers pinged at a time: few, because after an outage all nodes ping.
+PINGS_AT_A_TIME = 3
 # After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
 PATIENT_ATTEMPTS = 5
 
 SHARE_OF_INITIAL_PEERS = 0.25
 
 
-@dataclass
-class _Probe:
-    """When to ping a peer next."""
-
-    due: float
-    pause: float = FIRST_PAUSE_SECONDS
-    has_ended: bool = False
+def _backoff(due: float) -> Backoff:
+    """When to ping a peer: at this time, and then less and less often as long as it does not answer."""
+    return Backoff(TICK_SECONDS, LONGEST_PAUSE_SECONDS, rests_until=due)
 
 
 class Reunion:
@@ -243,6 +241,7 @@ class Reunion:
 
     Args:
         protocol: the node's side of the protocol.
+        server_mode: looks regularly whether this peer should be a node.
         initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
             is given, any peer that answers there is one.
         meet_neighbors: walks to the node's own id; returns whether it found another node.
@@ -252,12 +251,13 @@ class Reunion:
     def __init__(
         self,
         protocol: DHTProtocol,
+        server_mode: ServerMode,
         initial_peers: Targets,
         meet_neighbors: Callable[[], Awaitable[bool]],
         neighbours: Mapping[PeerID, Sequence[Multiaddr]] = MappingProxyType({}),
     ) -> None:
-        self._protocol = protocol
-        self._p2p, self._reception = protocol.p2p, protocol.reception
+        self._protocol, self._server_mode = protocol, server_mode
+        self._p2p, self._connectivity = protocol.p2p, protocol.connectivity
         # A generator of its own, so that its draws do not affect other users of randomness.
         self._rng = random.Random(int(protocol.node_id))
         self._addresses: dict[PeerID, list[Multiaddr]] = {}
@@ -267,20 +267,19 @@ class Reunion:
                 self._addresses.setdefault(peer, []).append(address)
         self._meet_neighbors = meet_neighbors
         self._neighbours = neighbours
-        self._probes: dict[Who, _Probe] = {}
-        self._heard = asyncio.Event()
-        self._reception.on_heard = self._heard.set
+        self._probes: dict[Callee, Backoff] = {}
+        """When to ping peers that are watched; a ping counts as failed until it is answered."""
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Run for ever: keep in touch with the swarm, and find it again when it is lost."""
+        """Run until cancelled: keep in touch with the swarm, and find it again when it is lost."""
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
-            self._protocol.seat.look()
+            self._server_mode.look()
             try:
-                if not self._reception.is_lost:
+                if not self._connectivity.is_lost:
                     await self._look_around()
-                if self._reception.is_lost:
+                if self._connectivity.is_lost:
                     await self._find_back()
             except NoAccessTokenError as e:
                 logger.debug("this node cannot look for others at present: %s", e)
@@ -289,41 +288,38 @@ class Reunion:
 
     async def _look_around(self) -> None:
         await self._ping(self._choose_probes())
-        if self._protocol.came_back.is_set():
-            self._protocol.came_back.clear()
+        if self._protocol.connectivity.came_back.is_set():
+            self._protocol.connectivity.came_back.clear()
             await self._meet_neighbors()
 
-    def _choose_probes(self) -> list[Who]:
+    def _choose_probes(self) -> list[Callee]:
         table, now = self._protocol.routing_table, self._now()
-        watched: dict[Who, None] = dict.fromkeys(table.suspects.values())
+        watched: dict[Callee, None] = dict.fromkeys(table.suspects.values())
         watched |= dict.fromkeys(peer for peer in self._addresses if peer not in table)
         watched |= dict.fromkeys(peer for peer in self._neighbours if peer not in table)
         watched |= dict.fromkeys(place for place in self._places if not self._is_met(place))
         self._probes = {
-            peer: self._probes.get(peer) or _Probe(now + FIRST_PAUSE_SECONDS * self._rng.random()) for peer in watched
+            peer: self._probes.get(peer) or _backoff(now + TICK_SECONDS * self._rng.random()) for peer in watched
         }
-        due = sorted(
-            (peer for peer in watched if self._probes[peer].due <= now), key=lambda peer: self._probes[peer].due
-        )
-        chosen = due[:PROBES_PER_TICK]
+        due = [peer for peer in watched if self._probes[peer].is_due(now)]
+        chosen = sorted(due, key=lambda peer: self._probes[peer].rests_until)[:PINGS_AT_A_TIME]
         longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
         for peer in chosen:
-            probe = self._probes[peer]
-            probe.due = now + probe.pause
-            probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
-        if self._reception.is_silent:  # pings of members tell a dead peer from an outage
+            self._probes[peer].longest = max(longest, self._probes[peer].longest)
+            self._probes[peer].fail(now)
+        if self._connectivity.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
-            chosen += self._rng.sample(members, min(PROBES_PER_TICK, len(members)))
-        elif not chosen and now - self._reception.heard_at >= IDLE_SECONDS:
+            chosen += self._rng.sample(members, min(PINGS_AT_A_TIME, len(members)))
+        elif not chosen and now - self._connectivity.heard_at >= IDLE_SECONDS:
             chosen += [peer for _, peer in table.get_nearest_neighbors(self._protocol.node_id, 1)]
         return chosen
 
     def _is_met(self, place: Multiaddr) -> bool:
-        """Whether the peer that was found at a place is in the table, or is this one."""
+        """Whether the peer that was found at an address is in the routing table, or is this one."""
         peer = self._p2p.met.get(place)
         return peer is not None and (peer == self._p2p.peer_id or peer in self._protocol.routing_table)
 
-    async def _ping(self, peers: Collection[Who]) -> None:
+    async def _ping(self, peers: Collection[Callee]) -> None:
         """Ping peers; the protocol notes the outcomes."""
         for peer in peers:
             # The addresses that the peer has announced may be outdated: try the initial ones, too.
@@ -331,18 +327,18 @@ class Reunion:
                 self._p2p.add_addresses(peer, [*self._addresses.get(peer, ()), *self._neighbours.get(peer, ())])
         await asyncio.gather(*map(self._ping_one, peers))
 
-    async def _ping_one(self, peer: Who) -> None:
+    async def _ping_one(self, peer: Callee) -> None:
         try:
             # Another peer may be at an address by now.
             await self._protocol.ping(peer if isinstance(peer, PeerID) else await self._p2p.meet(peer), validate=False)
         except NO_ANSWER as e:
-            # Whose relay has no reservation of it may have moved to others.
+            # A peer whose relay holds no reservation of it may have moved to other relays.
             is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
             if is_refused and isinstance(peer, PeerID) and peer in self._probes and peer not in self._addresses:
-                self._probes[peer].has_ended = True
+                self._probes[peer].longest = LONGEST_PAUSE_OF_ENDED_SECONDS
             return
         if peer in self._probes:
-            self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
+            self._probes[peer] = _backoff(self._now() + PAUSE_WHEN_WELL_SECONDS)
 
     # --- lost, and found again ----------------------------------------------------------------------------------------
 
@@ -351,43 +347,43 @@ class Reunion:
         if not candidates:
             return
         if all(map(self._has_left, candidates)):
-            logger.info("all others have left: this peer goes on alone. It keeps calling them")
+            logger.info("all others have left: this peer continues alone. It keeps calling them")
         else:
             logger.warning(
                 "no peer has answered for %.0f s: this machine is offline, or all others have left. It keeps "
                 "calling %s",
-                self._now() - self._reception.heard_at,
+                self._now() - self._connectivity.heard_at,
                 counted(len(candidates), "known peer"),
             )
         self._p2p.clock.settle_anew()
-        lost_at, attempt = self._reception.heard_at, 0
+        lost_at, backoff = self._connectivity.heard_at, Backoff(first=1.0, longest=LONGEST_PAUSE_SECONDS)
         while True:
-            self._heard.clear()
-            await self._pause(self._rng.uniform(0.0, min(LONGEST_PAUSE_SECONDS, 2.0**attempt)))
-            if self._reception.is_lost:
-                await self._ping(await self._draw(attempt))
-            if not self._reception.is_lost and await self._meet_neighbors():
+            self._connectivity.heard.clear()
+            await self._pause(self._rng.uniform(0.0, backoff.pause))
+            if self._connectivity.is_lost:
+                await self._ping(await self._draw(backoff.failures))
+            if not self._connectivity.is_lost and await self._meet_neighbors():
                 break
-            attempt = min(attempt + 1, 16)
-        self._protocol.came_back.clear()
+            backoff.fail()
+        self._protocol.connectivity.came_back.clear()
         logger.info("found the swarm again, %.0f s after the last answer", self._now() - lost_at)
 
-    def _has_left(self, who: Who) -> bool:
+    def _has_left(self, callee: Callee) -> bool:
         """Whether a peer, or the one that was found at a place, has said goodbye."""
-        peer = who if isinstance(who, PeerID) else self._p2p.met.get(who)
-        return peer is not None and self._p2p.departed.get(peer, -math.inf) > -math.inf
+        peer = callee if isinstance(callee, PeerID) else self._p2p.met.get(callee)
+        return peer is not None and self._p2p.book.find(peer).goodbye_at is not None
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but no longer than until an answer comes, such as to a call of the application."""
         try:
             async with asyncio.timeout(seconds):
-                await self._heard.wait()
+                await self._connectivity.heard.wait()
         except TimeoutError:
             return
 
-    async def _candidates(self) -> list[Who]:
+    async def _candidates(self) -> list[Callee]:
         """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
-        known: list[Who] = [
+        known: list[Callee] = [
             *self._addresses,
             *self._neighbours,
             *(peer.peer_id for peer in await self._p2p.list_peers()),
@@ -395,10 +391,72 @@ class Reunion:
         ]
         return [peer for peer in dict.fromkeys(known) if peer != self._p2p.peer_id]
 
-    async def _draw(self, attempt: int) -> list[Who]:
+    async def _draw(self, attempt: int) -> list[Callee]:
         candidates = await self._candidates()
-        drawn = self._rng.sample(candidates, min(SEEDS_PER_ATTEMPT, len(candidates)))
-        initial: list[Who] = [*self._addresses, *self._places]
+        drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
+        initial: list[Callee] = [*self._addresses, *self._places]
         if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
             drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))
+
+
+# --- the local network ------------------------------------------------------------------------------------------------
+
+# How long a node waits for the first neighbour. Measured: a neighbour that is there answers within a second.
+FIRST_SECONDS = 3.0
+
+
+class Neighbours:
+    """Joins the nodes of the local network as they appear.
+
+    Args:
+        protocol: the node's side of the protocol.
+        on_joined: runs after another node has accepted this one.
+    """
+
+    def __init__(self, protocol: DHTProtocol, on_joined: Callable[[], Awaitable[object]]) -> None:
+        self._protocol, self._on_joined = protocol, on_joined
+        self.network = LocalNetwork(protocol.p2p, self._note)
+        """Tells which peers are there."""
+        self._joined = asyncio.Event()
+        self._warn_seldom = Seldom(logger.warning)
+
+    async def start(self) -> None:
+        """Announce this node, and join others as soon as they are found."""
+        await self.network.start()
+
+    async def wait_for_first(self) -> None:
+        """Wait until this node has joined another one, for a few seconds at most."""
+        try:
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._joined.wait()
+        except TimeoutError:
+            logger.info("no peer is in the local network yet: starting alone. Whenever one appears, the two join")
+
+    async def close(self) -> None:
+        """Stop announcing this node."""
+        await self.network.close()
+
+    def _note(self, peer: PeerID) -> None:
+        self._protocol.spawn(self._join(peer))
+
+    async def _join(self, peer: PeerID) -> None:
+        protocol = self._protocol
+        if peer not in protocol.routing_table:
+            protocol.p2p.add_addresses(peer, self.network.present.get(peer, ()))
+            if not len(protocol.routing_table):
+                protocol.p2p.clock.join_through(peer)
+            try:
+                await protocol.ping(peer, validate=True)
+            except ValidationError as e:
+                # As with initial peers: it is in the routing table, and the user has to act.
+                self._warn_seldom("joined peer %s in the local network, but %s", peer, e, about=peer)
+            except NO_ANSWER as e:
+                # With others around, it is enough that the node keeps trying.
+                if not len(protocol.routing_table):
+                    self._warn_seldom("cannot join a peer that is announced in the local network: %s", e, about=peer)
+                return
+            else:
+                logger.info("joined peer %s in the local network", peer)
+            await self._on_joined()
+        self._joined.set()

@@ -1,7 +1,7 @@
-"""Spreads the records of a swarm over many keys, so that no key grows with the swarm, and estimates its size from them.
+"""Shards the records of a swarm over many keys, so that no key grows with the swarm, and estimates its size from them.
 
-A swarm of N peers keeps its records in 2^depth keys, chosen by the first bits of a hash of each owner, so that about 64
-owners share a key. Nobody decides the depth: each peer follows its own estimate and writes its depth into its record::
+A swarm of N peers keeps its records in 2^depth keys. The first bits of a hash of the owner select the key, and about 64
+owners share one. Nobody decides the depth: each peer follows its own estimate and writes its depth into its record::
 
     depth 0    run_progress                      every 2^depth-th peer writes here, too
     depth 1    run_progress.0    run_progress.1           every 2^(depth-1)-th
@@ -10,12 +10,12 @@ owners share a key. Nobody decides the depth: each peer follows its own estimate
 
 Besides its own key, a peer writes to the key above with probability 1/2, to the next one above with 1/4, and so on; the
 hash decides. So each key at any level holds a sample of about 64 of the peers below it, and an entry of depth d in a
-key of level l stands for 2^(d-l) peers. Peers find each other this way even if their estimates differ: a newcomer
-begins at the top and learns the depth there; a peer that is too high sees samples of the peers below; a peer that is
+key of level l stands for 2^(d-l) peers. Peers find each other this way even if their estimates differ. A newcomer
+begins at the top and learns the depth there. A peer that is too high sees samples of the peers below. A peer that is
 too low reads the key above its own every other time, and sees the peers there. A small swarm has depth 0 and one key.
 
-Many sizes fit two depths. There each peer follows the majority: it goes a step deeper if most others are there, and a
-step back if hardly anybody has come along.
+Many sizes fit two depths. In that case each peer follows the majority: it goes a step deeper if most others are there,
+and a step back if hardly any other followed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+# Enough for 64 million peers.
 MAX_DEPTH = 20
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 
+# Chosen: 64 records of progress fit into one answer of a few kilobytes. The shares below are measured: with them,
+# simulated swarms of all sizes settle at a depth, and stay there (tests/dht/test_key_sharding.py).
 OWNERS_PER_KEY = 64
 # A depth fits if each key has at most TOO_MANY owners and at least TOO_FEW. The two are far apart, so that most sizes
-# fit two depths. There a peer follows the majority. Where its own depth does not fit, it goes on if at least SOME of
-# the others have; as the first one, only if the numbers are beyond these by more than the estimates vary. So nobody
-# goes to and fro.
+# fit two depths, and a peer follows the majority. If its own depth does not fit, it moves if at least SOME of the
+# others have. The first one moves only if the numbers are BEYOND these by more than the estimates vary. So nobody
+# moves to and fro.
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
 BEYOND, SOME = 9 / 8, 1 / 8
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
-# Where two depths fit the size of the swarm, a peer goes deeper if more than this share of the others is deeper, and
-# back if less than that share is as deep as it is. In between both stay.
+# If two depths fit the size of the swarm, a peer goes deeper if more than the first share of the others is deeper, and
+# back if less than the second share is as deep as it is. In between it stays.
 MOST_ARE_DEEPER, FEW_ARE_AS_DEEP = 1 / 2, 1 / 3
-# So many readings of other keys are remembered: the estimates of all peers come near each other that way, although the
-# key of one has more owners than that of another.
+# Readings of other keys that a peer averages. This brings the estimates of all peers together, although some keys have
+# more owners than others.
 READINGS_ELSEWHERE = 3
 _PATH_BITS = 32
 
@@ -178,7 +181,7 @@ class KeySharding:
         above, known = self._last("above"), self._all_readings()
         # A full key above may have more records than were read: beside other readings it stands for any number.
         sizes = [math.inf if each is above and each.is_full and len(known) > 1 else each.size for each in known]
-        # Most keys must say so, and of two both: one alone may be full of invented entries.
+        # Most keys must agree, and of two both: one alone may be full of invented entries.
         least, most = median_low(sizes), median_high(sizes)
         deeper = median_low(each.deeper for each in known)
         if above is not None:

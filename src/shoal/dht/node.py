@@ -7,22 +7,22 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.closeable import options_from
-from shoal.base.logs import setting
 from shoal.dht.authorization import AuthorizerBase
+from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
-from shoal.dht.joining import Reunion, ping_initial_peers
-from shoal.dht.lookup import Lookup, PeerFinder
-from shoal.dht.neighbours import Neighbours
+from shoal.dht.joining import Neighbours, Reunion, ping_initial_peers
 from shoal.dht.protocol import KEEPERS, DHTProtocol
+from shoal.dht.reasons import GetReport, StoreReport
 from shoal.dht.routing import DHTID, DHTKey
+from shoal.dht.server_mode import ServerMode
 from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.store import Deposits, Writer, make_record
+from shoal.dht.store import Writer, make_record
+from shoal.dht.traverse import Lookup, PeerFinder
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.net.pasted import Target, wants_local
@@ -39,61 +39,6 @@ logger = logging.getLogger(__name__)
 STARTUP_TIMEOUT = 8.0
 
 
-# Default number of requests in flight of one search; the environment may set it.
-DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
-
-
-@dataclass(frozen=True)
-class NodeConfig:
-    """The settings of a node."""
-
-    bucket_size: int = 20
-    """Most nodes in a bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
-    num_replicas: int = 5
-    """How many nodes should hold a record."""
-    depth_modulo: int = 5
-    """Buckets far from the own id stop splitting at depths divisible by this."""
-    parallel_rpc: int | None = None
-    """Most calls in flight of the whole node; ``None`` = no limit."""
-    wait_timeout: float = 3.0
-    """Seconds after which a call counts as unanswered. After a quarter of this time, a search goes on without a silent
-    node, unless most of the nodes that should hold the record are as slow."""
-    refresh_timeout: float | None = None
-    """Buckets without news for this many seconds are refreshed by a search; ``None`` = never."""
-    bootstrap_timeout: float | None = None
-    """Seconds for the whole join; ``None`` = ``wait_timeout``."""
-    cache_locally: bool = True
-    """Keep a copy of each record that a get finds."""
-    cache_nearest: int = 1
-    """Give a copy of each record found to this many of the nearest nodes that did not have it."""
-    cache_size: int | None = None
-    """Most records in the cache; ``None`` = no limit."""
-    cache_refresh_before_expiry: float = 5.0
-    """Fetch cached records that are in use again this many seconds before they expire; 0 = never."""
-    cache_on_store: bool = True
-    """Keep a copy of each record that this node stores."""
-    reuse_get_requests: bool = True
-    """Searches for the same key at the same time share the first result."""
-    num_workers: int = DEFAULT_NUM_WORKERS
-    """Requests in flight of one search, until it has reached the nearest nodes."""
-    chunk_size: int = 16
-    """Most keys in one find request of a get, and in one refresh of the cache."""
-    blacklist_time: float = 5.0
-    """Seconds for which searches skip a peer that did not answer; 0 = never skip."""
-    backoff_rate: float = 2.0
-    """Each further failure in a row multiplies that time by this factor."""
-    ensure_bootstrap_success: bool = True
-    """Fail if no initial peer answers, and let one that answers check that this node can be reached."""
-    strict: bool = True
-    """Fail if nobody can tell the right time, or if this node cannot be reached although it is said to be public
-    (``force_reachability``); otherwise only warn."""
-
-    def __post_init__(self) -> None:
-        for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-
 class DHTNode:
     """A node. Made by :meth:`create`; lives in one event loop.
 
@@ -101,7 +46,7 @@ class DHTNode:
         node_id: this node's id in the DHT.
         peer_id: this node's id on the network.
         protocol: calls other nodes and answers them; has the routing table, the storage and the cache.
-        blacklist: peers that did not answer lately.
+        blacklist: peers that did not answer, which searches skip for a while.
     """
 
     def __init__(
@@ -117,9 +62,9 @@ class DHTNode:
         self.is_alive = True
         self._owns_p2p = owns_p2p
         self._neighbours: Neighbours | None = None
-        deposits = Deposits(protocol.p2p.metrics)
-        self._reader = Reader(protocol, config, deposits)
-        self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
+        self._server_mode = ServerMode(protocol)
+        self._reader = Reader(protocol, config)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue)
         self.finder = PeerFinder(protocol, self._meet_nodes_near)
         """Looks for the addresses of peers."""
 
@@ -188,7 +133,7 @@ class DHTNode:
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
-            # Where neighbours will do, the others need not be there.
+            # If neighbours are enough, the others need not answer.
             reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
             p2p = await P2P.create(initial_peers=reachable_at_start, client_mode=client_mode, **kwargs)
             if not p2p.client_mode and not kwargs.get("no_listen"):
@@ -223,19 +168,21 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
+        self._server_mode.start()
         self.p2p.find_addresses = self.finder.find
         self.p2p.reservations.candidates = self._peers_of_the_table
         if looks_around:
-            self._neighbours = Neighbours(self.protocol, self._meet_neighbors)
+            self._neighbours = Neighbours(self.protocol, self._settle_in)
             await self._neighbours.start()
         if targets:
-            await ping_initial_peers(
+            if await ping_initial_peers(
                 self.protocol,
                 targets,
                 timeout=budget,
                 must_succeed=config.ensure_bootstrap_success and not looks_around,
                 strict=config.strict,
-            )
+            ):
+                await self._server_mode.settle()
             meeting_neighbors = self.protocol.spawn(self._meet_neighbors())
             await asyncio.wait([meeting_neighbors], timeout=max(0.0, deadline - loop.time()))
         if self._neighbours is not None and not len(self.protocol.routing_table):
@@ -243,16 +190,21 @@ class DHTNode:
         if config.refresh_timeout is not None:
             self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
         present = {} if self._neighbours is None else self._neighbours.network.present
-        self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors, present).run())
+        self.protocol.spawn(Reunion(self.protocol, self._server_mode, targets, self._meet_neighbors, present).run())
 
     def _peers_of_the_table(self) -> list[PeerID]:
-        """Those of its nodes that others can dial are relays, nearly all of them."""
+        """Candidates for relays: nearly all nodes that others can dial are relays."""
         return [peer for _, peer in self.protocol.routing_table]
 
     async def _meet_neighbors(self) -> bool:
         """Search for the own id, so that nearby nodes and this one meet; returns whether any other node was found."""
         found = await self.find_nearest_nodes([self.node_id], exclude_self=True)
         return bool(found[self.node_id])
+
+    async def _settle_in(self) -> None:
+        """Find a place in the DHT after the first other node has accepted this one."""
+        await self._server_mode.settle()
+        await self._meet_neighbors()
 
     async def _meet_nodes_near(self, place: DHTID) -> None:
         await self.find_nearest_nodes([place], k_nearest=self.config.num_replicas, exclude_self=True)
@@ -291,6 +243,7 @@ class DHTNode:
             self.p2p.find_addresses = None
         if self.p2p.reservations.candidates == self._peers_of_the_table:
             self.p2p.reservations.candidates = tuple
+        self._server_mode.close()
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()
@@ -347,20 +300,31 @@ class DHTNode:
         )
         return {query: results[query] for query in queries}
 
-    async def get(self, key: DHTKey, latest: bool = False, **kwargs: Any) -> GetResult:
+    @overload
+    async def get(
+        self, key: DHTKey, latest: bool = False, *, explain: Literal[False] = False, **kwargs: Any
+    ) -> GetResult: ...
+
+    @overload
+    async def get(self, key: DHTKey, latest: bool = False, *, explain: Literal[True], **kwargs: Any) -> GetReport: ...
+
+    async def get(
+        self, key: DHTKey, latest: bool = False, *, explain: bool = False, **kwargs: Any
+    ) -> GetResult | GetReport:
         """Get the value of a key and its expiration, or ``None``.
 
         Args:
             key: the key under which the value was stored.
             latest: ask all nodes that may hold the key for the latest value, or for the union of a dictionary's
                 entries; otherwise return the first unexpired value, which may be outdated or incomplete.
+            explain: return a :class:`GetReport`, which also tells what each node had.
             kwargs: as for :meth:`get_many`.
         """
         if latest:
             kwargs["sufficient_expiration_time"] = math.inf
         key_id = DHTID.generate(source=key)
-        results = await self.get_many_by_id([key_id], **kwargs)
-        result: GetResult = results[key_id]
+        results = await self.get_many_by_id([key_id], explain=explain, **kwargs)
+        result: GetResult | GetReport = results[key_id]
         return result
 
     async def get_many(
@@ -390,6 +354,7 @@ class DHTNode:
         return_futures: bool = False,
         keep_copies: bool = True,
         most_entries: int = 0,
+        explain: bool = False,
     ) -> dict[DHTID, Any]:
         """Like :meth:`get_many`, for keys that are hashed already.
 
@@ -401,9 +366,12 @@ class DHTNode:
                 than ``num_replicas``, the one that is asked first is drawn among the ``num_replicas`` nearest.
             return_futures: return at once; cancelling a future stops the search for its key.
             keep_copies: cache found values here and at a node near the key; not worth it for values that change often.
-            most_entries: ask each node for so many entries of a dictionary at most, drawn at random; 0: for all.
+            most_entries: the most entries of a dictionary to ask each node for, drawn at random; 0: all.
+            explain: return a :class:`GetReport` for each key, which also tells what each node had.
         """
         self._check_alive()
+        if explain and return_futures:
+            raise ValueError("explain needs the results: leave return_futures out")
         searches = self._reader.start_searches(
             key_ids, sufficient_expiration_time, keep_copies=keep_copies, most_entries=most_entries
         )
@@ -417,7 +385,33 @@ class DHTNode:
                 await search_all
         if return_futures:
             return {key_id: search.future for key_id, search in searches.items()}
+        if explain:
+            return {key_id: search.report() for key_id, search in searches.items()}
         return {key_id: search.future.result() for key_id, search in searches.items()}
+
+    @overload
+    async def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        *,
+        explain: Literal[False] = False,
+        **kwargs: Any,
+    ) -> bool: ...
+
+    @overload
+    async def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        *,
+        explain: Literal[True],
+        **kwargs: Any,
+    ) -> StoreReport: ...
 
     async def store(
         self,
@@ -425,8 +419,10 @@ class DHTNode:
         value: DHTValue,
         expiration_time: DHTExpiration,
         subkey: Subkey | None = None,
+        *,
+        explain: bool = False,
         **kwargs: Any,
-    ) -> bool:
+    ) -> bool | StoreReport:
         """Store one value, or one entry of a dictionary.
 
         Args:
@@ -435,6 +431,7 @@ class DHTNode:
             expiration_time: when it expires (DHT time), a day from now at most. A later expiration replaces an earlier
                 one; a tie is refused.
             subkey: the entry's key inside the dictionary; ``None`` for a plain value.
+            explain: return a :class:`StoreReport`, which also tells what each node did with the record.
             kwargs: as for :meth:`store_many`.
 
         Returns:
@@ -442,7 +439,8 @@ class DHTNode:
         """
         self._check_alive()
         record = make_record(key, subkey, value, expiration_time, self.protocol.record_validator)
-        return (await self._writer.store([record], **kwargs))[0]
+        [report] = await self._writer.store([record], **kwargs)
+        return report if explain else bool(report)
 
     async def store_many(
         self,
@@ -452,8 +450,10 @@ class DHTNode:
         subkeys: Sequence[Subkey | None] | None = None,
         exclude_self: bool = False,
         await_all_replicas: bool = True,
+        *,
+        explain: bool = False,
         **kwargs: Any,
-    ) -> dict[Any, bool]:
+    ) -> dict[Any, Any]:
         """Store several values at once.
 
         Args:
@@ -463,6 +463,7 @@ class DHTNode:
             subkeys: one for each value, ``None`` for a plain value; or ``None`` if all are plain.
             exclude_self: store at other nodes only.
             await_all_replicas: wait for every node that is to hold a value, not only for the first one that answers.
+            explain: return a :class:`StoreReport` for each value instead of a bool.
             kwargs: ``num_workers``, the number of requests in flight.
 
         Returns:
@@ -481,11 +482,11 @@ class DHTNode:
             make_record(key, subkey, value, expires, validator)
             for key, subkey, value, expires in zip(keys, names, values, expirations, strict=True)
         ]
-        accepted = await self._writer.store(
+        reports = await self._writer.store(
             records, exclude_self=exclude_self, await_all_replicas=await_all_replicas, **kwargs
         )
         labels = [key if subkey is None else (key, subkey) for key, subkey in zip(keys, names, strict=True)]
-        return dict(zip(labels, accepted, strict=True))
+        return dict(zip(labels, reports if explain else map(bool, reports), strict=True))
 
     # --- facts about this node ----------------------------------------------------------------------------------------
 
@@ -501,7 +502,7 @@ class DHTNode:
 
     @property
     def client_mode(self) -> bool:
-        """This node was told never to be part of the table; whether it is at the moment, ``protocol.is_node`` tells."""
+        """This node was told never to serve the DHT; ``protocol.is_node`` tells whether it does at the moment."""
         return self.protocol.client_mode
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
@@ -510,6 +511,6 @@ class DHTNode:
 
 
 def _say_where_it_listens(addresses: Sequence[Multiaddr], *, is_open: bool) -> None:
-    who = "whoever reaches them may join" if is_open else "members may join"
+    admission = "anyone who reaches them may join" if is_open else "members may join"
     where = ", ".join(str(split_peer_address(address)[0]) for address in addresses)
-    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, who)
+    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, admission)

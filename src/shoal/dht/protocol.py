@@ -6,17 +6,18 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.access.badges import ANY_ROLE, Roles
 from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.base.tasks import BackgroundTasks
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
+from shoal.dht.config import NodeConfig
 from shoal.dht.connectivity import Connectivity
-from shoal.dht.have_set import HaveSet
-from shoal.dht.local_records import LocalRecords
-from shoal.dht.quotas import Payer
+from shoal.dht.local_records import LocalRecords, Payer, records_for_newcomer
+from shoal.dht.reasons import Outcome
 from shoal.dht.records import (
     MAX_ANSWER_BYTES,
     MAX_KEYS_PER_FIND,
@@ -27,6 +28,7 @@ from shoal.dht.records import (
     FindResponse,
     FindResult,
     Found,
+    HaveSet,
     NewRecord,
     PackedContacts,
     PingRequest,
@@ -36,7 +38,6 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
-from shoal.dht.server_mode import NO_ANSWER, ServerMode
 from shoal.dht.storage import Blacklist, DHTLocalStorage
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import (
@@ -46,32 +47,40 @@ from shoal.errors import (
     NoAccessTokenError,
     NotAMemberError,
     NotCallableError,
+    ProtocolError,
+    ShoalError,
     StreamClosedError,
     ValidationError,
 )
 from shoal.net.service import open_to
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.joining import explain_unreachable
-
-if TYPE_CHECKING:
-    from shoal.dht.node import NodeConfig
+from shoal.reach.reachability import Reachability
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "ValidationError"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-KEEPERS = Roles.TRAIN | Roles.RELAY
-"""Members of a private run that may be nodes, and store records."""
 ResponseT = TypeVar("ResponseT", bound=Header)
 
+KEEPERS = Roles.TRAIN | Roles.RELAY
+"""Members of a private run that may be nodes, and store records."""
+
+# What a call raises when the other node is gone, silent, or does not speak this protocol.
+NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
 # What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
-# The fraction of the waiting time after which a walk goes on without waiting for a node that has not answered yet.
+# The fraction of the waiting time after which a walk continues without waiting for a node that has not answered yet.
+# Chosen: three quarters of a second, a few round trips around the world.
 STALL_SHARE = 0.25
-# A node is asked again only if the connection broke, because chance may have caused that.
-CALL_ATTEMPTS = 3
+# Attempts of one call, and to call a newcomer back. Only a broken connection leads to another one, because it may be
+# chance. Chosen, like the pause.
+ATTEMPTS = 3
+SECONDS_BETWEEN_ATTEMPTS = 0.1
+# The fraction of the waiting time for calling a newcomer back; the rest lets the answer reach the newcomer in time.
+PING_BACK_SHARE = 0.5
 
 
 class DHTProtocol(ServicerBase):
@@ -96,45 +105,39 @@ class DHTProtocol(ServicerBase):
         record_validator: RecordValidatorBase | None = None,
         authorizer: AuthorizerBase | None = None,
     ) -> None:
-        self.p2p, self.node_id, self._packed_id = p2p, node_id, node_id.to_bytes()
+        self.p2p, self.node_id, self.config = p2p, node_id, config
+        self.client_mode = client_mode
+        self.is_node = not client_mode and p2p.reachability is not Reachability.CLIENT
+        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
+        self._is_serving = False
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
         """Peers that walks skip for a while."""
-        self.reception = Connectivity()
-        self.came_back = asyncio.Event()
-        """Set when a suspect has given a sign of life: it may know more nodes."""
+        self.connectivity = Connectivity()
         self.authorizer = authorizer
         self._gate: MembersOnly | None = None
-        self.wrapper: AuthRPCWrapper | None = None
-        """Checks the calls of others, if there is an authorizer."""
         self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
         self.routing_table.note_choice(node_id, p2p.peer_id)
         self.records = LocalRecords(config.cache_size, record_validator, node_id, p2p.metrics)
-        self.bucket_size, self.num_replicas = config.bucket_size, config.num_replicas
-        self.wait_timeout = config.wait_timeout
-        self.client_mode = client_mode
         self._rpc_limit: AbstractAsyncContextManager[Any] = (
             nullcontext() if config.parallel_rpc is None else asyncio.Semaphore(config.parallel_rpc)
         )
         self._contacts = PackedContacts(p2p)
-        # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._is_shut_down = False
-        self.seat = ServerMode(self, client_mode=client_mode)
-
-    @property
-    def is_node(self) -> bool:
-        """This peer is in the table at present: others may call it, and keep records here."""
-        return self.seat.is_node
+        self._tasks = BackgroundTasks(logger, "a DHT node", handled=NoAccessTokenError)
 
     @property
     def _announced_id(self) -> bytes | None:
         """What others are told; ``None`` keeps this peer out of their routing tables."""
-        return self._packed_id if self.seat.is_node else None
+        return self.node_id.to_bytes() if self.is_node else None
+
+    @property
+    def wait_timeout(self) -> float:
+        """Seconds after which a call counts as unanswered."""
+        return self.config.wait_timeout
 
     @property
     def stall_after(self) -> float:
         """Seconds after which a walk suspects that a node it has asked is gone."""
-        return self.wait_timeout * STALL_SHARE
+        return self.config.wait_timeout * STALL_SHARE
 
     @property
     def storage(self) -> DHTLocalStorage:
@@ -152,49 +155,41 @@ class DHTProtocol(ServicerBase):
         return self.records.record_validator
 
     async def start(self) -> None:
-        """Begin to answer other nodes, as far as they can call this one."""
-        authorizer = self.authorizer
-        if authorizer is not None:
-            await authorizer.prepare()
-            gate = MembersOnly(self.p2p.peer_id, authorizer, self_checking=type(self))
-            await gate.add_p2p_handlers(self.p2p)
-            self.p2p.close_to_strangers(gate)
-            self._gate = gate
-            self.wrapper = AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
-        await self.seat.start()
+        """Begin to answer other nodes, if they can call this one."""
+        if self.authorizer is not None:
+            await self.authorizer.prepare()
+            self._gate = MembersOnly(self.p2p.peer_id, self.authorizer, self_checking=type(self))
+            await self._gate.add_p2p_handlers(self.p2p)
+            self.p2p.close_to_strangers(self._gate)
+        if self.is_node:
+            await self.serve()
+
+    async def serve(self) -> None:
+        """Answer the calls of other nodes from now on."""
+        if not self._is_serving:
+            self._is_serving = True
+            authorizer = self.authorizer
+            wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
+            await self.add_p2p_handlers(self.p2p, wrapper)
+
+    async def stop_serving(self) -> None:
+        """Answer no more calls."""
+        if self._is_serving:
+            self._is_serving = False
+            await self.remove_p2p_handlers(self.p2p)
 
     async def shutdown(self) -> None:
         """Stop answering, and cancel the background tasks."""
-        self._is_shut_down = True
-        self.reception.close()
-        await self.seat.close()
+        self._tasks.stop()
+        self.connectivity.close()
+        await self.stop_serving()
         if self._gate is not None:  # the peer keeps its gate, or it would be open to all after the DHT is gone
             await self._gate.remove_p2p_handlers(self.p2p)
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def settle(self) -> None:
-        """Wait until it is clear how others can call this peer, now that the first ones have tried."""
-        if not self.client_mode:
-            await self.p2p.outlook.settle()
-            self.seat.look()
+        await self._tasks.close()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background for as long as this node lives."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[task] = None
-        task.add_done_callback(self._on_task_done)
-        if self._is_shut_down:
-            task.cancel()
-        return task
-
-    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, NoAccessTokenError):  # which those who wait are told
-            logger.error("a background task of a DHT node failed", exc_info=error)
+        return self._tasks.spawn(coroutine)
 
     # --- learning which nodes are alive -------------------------------------------------------------------------------
 
@@ -211,21 +206,28 @@ class DHTProtocol(ServicerBase):
             return
         is_new = peer not in self.routing_table
         if is_new and peer in self.routing_table.peer_id_to_node:  # a suspect
-            self.came_back.set()
+            self.connectivity.came_back.set()
         node_to_check = self.routing_table.add_or_update_node(newcomer, peer, is_news=is_news)
         if node_to_check is not None:
             self.spawn(self._check_alive(*node_to_check))
         if is_new:
-            self.seat.welcome(newcomer, peer)
+            self._welcome(newcomer, peer)
+
+    def _welcome(self, newcomer: DHTID, peer: PeerID) -> None:
+        """Give a new neighbor the records that it should hold from now on."""
+        due = records_for_newcomer(newcomer, self.storage, self.routing_table, self.config.num_replicas)
+        records = [self.records.copy_for_others(*record) for record in due]
+        if records:
+            self.spawn(self.call_store(peer, records))
 
     def _note_caller(self, node_id: bytes | None, context: P2PContext, *, is_news: bool = True) -> None:
         """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it says."""
-        is_keeper = context.roles is ANY_ROLE or context.roles & KEEPERS  # in open runs all are, and this is quick
+        is_keeper = context.roles is ANY_ROLE or context.roles & KEEPERS  # the first is quick, and true in open runs
         self.note_alive(node_id if is_keeper else None, context.remote_id, is_news=is_news)
 
     def _note_silence(self, peer: PeerID, asked_at: float, *, is_walk: bool) -> None:
-        """A peer did not answer, perhaps for reasons that lie with this machine."""
-        if not self.reception.note_silence(peer, asked_at):
+        """A peer did not answer, perhaps because this machine is offline or busy."""
+        if not self.connectivity.note_silence(peer, asked_at):
             return
         if is_walk:
             self.blacklist.register_failure(peer)
@@ -234,7 +236,7 @@ class DHTProtocol(ServicerBase):
             self.routing_table.suspect(node_id)
 
     def _note_nonsense(self, peer: PeerID, *, is_walk: bool) -> None:
-        """A peer gave no sensible answer: it is no node, or belongs to another table."""
+        """A peer gave no sensible answer: it is no node, or belongs to another DHT."""
         if is_walk:
             self.blacklist.register_failure(peer)
         self._note_absence(peer)
@@ -277,9 +279,9 @@ class DHTProtocol(ServicerBase):
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
-        attempts_left = CALL_ATTEMPTS
+        attempts_left = ATTEMPTS
         is_walk = method != "rpc_ping"
-        asked_at = self.reception.begin_call()
+        asked_at = self.connectivity.begin_call()
         try:
             async with self._rpc_limit:
                 deadline = now() + timeout
@@ -288,7 +290,7 @@ class DHTProtocol(ServicerBase):
                     try:
                         left = max(0.0, deadline - now())
                         response = await self._call_once(peer, method, request, response_type, left)
-                        self.reception.note_answer(peer)
+                        self.connectivity.note_answer(peer)
                         return response
                     except (InterruptedDialError, StreamClosedError) as e:
                         # A store may have been carried out, and a retry of the same record would be refused.
@@ -304,12 +306,12 @@ class DHTProtocol(ServicerBase):
             elif isinstance(e, SILENCE) and not isinstance(e, NotAMemberError):
                 self._note_silence(peer, asked_at, is_walk=is_walk)
             else:
-                self.reception.note_answer(peer)
+                self.connectivity.note_answer(peer)
                 self._note_nonsense(peer, is_walk=is_walk)
             logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
             raise
         finally:
-            self.reception.end_call()
+            self.connectivity.end_call()
 
     async def _call_once(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
@@ -351,14 +353,14 @@ class DHTProtocol(ServicerBase):
         """
         now = asyncio.get_running_loop().time
         asked_at, request = now(), PingRequest(node_id=self._announced_id, validate=validate)
-        limit = self.wait_timeout if timeout is None else timeout
+        limit = self.config.wait_timeout if timeout is None else timeout
         announced, arrivals = self.p2p.get_addresses(self.p2p.peer_id), self.p2p.transport.arrivals
         response = await self._call(peer, "rpc_ping", request, PingResponse, limit, is_trial=is_trial)
         self.note_alive(response.node_id, peer, is_news=validate)
         self.p2p.outlook.note_seen(peer, response.seen_at)
         if validate:
             if request.node_id is not None:
-                # Who says that it has called back, although nobody has come, is no witness.
+                # A peer that claims to have called back, although no connection arrived, is no witness.
                 if not response.available or self.p2p.transport.arrivals > arrivals:
                     self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
                 if not response.available:
@@ -386,42 +388,62 @@ class DHTProtocol(ServicerBase):
 
     async def call_store(self, peer: PeerID, records: Sequence[NewRecord]) -> list[bool] | None:
         """Ask a node to keep records; returns for each whether it was accepted, or ``None`` without an answer."""
-        accepted: list[bool] = []
-        for batch in split_into_requests(records):
-            request = StoreRequest.of_records(batch, self._announced_id)
-            try:
-                response = await self._call(peer, "rpc_store", request, StoreResponse, self.wait_timeout)
-            except NoAccessTokenError:
-                raise
-            except NO_ANSWER:
-                return None
-            if len(response.accepted) != len(batch):
-                self._note_nonsense(peer, is_walk=True)
-                return None
-            self.note_alive(response.node_id, peer)
-            accepted += response.accepted
-        return accepted
-
-    async def call_find(
-        self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, **fields: Any
-    ) -> FindAnswer | None:
-        """Ask a node for records of keys, and for nodes nearer to them. Returns ``None`` if it does not answer.
-
-        ``neighbors`` is the number of nodes to ask for per key, if more than a node usually tells. Records that the
-        validator refuses count as not found. Other ``fields`` are those of :class:`FindRequest`.
-        """
-        asked = list(keys)[:MAX_KEYS_PER_FIND]
-        packed, count = [key.to_bytes() for key in asked], min(neighbors, MAX_NEIGHBORS)
-        request = FindRequest(keys=packed, node_id=self._announced_id, neighbors=count, **fields)
         try:
-            response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
+            return [bool(outcome) for outcome in await self.store_at(peer, records)]
         except NoAccessTokenError:
             raise
         except NO_ANSWER:
             return None
+
+    async def store_at(self, peer: PeerID, records: Sequence[NewRecord]) -> list[Outcome]:
+        """Ask a node to keep records, and return what it did with each.
+
+        Raises:
+            NO_ANSWER: one of these.
+        """
+        outcomes: list[Outcome] = []
+        for batch in split_into_requests(records):
+            request = StoreRequest.of_records(batch, self._announced_id)
+            response = await self._call(peer, "rpc_store", request, StoreResponse, self.config.wait_timeout)
+            if len(response.accepted) != len(batch):
+                self._note_nonsense(peer, is_walk=True)
+                raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, and tells of others")
+            self.note_alive(response.node_id, peer)
+            outcomes += response.outcomes()
+        return outcomes
+
+    async def call_find(
+        self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, **fields: Any
+    ) -> FindAnswer | None:
+        """Like :meth:`find_at`; returns ``None`` without an answer."""
+        try:
+            return await self.find_at(peer, keys, neighbors, **fields)
+        except NoAccessTokenError:
+            raise
+        except NO_ANSWER:
+            return None
+
+    async def find_at(self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, **fields: Any) -> FindAnswer:
+        """Ask a node for records of keys, and for nodes nearer to them.
+
+        Records that the validator refuses count as not found.
+
+        Args:
+            peer: the peer to ask.
+            keys: at most :data:`~shoal.dht.records.MAX_KEYS_PER_FIND`; further ones are left out.
+            neighbors: how many nodes to ask for per key, if more than a node usually tells.
+            fields: the other fields of :class:`FindRequest`.
+
+        Raises:
+            NO_ANSWER: one of these.
+        """
+        asked = list(keys)[:MAX_KEYS_PER_FIND]
+        packed, count = [key.to_bytes() for key in asked], min(neighbors, MAX_NEIGHBORS)
+        request = FindRequest(keys=packed, node_id=self._announced_id, neighbors=count, **fields)
+        response = await self._call(peer, "rpc_find", request, FindResponse, self.config.wait_timeout)
         if len(response.results) != len(asked) or len(response.node_ids) != 20 * len(response.contacts):
             self._note_nonsense(peer, is_walk=True)
-            return None
+            raise ProtocolError(f"peer {peer} was asked about {len(asked)} keys, and tells of others")
         self.note_alive(response.node_id, peer)
         raw = response.node_ids
         node_ids = [int.from_bytes(raw[start : start + 20], "big") for start in range(0, len(raw), 20)]
@@ -431,7 +453,7 @@ class DHTProtocol(ServicerBase):
             if result.found is not Found.TOO_MUCH or len(asked) == 1:
                 answer.records[key] = self.records.read_result(key, result, node_ids)
                 continue
-            # Once it has fallen silent, each other key would take a timeout more.
+            # Once it has fallen silent, each other key would take another timeout.
             alone = None if is_silent else await self.call_find(peer, [key], neighbors, **fields)
             if alone is None:
                 is_silent = True
@@ -447,7 +469,7 @@ class DHTProtocol(ServicerBase):
         """Tell this node's id; call back if asked to."""
         available = False
         if request.node_id is not None and request.validate and context.roles & KEEPERS:
-            available = await self.seat.can_call_back(request.node_id, context.remote_id)
+            available = await self._can_call_back(request.node_id, context.remote_id)
         else:
             self._note_caller(request.node_id, context, is_news=False)
         return PingResponse(
@@ -457,26 +479,47 @@ class DHTProtocol(ServicerBase):
             seen_at=self.p2p.address_seen_of(context.remote_id),
         )
 
+    async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
+        """Whether a newcomer can be called, in several attempts: one broken connection proves nothing.
+
+        A failure is reported after a fixed time. The newcomer chooses the address, and must not learn from the time
+        whether a port there is closed, filtered, or open for something else.
+        """
+        if self.p2p.is_hopeless(peer):
+            return False
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.wait_timeout * PING_BACK_SHARE
+        for _ in range(ATTEMPTS):
+            try:
+                left = max(0.0, deadline - loop.time())
+                response = await self.ping(peer, validate=False, timeout=left, is_trial=True)
+            except NO_ANSWER:
+                await asyncio.sleep(max(0.0, min(SECONDS_BETWEEN_ATTEMPTS, deadline - loop.time())))
+            else:
+                return response.node_id == node_id
+        await asyncio.sleep(max(0.0, deadline - loop.time()))
+        return False
+
     @open_to(KEEPERS)
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
         """Keep records that another node wants to store here."""
         records = request.unpack()
         self._note_caller(request.node_id, context)
         payer = Payer(context.remote_id, self.p2p.host_seen_of(context.remote_id))
-        accepted = [self.records.keep(record, payer) for record in records]
-        return StoreResponse(accepted=accepted, node_id=self._announced_id)
+        outcomes = [self.records.keep(record, payer) for record in records]
+        return StoreResponse.of_outcomes(outcomes, self._announced_id)
 
     @open_to(ANY_ROLE)
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Return this node's records of some keys, and the nodes nearest to these keys."""
         self._note_caller(request.node_id, context)
         asker = None if request.node_id is None else id_of(request.node_id)
-        asker_host = self.p2p.outlook.far_host_of(context.remote_id)
+        asker_host = self.p2p.far_host_of(context.remote_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
-        count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
+        count = min(max(self.config.bucket_size, wanted), MAX_NEIGHBORS)
         room, known = MAX_ANSWER_BYTES, HaveSet(request.known)
         for key in map(id_of, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)

@@ -1,25 +1,46 @@
-"""The messages that carry records of the DHT.
+"""The messages between nodes: their types, how records are packed, and the have-set that keeps answers short.
 
-The types of the messages limit all lengths: a message that breaks a limit is refused while it is being decoded.
+The types limit all lengths, so that a message over a limit is refused while it is decoded.
+
+A walk asks several nodes near a key one after the other, and most of what each could tell is known from the others:
+contacts of the same nodes, entries of the same dictionary. So a request carries a *have-set*: a fingerprint of four
+bytes of each node and entry that the asker has, and the answer leaves these out.
+
+A fingerprint is the top of the product of the last 64 bits of a number and a random odd factor, which is drawn for each
+request (multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem,
+Journal of Algorithms 1997). Two of them match by chance in one of two billion requests. The numbers are hashes, so
+nobody can make up a node or an entry that hides another one: that would take 2^64 attempts.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import random
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.have_set import MAX_KNOWN_BYTES, Entry, HaveSet
-from shoal.dht.routing import DHTID, id_of
-from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DictionaryDHTValue, StoredValue
+from shoal.dht.reasons import KEPT, Outcome, Reason
+from shoal.dht.routing import DHTID, ID_BITS, id_of
+from shoal.dht.storage import (
+    MAX_DICTIONARY_ENTRIES,
+    MAX_SUBKEY_REMEMBERED,
+    DictionaryDHTValue,
+    StoredValue,
+    Subkey,
+    ValueWithExpiration,
+)
 from shoal.dht.validation import (
     MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
@@ -27,36 +48,39 @@ from shoal.dht.validation import (
     check_expiration,
 )
 from shoal.errors import ProtocolError
+from shoal.net.addresses import is_private
 from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
-from shoal.reach.reachability import is_private
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
-# Approximate maximum size of one store request.
-REQUEST_BYTES = 3 * 2**18
-
-NOTHING_KNOWN = HaveSet(b"")
-
+# Limits of one call, so that no call keeps a node busy for long. All are chosen; one is a standard.
 # Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
-
-# Most bytes of values in one answer, and so of one dictionary in it.
+# Most bytes of values in one answer or store request, and so of one dictionary: well under the longest message, 1 MiB.
 MAX_ANSWER_BYTES = 3 * 2**18
-
-# Limits of one call, so that no call keeps a node busy for long.
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
 # Most neighbors per key in one answer.
 MAX_NEIGHBORS = 128
-# Most neighbors for all keys of one answer, if the asker wants more per key than usual.
+# Most neighbors for all keys of one answer, if the asker wants more per key than usual: 20 each, the k of Kademlia.
 MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
-
 MAX_ADDRESSES = 8
+MAX_ADDRESS_LENGTH = 256
 # Most contacts kept in packed form; a routing table has a few hundred nodes.
 MAX_PACKED_CONTACTS = 4096
-MAX_ADDRESS_LENGTH = 256
+# Longest name of a reason, and longest text with it: about a line.
+MAX_DETAIL_LENGTH = 128
+
+# From the method above: 32 bits of a product of 64.
+_FACTOR_BYTES, _FINGERPRINT_BYTES = 8, 4
+# Chosen: twenty times what a walk usually knows, in four kilobytes.
+MAX_KNOWN = 1024
+MAX_KNOWN_BYTES = _FACTOR_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 IDBytes = Annotated[bytes, Meta(min_length=20, max_length=20)]
 NodeIDBytes = IDBytes | None
@@ -124,9 +148,34 @@ class StoreRequest(AuthorizedRequest):
         return [NewRecord(*row) for row in zip(map(id_of, self.keys), *columns[1:], strict=True)]
 
 
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """Why a node does not keep a record."""
+
+    reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
+    """A :class:`~shoal.dht.reasons.Reason`, or one that only newer versions know."""
+    detail: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)] = ""
+
+
 class StoreResponse(AuthorizedResponse):
     accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
     node_id: NodeIDBytes = None
+    refusals: Annotated[list[Refusal], Meta(max_length=MAX_RECORDS_PER_STORE)] = msgspec.field(default_factory=list)
+    """One for each record that was not accepted, in order; earlier versions give none."""
+
+    @classmethod
+    def of_outcomes(cls, outcomes: Sequence[Outcome], node_id: NodeIDBytes) -> StoreResponse:
+        """The answer that a node gives."""
+        refusals = [Refusal(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes if not each]
+        return cls(accepted=[bool(each) for each in outcomes], node_id=node_id, refusals=refusals)
+
+    def outcomes(self) -> list[Outcome]:
+        """What the node did with each record."""
+        refusals = iter(self.refusals)
+        return [KEPT if accepted else _outcome_of(next(refusals, None)) for accepted in self.accepted]
+
+
+def _outcome_of(refusal: Refusal | None) -> Outcome:
+    return Outcome(Reason.UNNAMED) if refusal is None else Outcome.named(refusal.reason, refusal.detail)
 
 
 class FindRequest(AuthorizedRequest):
@@ -137,9 +186,9 @@ class FindRequest(AuthorizedRequest):
     neighbors_only: bool = False
     """Leave the values out: the sender does not need them, as on the way to a store."""
     known: Annotated[bytes, Meta(max_length=MAX_KNOWN_BYTES)] = b""
-    """Nodes and entries that the sender has: these may be left out, see :mod:`shoal.dht.have_set`."""
+    """Nodes and entries that the sender has: these may be left out, see :class:`HaveSet`."""
     most: Annotated[int, Meta(ge=0, le=MAX_DICTIONARY_ENTRIES)] = 0
-    """The sender wants only so many entries of a dictionary, drawn at random; 0: all of them."""
+    """Most entries of a dictionary that the sender wants, drawn at random; 0: all of them."""
 
 
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +226,8 @@ class FindResponse(AuthorizedResponse):
     node_id: NodeIDBytes = None
 
 
+# --- contacts ---------------------------------------------------------------------------------------------------------
+
 _contact_encoder = msgspec.msgpack.Encoder()
 _contact_decoder = msgspec.msgpack.Decoder(NodeContact)
 
@@ -191,8 +242,8 @@ class PackedContacts:
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
-        # By peer, and whether it is for somebody on the internet.
-        self._packed: dict[tuple[PeerID, bool], msgspec.Raw | None] = {}
+        # By peer, and whether the asker is elsewhere on the internet.
+        self._packed: Bounded[tuple[PeerID, bool], msgspec.Raw | None] = Bounded(MAX_PACKED_CONTACTS)
         self._address_changes = 0  # the count that the packed contacts reflect
 
     def pack(self, peer: PeerID, asker_host: str = "") -> msgspec.Raw | None:
@@ -202,10 +253,10 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
+        if self._address_changes != self._p2p.address_changes:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
-        is_far = bool(asker_host) and asker_host != self._p2p.outlook.far_host_of(peer)
+        is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
         if (peer, is_far) not in self._packed:
             known = self._p2p.get_addresses(peer)
             told = [str(address) for address in known if not is_far or not is_private(address)][:MAX_ADDRESSES]
@@ -234,6 +285,9 @@ def peer_of_contact(packed: msgspec.Raw) -> bytes:
     return bytes(raw[3 : 3 + raw[2]]) if is_usual else b""
 
 
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
 class FoundRecord(NamedTuple):
     """A node's answer about one key."""
 
@@ -242,6 +296,8 @@ class FoundRecord(NamedTuple):
     """Minus infinity if there is no value."""
     neighbors: list[int]
     """Ids of nodes near the key."""
+    outcome: Outcome
+    """Why there is no value."""
 
 
 class FindAnswer(NamedTuple):
@@ -271,7 +327,7 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
     size = 0
     for record in records:
         record_size = len(record.value) + len(record.subkey) + 64
-        if batch and (size + record_size > REQUEST_BYTES or len(batch) == MAX_RECORDS_PER_STORE):
+        if batch and (size + record_size > MAX_ANSWER_BYTES or len(batch) == MAX_RECORDS_PER_STORE):
             yield batch
             batch, size = [], 0
         batch.append(record)
@@ -280,13 +336,120 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
         yield batch
 
 
+# --- the have-set -----------------------------------------------------------------------------------------------------
+
+Entry = tuple[Subkey, ValueWithExpiration[bytes]]
+"""One entry of a dictionary."""
+# Enough for the entries of the largest dictionary that an answer carries.
+MAX_NUMBERS_REMEMBERED = 4096
+_SHIFT, _MASK = 8 * (_FACTOR_BYTES - _FINGERPRINT_BYTES), (1 << 8 * _FACTOR_BYTES) - 1
+
+
+def _factor_of(packed: bytes) -> int:
+    return int.from_bytes(packed[:_FACTOR_BYTES], "big") | 1
+
+
+def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
+    """The random factor, and the fingerprints of nodes and entries, the first :data:`MAX_KNOWN` of them."""
+    drawn = rng.randbytes(_FACTOR_BYTES)
+    factor = _factor_of(drawn)
+    fingerprints = [(number * factor & _MASK) >> _SHIFT for number in numbers][:MAX_KNOWN]
+    return drawn + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
+
+
+class HaveSet:
+    """Tells what an asker has.
+
+    Args:
+        packed: what :func:`pack_known` made. Other bytes do no harm: at worst an entry is left out by chance.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._factor = _factor_of(packed)
+        count = max(0, len(packed) - _FACTOR_BYTES) // _FINGERPRINT_BYTES
+        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _FACTOR_BYTES) if count else ())
+
+    def __bool__(self) -> bool:
+        return bool(self._fingerprints)
+
+    def __contains__(self, number: int) -> bool:
+        return (number * self._factor & _MASK) >> _SHIFT in self._fingerprints
+
+    def unknown(self, nodes: Iterable[tuple[DHTID, PeerID]]) -> list[tuple[DHTID, PeerID]]:
+        """The nodes, with their peers, that the asker does not have."""
+        factor, fingerprints = self._factor, self._fingerprints
+        return [node for node in nodes if (node[0] * factor & _MASK) >> _SHIFT not in fingerprints]
+
+    def without_known(
+        self,
+        key_id: int,
+        dictionary: DictionaryDHTValue[bytes],
+        most: int = 0,
+        in_turns: Callable[[list[Entry]], list[Entry]] = list,
+    ) -> DictionaryDHTValue[bytes]:
+        """The entries of a dictionary that the asker does not have; the dictionary itself if that is all of them.
+
+        Args:
+            most: only among this many, drawn by the random factor; 0: among all. Drawing favours nobody, whereas the
+                entries stored last would be those of the peer that stores most often.
+            in_turns: puts entries into the order in which they are chosen, from the order that was drawn.
+        """
+        entries = list(dictionary.items())
+        is_drawn = 0 < most < len(entries)
+        numbers = numbers_of_entries(key_id, entries) if self._fingerprints or is_drawn else {}
+        if is_drawn:
+            drawn = sorted(entries, key=lambda entry: numbers[entry[0]] * self._factor & _MASK)
+            entries = in_turns(drawn)[:most]
+        elif not any(number in self for number in numbers.values()):
+            return dictionary
+        rest: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+        rest.maxsize = dictionary.maxsize
+        with rest.freeze():
+            for subkey, item in entries:
+                if not numbers or numbers[subkey] not in self:
+                    rest.store(subkey, item.value, item.expiration_time)
+        rest.latest_expiration_time = dictionary.latest_expiration_time
+        return rest
+
+
+def numbers_of_entries(key_id: int, entries: Iterable[Entry]) -> dict[Subkey, int]:
+    """A number for each entry of a key, which changes when the entry is stored again."""
+    return {
+        subkey: (_known_number_of if is_short(subkey) else _number_of)(key_id, item.expiration_time, subkey)
+        for subkey, item in entries
+    }
+
+
+def is_short(subkey: Subkey) -> bool:
+    """Whether the number of an entry is worth remembering.
+
+    Only texts and bytes: other subkeys may be equal and yet differ in packed form, such as 1 and 1.0.
+    """
+    return type(subkey) in (bytes, str) and len(subkey) <= MAX_SUBKEY_REMEMBERED
+
+
+def _number_of(key_id: int, expiration_time: float, subkey: Subkey) -> int:
+    packed = key_id.to_bytes(ID_BITS // 8, "big") + struct.pack("<d", expiration_time) + MSGPackSerializer.dumps(subkey)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=ID_BITS // 8).digest(), "big")
+
+
+# Several nodes tell the same entries, and askers repeat their questions.
+_known_number_of = functools.lru_cache(MAX_NUMBERS_REMEMBERED)(_number_of)
+
+
+NOTHING_KNOWN = HaveSet(b"")
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
 def pack_value(
     value: StoredValue, room: int = MAX_VALUE_BYTES, in_turns: Callable[[list[Entry]], list[Entry]] = list
 ) -> tuple[bytes, bytes]:
     """A plain value or a whole dictionary as bytes, and the marker that takes the place of its subkey.
 
-    A dictionary that is too large loses some of its entries: some are better than none. The newest ones are kept,
-    except that a peer with many entries does not keep out those of others.
+    A dictionary that is too large loses some of its entries: some are better than none. The newest are kept, but no
+    peer with many entries crowds out the others.
 
     Args:
         room: most bytes of a dictionary.
@@ -294,7 +457,7 @@ def pack_value(
     """
     if isinstance(value, bytes):
         return PLAIN_VALUE, value
-    # Packing what will be thrown away could take a second, and as much memory as all records.
+    # Packing entries only to drop them could take a second, and as much memory as all records.
     packed = None if sum(len(item.value) for _, item in value.items()) > room else value.packb()
     if packed is None or len(packed) > room:
         warn_seldom("a dictionary of %d entries is over %d bytes: only some of them are sent", len(value), room)

@@ -5,8 +5,8 @@ power-of-two range of ids. It starts with one bucket for all ids. A full bucket 
 id, or if its depth is not divisible by ``depth_modulo``. A node that finds no room waits in the bucket's replacement
 list until a member is found dead.
 
-Anybody may choose the id of a node, but whoever takes the one that follows from its peer's id cannot choose its place.
-So chosen ids come second: in the lists of the nearest nodes after all others, and where places are few.
+Anybody may choose the id of a node, but a node whose id follows from its peer's id did not choose its place. So chosen
+ids come second: after all others in the lists of the nearest nodes, and when places are few.
 
 A member that does not answer becomes a suspect. It keeps its place until a living node wants it, so that an outage of
 any length leaves somebody to ask; but nobody is told of it, and walks begin with it only if there is nobody else.
@@ -29,9 +29,10 @@ from shoal.peers.identity import PeerID
 DHTKey = Any
 """A user's key for a record: raw bytes, or anything that msgpack can pack."""
 
+# The length of a SHA-1 hash, as in Kademlia.
 ID_BITS = 160
 
-# A full bucket pings at most one member in this time, however many nodes want its place.
+# A full bucket pings at most one member in this time, however many nodes want its place. Chosen.
 SECONDS_BETWEEN_CHECKS = 5.0
 
 
@@ -69,7 +70,7 @@ class DHTID(int):
 
     @classmethod
     def of_peer(cls, peer: PeerID) -> DHTID:
-        """The place of a peer's node in the table, unless it was given another one: whoever knows the peer finds it."""
+        """The id of a peer's node, unless it was given another one: knowing the peer is enough to find its node."""
         return _place_of(peer.to_bytes())
 
     @classmethod

@@ -1,22 +1,25 @@
-"""Stores each record at the nodes that are nearest to its key, and remembers which of them have agreed to keep it."""
+"""Stores each record at the nodes that are nearest to its key."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.have_set import MAX_KNOWN, numbers_of_entries
-from shoal.dht.lookup import Lookup
+from shoal.dht.config import NodeConfig
+from shoal.dht.get import CacheRefreshQueue
+from shoal.dht.protocol import NO_ANSWER, DHTProtocol
+from shoal.dht.reasons import Outcome, StoreReport, outcome_of_failure
 from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.storage import DHTValue, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
+from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
+from shoal.dht.traverse import Lookup
 from shoal.dht.validation import (
     MAX_LIFETIME_SECONDS,
     PLAIN_VALUE,
@@ -25,19 +28,14 @@ from shoal.dht.validation import (
     check_expiration,
     check_subkey,
 )
-from shoal.metrics import Metrics
+from shoal.errors import NoAccessTokenError
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    from shoal.dht.get import CacheRefreshQueue
-    from shoal.dht.node import NodeConfig
-    from shoal.dht.protocol import DHTProtocol
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
-StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
-"""Asks a node to keep records; returns ``None`` if it does not answer."""
+StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["tuple[PeerID, list[Outcome]] | None"]]
+"""Asks a node to keep records; returns its peer and what it did with each, or ``None`` if its peer is not known."""
 
 
 class Publication:
@@ -51,8 +49,10 @@ class Publication:
     def __init__(self, key_id: DHTID, num_replicas: int) -> None:
         self.key_id = key_id
         self.records: list[NewRecord] = []
-        self.answers: list[list[bool]] = []
-        """Whether each replica keeps each record, in the order in which the answers came."""
+        self.outcomes: dict[PeerID, list[Outcome]] = {}
+        """What each node did with each record."""
+        self.answers = 0
+        """How many nodes have answered."""
         self.has_answer = asyncio.Event()
         """Set when one replica has answered, or none will."""
         self.is_finished = asyncio.Event()
@@ -63,29 +63,42 @@ class Publication:
         self.records.append(record)
         return len(self.records) - 1
 
-    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> None:
-        """Store at nodes in the given order, with no more attempts in flight than replicas are missing."""
-        waiting = deque(nodes)
-        in_flight: dict[asyncio.Task[list[bool] | None], None] = {}
+    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> bool:
+        """Store at nodes in the given order, with no more attempts in flight than replicas are missing.
+
+        Returns:
+            Whether all nodes that were asked have answered.
+        """
+        waiting, all_answered = deque(nodes), True
+        in_flight: dict[asyncio.Task[tuple[PeerID, list[Outcome]] | None], None] = {}
         try:
             while True:
-                while waiting and len(self.answers) + len(in_flight) < self._num_replicas:
+                while waiting and self.answers + len(in_flight) < self._num_replicas:
                     attempt = asyncio.ensure_future(store_at(waiting.popleft(), self.records))
                     in_flight[attempt] = None
                 if not in_flight:
-                    return
+                    return all_answered
                 await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in [attempt for attempt in in_flight if attempt.done()]:
                     del in_flight[attempt]
-                    answer = attempt.result()
-                    if answer is not None:
-                        self.answers.append(answer)
-                        self.has_answer.set()
+                    all_answered &= self._note(attempt.result())
         finally:
             for attempt in in_flight:
                 attempt.cancel()
 
-    def begin_anew(self) -> None:
+    def _note(self, answer: tuple[PeerID, list[Outcome]] | None) -> bool:
+        """Note what a node did; returns whether it has answered."""
+        if answer is None:
+            return False
+        peer, outcomes = answer
+        self.outcomes[peer] = outcomes
+        if not outcomes[0].answered:
+            return False
+        self.answers += 1
+        self.has_answer.set()
+        return True
+
+    def restart(self) -> None:
         """Wait for answers again: nobody has given one, but others will be asked."""
         self.has_answer.clear()
         self.is_finished.clear()
@@ -95,129 +108,20 @@ class Publication:
         self.has_answer.set()
         self.is_finished.set()
 
-    def is_accepted(self, position: int) -> bool:
-        """Whether most of the replicas that answered keep this record.
-
-        A few may disagree without harm: a newcomer that accepts an outdated record, or a dishonest node.
-        """
-        votes = [answer[position] for answer in self.answers]
-        return sum(votes) * 2 > len(votes)
-
-
-# Most keys and keepers that are remembered, and most records of each.
-MAX_DEPOSITS, MAX_DEPOSITS_PER_KEY = 4096, 16
-# So many of them a node may fail to tell before the user hears of it.
-DEPOSITS_TO_TELL = 3
-# The clocks of both sides may differ by so much.
-_ALMOST_EXPIRED_SECONDS = 5.0
-
-
-class Deposits:
-    """This peer's records that other nodes have agreed to keep: a node that does not tell them is no use as a keeper.
-
-    It hides them, or has lost them because it is full or was started anew. The user is told once.
-
-    Args:
-        metrics: counts these records.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        # By peer and key: the subkeys in packed form, when each entry expires, and the loop's time since when the peer
-        # has it. The latest is last.
-        self._kept: OrderedDict[tuple[PeerID, DHTID], dict[bytes, tuple[float, float]]] = OrderedDict()
-        self._lost: OrderedDict[PeerID, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def note(self, peer: PeerID, record: NewRecord) -> None:
-        """A node says that it keeps a record."""
-        place, deposit = (peer, record.key_id), (record.expiration_time, asyncio.get_running_loop().time())
-        entries = self._kept.get(place)
-        if entries is None:
-            self._kept[place] = {record.subkey: deposit}
-            if len(self._kept) > MAX_DEPOSITS:
-                self._kept.popitem(last=False)
-            return
-        entries[record.subkey] = deposit
-        self._kept.move_to_end(place)
-        if len(entries) > MAX_DEPOSITS_PER_KEY:
-            del entries[next(iter(entries))]
-
-    def set_aside(self, peer: PeerID, record: NewRecord) -> None:
-        """A node is asked to keep a newer record: until it answers, it may tell the one or the other.
-
-        It leaves out the newer one, which its owner has, and then it would seem to tell none.
-        """
-        entries = self._kept.get((peer, record.key_id))
-        if entries is not None:
-            entries.pop(record.subkey, None)
-
-    def check(
-        self,
-        peer: PeerID,
-        key_id: DHTID,
-        told: StoredValue | None,
-        known: Collection[int],
-        *,
-        asked_at: float,
-        most_entries: int = 0,
-    ) -> None:
-        """Compare what a node tells about a key with what it has agreed to keep.
+    def report(self, position: int, on_the_way: Mapping[PeerID, Outcome]) -> StoreReport:
+        """What came of one record.
 
         Args:
-            peer: the peer of the node.
-            key_id: the key.
-            told: the value that it tells.
-            known: :func:`~shoal.dht.have_set.numbers_of_entries` that it need not tell.
-            asked_at: when it was asked, by the loop's time: what it has agreed to keep since then does not count.
-            most_entries: so many entries it was asked for at most; 0: for all.
+            position: that of the record.
+            on_the_way: the outcomes of nodes that gave no answer on the walk to the key.
         """
-        kept = self._kept.pop((peer, key_id), None)
-        # Of a large dictionary only a part is told.
-        is_part = isinstance(told, DictionaryDHTValue) and len(told) + len(known) >= (most_entries or MAX_KNOWN)
-        if kept is None or is_part:
-            return
-        soon = get_dht_time() + _ALMOST_EXPIRED_SECONDS
-        kept = {subkey: (expires, since) for subkey, (expires, since) in kept.items() if expires > soon}
-        lost = [
-            subkey
-            for subkey, (expires, since) in kept.items()
-            if since < asked_at and not _is_told(key_id, subkey, expires, told, known)
-        ]
-        if len(lost) < len(kept):
-            self._kept[peer, key_id] = {subkey: kept[subkey] for subkey in kept.keys() - set(lost)}
-        if not lost:
-            return
-        self._metrics.troubles["records that are not told"] += len(lost)
-        before = self._lost.pop(peer, 0)
-        self._lost[peer] = before + len(lost)
-        if len(self._lost) > MAX_DEPOSITS:
-            self._lost.popitem(last=False)
-        if before < DEPOSITS_TO_TELL <= before + len(lost):
-            warn_seldom(
-                "peer %s has agreed to keep records of this peer, and says that it has none. It is full, was "
-                "restarted, or hides them; others keep them, too",
-                peer,
-                about=peer,
-            )
+        return StoreReport({**on_the_way, **{peer: each[position] for peer, each in self.outcomes.items()}})
 
 
-def _is_told(key_id: DHTID, subkey: bytes, expires: float, told: StoredValue | None, known: Collection[int]) -> bool:
-    """Whether an answer about a key is compatible with a node's having a certain record."""
-    if told is None or isinstance(told, bytes) or subkey == PLAIN_VALUE:
-        return told is not None  # others may have replaced a plain value
-    name = MSGPackSerializer.loads(subkey)
-    item = told.get(name)
-    if item is not None and item.expiration_time >= expires:
-        return True
-    [number] = numbers_of_entries(key_id, [(name, ValueWithExpiration(b"", expires))]).values()
-    return number in known
-
-
-# So long the nodes that were found near a key are taken for the nearest ones, unless a nearer one is heard of before.
+# The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
+# trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
+# A trainer writes to about ten keys.
 MAX_WALKS = 64
 
 
@@ -233,22 +137,19 @@ class _Walk:
 class Writer:
     """Stores records on behalf of a node.
 
-    Who looks for a group declares that and withdraws it soon, and who trains reports progress every few seconds. So a
-    key at which this node has just stored something is not walked to again, as long as all the nodes there answer.
+    Peers store at the same keys repeatedly: a trainer reports its progress every few seconds, and one that looks for a
+    group declares that and soon withdraws it. So this node does not walk again to a key at which it has just stored
+    something, as long as all the nodes there answer.
 
     Args:
         protocol: asks other nodes, and has this node's records.
         config: the node's settings.
         refresh_queue: gets the cached records that are outdated now.
-        deposits: is told who keeps what.
     """
 
-    def __init__(
-        self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue, deposits: Deposits
-    ) -> None:
-        self._protocol, self._config = protocol, config
-        self._refresh_queue, self._deposits = refresh_queue, deposits
-        self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
+        self._protocol, self._config, self._refresh_queue = protocol, config, refresh_queue
+        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
 
     async def store(
         self,
@@ -257,12 +158,8 @@ class Writer:
         exclude_self: bool = False,
         await_all_replicas: bool = True,
         num_workers: int | None = None,
-    ) -> list[bool]:
-        """Store records at the nodes nearest to their keys.
-
-        Returns:
-            For each record, whether most of the nodes that answered keep it now.
-        """
+    ) -> list[StoreReport]:
+        """Store records at the nodes nearest to their keys, and return what came of each."""
         publications: dict[DHTID, Publication] = {}
         places = []
         for record in records:
@@ -284,7 +181,7 @@ class Writer:
             await publications[key_id].has_answer.wait()
         unanswered = [publication for publication in publications.values() if not publication.answers]
         for publication in unanswered:
-            publication.begin_anew()
+            publication.restart()
         if unanswered:
             await lookup.find_nearest(
                 [publication.key_id for publication in unanswered],
@@ -295,11 +192,14 @@ class Writer:
             )
         for publication in publications.values():
             await (publication.is_finished if await_all_replicas else publication.has_answer).wait()
-        accepted = [publication.is_accepted(position) for publication, position in places]
-        if self._config.cache_on_store:
-            for record, was_accepted in zip(records, accepted, strict=True):
-                self._update_cache(record, was_accepted)
-        return accepted
+        reports = [publication.report(position, lookup.failures) for publication, position in places]
+        for record, report in zip(records, reports, strict=True):
+            for outcome in report.nodes.values():
+                if not outcome:
+                    self._protocol.p2p.metrics.stores_failed[outcome.reason] += 1
+            if self._config.cache_on_store:
+                self._update_cache(record, was_accepted=bool(report))
+        return reports
 
     def _take_walk(self, key_id: DHTID, now: float) -> _Walk | None:
         """The last walk to a key, unless it is old or a nearer node is known. It is kept again if all nodes answer."""
@@ -311,34 +211,25 @@ class Writer:
 
     async def _publish(self, publication: Publication, nodes: Sequence[DHTID], walk: _Walk) -> None:
         """Store the records of one key at the first of these nodes that answer."""
-        all_answer = bool(walk.nearest)
 
-        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
-            nonlocal all_answer
+        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> tuple[PeerID, list[Outcome]] | None:
             if node_id == self._protocol.node_id:
-                return [self._protocol.records.keep(record) for record in batch]
+                return self._protocol.p2p.peer_id, [self._protocol.records.keep(record) for record in batch]
             peer = walk.lookup.peer_of(node_id)
-            accepted = None if peer is None else await self._store_at(peer, batch)
-            all_answer &= accepted is not None
-            return accepted
+            return None if peer is None else (peer, await self._store_at(peer, batch))
 
-        await publication.run(nodes, store_at)
-        if all_answer:
+        if await publication.run(nodes, store_at) and walk.nearest:
             self._walks[publication.key_id] = walk
-            self._walks.move_to_end(publication.key_id)
-            if len(self._walks) > MAX_WALKS:
-                self._walks.popitem(last=False)
 
-    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[bool] | None:
-        for record in batch:
-            self._deposits.set_aside(peer, record)
-        accepted = await self._protocol.call_store(peer, batch)
-        for record, is_kept in zip(batch, accepted or (), strict=False):
-            if is_kept:
-                self._deposits.note(peer, record)
-        return accepted
+    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
+        try:
+            return await self._protocol.store_at(peer, batch)
+        except NoAccessTokenError:
+            raise
+        except NO_ANSWER as e:
+            return [outcome_of_failure(e)] * len(batch)
 
-    def _update_cache(self, record: NewRecord, was_accepted: bool) -> None:
+    def _update_cache(self, record: NewRecord, *, was_accepted: bool) -> None:
         """Update or refresh the cached record that this store has changed."""
         cached = self._protocol.cache.get(record.key_id)
         if record.subkey == PLAIN_VALUE:
@@ -358,7 +249,7 @@ def _within_a_day(key: DHTKey, expiration_time: float) -> float:
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
         warn_seldom(
-            "the record for key %s shall live %.0f s: it lives a day. Store it again before that",
+            "the record for key %s is to live %.0f s, over the limit of a day: store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
         )
@@ -389,6 +280,6 @@ def make_record(
     if len(packed) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the value for key {key!r} takes {len(packed)} bytes, over the limit of {MAX_VALUE_BYTES}: "
-            "the table is for small facts"
+            "the DHT is for small facts"
         )
     return NewRecord(key_id, packed_subkey, packed, expires)

@@ -1,15 +1,17 @@
-"""Walks through the table towards target ids: ask the nearest known nodes for nearer ones until there are none.
+"""Walks through the DHT towards target ids: ask the nearest known nodes for nearer ones until there are none.
 
-One traversal serves many queries at once, with few requests in flight. For each query it keeps a beam: the
-``beam_size`` nearest known nodes that have not failed. It asks them, nearest first. A request for one query also
-carries other queries, those whose targets are nearest to the node that is asked.
+A :class:`Traversal` decides whom to ask next. It serves many queries at once, with few requests in flight. For each
+query it keeps a beam: the ``beam_size`` nearest known nodes that have not failed. It asks them, nearest first. A
+request for one query also carries other queries, those whose targets are nearest to the node that is asked. When most
+of the very nearest nodes have answered, the rest of the beam is known and is asked all at once. From then on the query
+does not wait for nodes that are suspiciously slow. All of this is bookkeeping on numbers.
 
-When most of the very nearest nodes have answered, the rest of the beam is known and is asked all at once. From then on
-the query does not wait for nodes that are suspiciously slow.
+A :class:`Lookup` asks the nodes for it, and knows the peers behind their ids, and how to reach them. It can also find
+the addresses of a peer whose id alone is known (:class:`PeerFinder`): a node's place in the DHT follows from its peer
+id, and the nodes near that place know its addresses. Nothing is stored for this and nothing has to be trusted, because
+a peer that answers at an address must prove its identity.
 
 Nodes whose ids were chosen count as farther than all others: nobody gets next to a key by saying so.
-
-Everything here is plain bookkeeping on numbers; how a node is asked is the caller's business.
 """
 
 from __future__ import annotations
@@ -18,18 +20,40 @@ import asyncio
 import bisect
 import functools
 import heapq
+import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from shoal.base.clock import SwarmClock, get_clock
-from shoal.dht.routing import DHTID, ID_BITS
-from shoal.errors import DHTError
+import msgspec
 
-# Concurrent walks of one process; the others wait in line. Among a thousand concurrent walks each would be so slow that
-# its calls time out, and would cost several times as much. A walk that waits in line has no call in flight.
+from shoal.base.bounded import Bounded
+from shoal.base.clock import SwarmClock, get_clock
+from shoal.base.logs import Seldom
+from shoal.dht.protocol import NO_ANSWER, DHTProtocol
+from shoal.dht.reasons import Outcome, Reason, outcome_of_failure
+from shoal.dht.records import (
+    MAX_KEYS_PER_FIND,
+    MAX_KNOWN,
+    MAX_NEIGHBORS_TOLD,
+    FoundRecord,
+    pack_known,
+    peer_of_contact,
+    unpack_contact,
+)
+from shoal.dht.routing import DHTID, ID_BITS
+from shoal.errors import DHTError, NoAccessTokenError
+from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+warn_seldom = Seldom(logger.warning)
+
+# --- the order of requests --------------------------------------------------------------------------------------------
+
+# Concurrent walks of one process; the others wait in line, without a call in flight. Measured: among a thousand
+# concurrent walks each is so slow that its calls time out, and costs several times as much.
 WALKS_IN_FLIGHT = 8
 
 _lines: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[SwarmClock, asyncio.Semaphore]]
@@ -47,14 +71,15 @@ def walk_line() -> asyncio.Semaphore:
     return line
 
 
-# A query gives up after this many requests per place in its beam.
+# A query gives up after this many requests per place in its beam. Chosen: an honest walk needs one or two.
 MAX_REQUESTS_PER_BEAM = 10
 
 
 # A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
+# Three times the default beam.
 LEAST_KEPT = 60
 
-# A request is suspicious only after this many times the mean response time.
+# A request is suspicious only after this many times the mean response time. Chosen, like the next one.
 STALLED_OVER_MEAN = 3.0
 # Most suspicious requests per worker that give up their slots; further ones keep theirs.
 MAX_STALLED_PER_WORKER = 4
@@ -155,7 +180,7 @@ class Query:
         self._find_next()
 
     def mark_responded(self, node: int) -> None:
-        """This node is there, even if it had been given up or was asked for the sake of another query."""
+        """This node is there, even if it had been given up or was asked for another query."""
         distance = self.distance_to(node)
         self.known.add(distance)
         self.responded.add(distance)
@@ -164,7 +189,7 @@ class Query:
             self.nearest.insert(index, distance)
 
     def give_up(self, node: int) -> None:
-        """Do not count on this node: the next nearest one gets its place."""
+        """Do not count on this node: the next nearest one takes its place."""
         distance = self.distance_to(node)
         index = bisect.bisect_left(self.nearest, distance)
         if index < len(self.nearest) and self.nearest[index] == distance:
@@ -172,7 +197,7 @@ class Query:
         self._find_next()
 
     def _find_next(self) -> None:
-        # So many requests mean that somebody makes up ever nearer nodes.
+        # More requests than this mean that somebody makes up ever nearer nodes.
         if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:
             self.next_distance = None
             return
@@ -234,8 +259,8 @@ class Traversal:
         stall_after: least seconds after which a request is suspicious. Then another one may start beside it, and the
             node counts as gone unless it answers after all.
         spawn: starts the requests; they may outlive the walk.
-        chosen: ids that count as farther than all others; may grow while the walk goes on, before they are told.
-        draw: a random number, which tells which of the ``num_replicas`` nearest nodes is asked first. That one sends
+        chosen: ids that count as farther than all others; may grow during the walk, before they are told.
+        draw: a random number that selects which of the ``num_replicas`` nearest nodes is asked first. That node sends
             nearly all there is, so it should not always be the nearest. The nearest ones follow, until ``beam_size``
             have been asked. ``None``: they are asked nearest first.
     """
@@ -259,13 +284,12 @@ class Traversal:
         draw: int | None = None,
     ) -> None:
         front = enough_responses if draw is None else num_replicas
-        self._queries = {target: Query(target, beam_size, own_id, front, chosen, draw) for target in targets}
+        self._unfinished = {target: Query(target, beam_size, own_id, front, chosen, draw) for target in targets}
         self._start = start
-        self._unfinished = dict(self._queries)
         self._ask = ask
         self._on_finished = on_finished
         self._num_workers = num_workers
-        self._queries_per_call = min(queries_per_call or 2**31, max(1, math.isqrt(len(self._queries))))
+        self._queries_per_call = min(queries_per_call or 2**31, max(1, math.isqrt(len(self._unfinished))))
         self._enough_responses = enough_responses
         self._num_replicas = num_replicas
         self._beam_size = beam_size
@@ -273,15 +297,14 @@ class Traversal:
         self._spawn = spawn
         self._slots_taken = 0
         self._stalled = 0
-        self._answers = 0
-        self._seconds_until_answers = 0.0
+        self._waited = (0, 0.0)  # the answers so far, and the seconds until each of them in total
         self._done: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Walk until every query has ended. Cancelling this ends the queries without a result.
 
-        Requests that are still in flight then go on: cutting them off would cost connections, and their answers still
-        show which nodes are alive.
+        Requests that are still in flight then continue: cutting them off would cost connections, and their answers
+        still show which nodes are alive.
         """
         if not self._unfinished:
             return
@@ -346,7 +369,8 @@ class Traversal:
         self._slots_taken += 1
         if self._stall_after is not None:
             # Scales with the mean: if all nodes are slow, none is suspicious.
-            mean = self._seconds_until_answers / max(1, self._answers)
+            answers, seconds = self._waited
+            mean = seconds / max(1, answers)
             delay = max(self._stall_after, STALLED_OVER_MEAN * mean)
             request.stall_timer = loop.call_later(delay, self._on_stalled, request)
         task = self._spawn(self._carry_out(request))
@@ -383,8 +407,8 @@ class Traversal:
                 query.active -= 1
                 query.stalled.discard(query.distance_to(request.node))
         if answers is not None:
-            self._answers += 1
-            self._seconds_until_answers += asyncio.get_running_loop().time() - request.started_at
+            number, seconds = self._waited
+            self._waited = number + 1, seconds + (asyncio.get_running_loop().time() - request.started_at)
         for query in request.queries:
             answer = None if answers is None else answers.get(query.target)
             if answer is None:
@@ -421,3 +445,263 @@ class Traversal:
 def _urgency(query: Query) -> tuple[int, int]:
     assert query.next_distance is not None
     return query.active, query.next_distance
+
+
+# --- asking the nodes -------------------------------------------------------------------------------------------------
+
+# The node that is asked knows others than the asker, so the have-set holds more nodes than an answer would. Chosen.
+SOME_MORE = 4
+# Most nodes in a have-set; the rest of the room is for entries.
+MAX_NODES_KNOWN = MAX_KNOWN // 4
+
+
+_BACKED_OFF = Outcome(Reason.BACKED_OFF)
+_OTHER_ID = Outcome(Reason.BAD_ANSWER, "it has another id than others say")
+
+
+class Lookup:
+    """State shared by all requests of one walk.
+
+    Args:
+        protocol: asks other nodes; has the blacklist of peers not to ask.
+        known_nodes: nodes to begin with, besides those of the routing table.
+    """
+
+    def __init__(self, protocol: DHTProtocol, known_nodes: Mapping[DHTID, PeerID] | None = None) -> None:
+        self._protocol = protocol
+        self._known_nodes = dict(known_nodes or {})
+        self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
+        self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that other nodes have told of
+        self._hops: dict[int, int] = {}
+        # Known nodes near some targets, plainly and packed; forgotten when more nodes become known.
+        self._near: dict[tuple[DHTID, ...], tuple[list[int], bytes]] = {}
+        self.chosen: set[int] = {
+            node_id for node_id, peer in self._known_nodes.items() if node_id != DHTID.of_peer(peer)
+        }
+        """Ids of nodes that do not follow from their peers' ids."""
+        self.failures: dict[PeerID, Outcome] = {}
+        """Peers that gave no answer, or were not asked because they gave none shortly before."""
+        self._neighbors = protocol.config.bucket_size
+
+    def starting_nodes(self, target: DHTID) -> list[DHTID]:
+        """The nearest nodes to a target that are known without asking anybody; suspects only if there are no others."""
+        table = self._protocol.routing_table
+        nearest = dict(table.get_nearest_neighbors(target, max(self._neighbors, LEAST_KEPT))) or table.suspects
+        for node_id, peer in nearest.items():
+            self._peers[node_id] = peer
+            self._hops[node_id] = 1
+        self._near.clear()
+        if table.chosen:
+            self.chosen |= table.chosen & nearest.keys()
+        own_id = self._protocol.node_id
+        return [
+            node_id
+            for node_id in (*nearest, *self._known_nodes)
+            if node_id != own_id and not self._is_backed_off(self._peers[node_id])
+        ]
+
+    def _is_backed_off(self, peer: PeerID) -> bool:
+        """Whether a peer is not to be asked for a while."""
+        if peer not in self._protocol.blacklist:
+            return False
+        self.failures.setdefault(peer, _BACKED_OFF)
+        return True
+
+    async def ask(
+        self,
+        node_id: DHTID,
+        targets: Sequence[DHTID],
+        *,
+        neighbors_only: bool = False,
+        known_entries: Sequence[int] = (),
+        most_entries: int = 0,
+    ) -> dict[DHTID, FoundRecord] | None:
+        """Ask a node about targets; returns ``None`` if it does not answer.
+
+        Args:
+            known_entries: :func:`~shoal.dht.records.numbers_of_entries` that need not be in the answer.
+            most_entries: as for :meth:`DHTNode.get_many_by_id`.
+        """
+        peer = self.peer_of(node_id)
+        if peer is None or self._is_backed_off(peer):
+            return None
+        wanted = self._neighbors if self._neighbors > self._protocol.config.bucket_size else 0
+        known_nodes, known = self._known_near(targets)
+        if known_entries or most_entries:  # what each node draws of many entries should differ
+            known = pack_known([*known_nodes, *known_entries], self._protocol.p2p.rng)
+        try:
+            answer = await self._protocol.find_at(
+                peer, targets, wanted, neighbors_only=neighbors_only, known=known, most=most_entries
+            )
+        except NoAccessTokenError:
+            raise
+        except NO_ANSWER as e:
+            self.failures[peer] = outcome_of_failure(e)
+            return None
+        # The peer has another id, so this one was made up: one peer must not stand for many nodes.
+        if answer.node_id != node_id.to_bytes():
+            self._protocol.p2p.metrics.node_ids_refused += 1
+            self.failures[peer] = _OTHER_ID
+            warn_seldom(
+                "the DHT names peer %s with an id that it does not have, so it is left out. Somebody lies about who "
+                "is near a key, or that peer has a new id",
+                peer,
+            )
+            return None
+        self._hear_of(answer.contacts, self.hops_to(node_id) + 1)
+        if len(targets) > 1:  # what was told for one of them is known, but not to the queries for the others
+            for record in answer.records.values():
+                record.neighbors.extend(known_nodes)
+        return answer.records
+
+    def _known_near(self, targets: Sequence[DHTID]) -> tuple[list[int], bytes]:
+        """Nodes for the have-set, plainly and packed."""
+        found = self._near.get(tuple(targets))
+        if found is None:
+            # Those with chosen ids may be lies about nodes that others tell truly.
+            known = list((self._peers.keys() | self._contacts.keys()) - self.chosen)
+            count = min(self._neighbors + SOME_MORE, MAX_NODES_KNOWN // max(1, len(targets)))
+            if len(known) > count:
+                nearest = (heapq.nsmallest(count, known, key=target.__xor__) for target in targets)
+                known = list(dict.fromkeys(node_id for few in nearest for node_id in few))
+            found = self._near[tuple(targets)] = known, pack_known(known, self._protocol.p2p.rng)
+        return found
+
+    def _hear_of(self, contacts: Mapping[int, msgspec.Raw], hops: int) -> None:
+        """Learn of nodes. One whose id follows from its peer's replaces others that were told of under the same id."""
+        if contacts:
+            self._near.clear()
+        for told_id, contact in contacts.items():
+            is_known = told_id in self._contacts or told_id in self._peers
+            if is_known and told_id not in self.chosen:
+                continue
+            if DHTID.of_peer_bytes(peer_of_contact(contact)) == told_id:
+                self.chosen.discard(told_id)
+                self._peers.pop(told_id, None)
+            elif is_known:
+                continue
+            else:
+                self.chosen.add(told_id)
+            self._contacts[told_id] = contact
+            self._hops.setdefault(told_id, hops)
+
+    def with_own(self, nearest: Iterable[DHTID], target: DHTID) -> list[DHTID]:
+        """The nodes nearest to a target and this one, in the order in which they are to hold what is stored there."""
+        own_id = self._protocol.node_id
+        chosen = self.chosen | self._protocol.routing_table.chosen & {own_id}
+        return sorted([*nearest, own_id], key=lambda node_id: (node_id in chosen, node_id ^ target))
+
+    def hops_to(self, node_id: int) -> int:
+        """Number of consecutive answers needed to get one from this node; 1 if it was known from the start."""
+        return self._hops.get(node_id, 1)
+
+    def peer_of(self, node_id: int) -> PeerID | None:
+        """The peer of a known node, ready to be called; ``None`` if its contact data make no sense."""
+        peer = self._peers.get(node_id)
+        if peer is None and (told := self._contacts.get(node_id)) is not None:
+            peer = self._introduce(told)
+            if peer is not None:
+                self._peers[node_id] = peer
+        return peer
+
+    def _introduce(self, told: msgspec.Raw) -> PeerID | None:
+        """Give the network layer the addresses of a peer that others told of."""
+        try:
+            contact = unpack_contact(told)
+        except ValueError as e:
+            logger.debug("ignored a node that somebody told of: %s", e)
+            return None
+        peer, p2p = PeerID(contact.peer_id), self._protocol.p2p
+        if peer == p2p.peer_id:
+            return None
+        known = {str(address) for address in p2p.get_addresses(peer)}
+        for address in contact.addresses:
+            if address not in known:
+                try:
+                    p2p.add_addresses(peer, [address])
+                except ValueError as e:
+                    # Perhaps of a kind that this version does not know; the peer's other addresses may work.
+                    logger.debug("ignored an address that somebody told of: %s", e)
+        return peer
+
+    async def find_nearest(
+        self, targets: Iterable[DHTID], on_finished: OnFinished, *, num_workers: int, beam_size: int, enough: int
+    ) -> None:
+        """Find the nodes that are nearest to targets, without asking for records.
+
+        Args:
+            targets: the ids to look near.
+            on_finished: gets a target and the nearest nodes found there, without this node.
+            num_workers: most requests in flight.
+            beam_size: most nodes in a result.
+            enough: a target is done when this many of the nearest nodes have answered.
+        """
+        # Ask for enough neighbors: the nearest nodes know each other, but would tell of fewer by default.
+        self._neighbors = max(self._neighbors, enough)
+        walk = Traversal(
+            targets,
+            self.starting_nodes,
+            self._ask_for_neighbors,
+            on_finished,
+            num_workers=num_workers,
+            beam_size=beam_size,
+            own_id=self._protocol.node_id,
+            queries_per_call=min(MAX_KEYS_PER_FIND, max(1, MAX_NEIGHBORS_TOLD // self._neighbors)),
+            enough_responses=enough,
+            stall_after=self._protocol.stall_after,
+            spawn=self._protocol.spawn,
+            chosen=self.chosen,
+        )
+        await self.run(walk)
+
+    @staticmethod
+    async def run(walk: Traversal) -> None:
+        """Run a walk as soon as the line of walks lets it in."""
+        async with walk_line():
+            await walk.run()
+
+    async def _ask_for_neighbors(self, node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
+        answers = await self.ask(node_id, targets, neighbors_only=True)
+        if answers is None:
+            return None
+        return {target: Answer(record.neighbors) for target, record in answers.items()}
+
+
+# Pause before a peer that was not found is looked for again. Chosen, like the next one.
+SECONDS_BETWEEN_SEARCHES = 5.0
+
+MAX_NOT_FOUND = 1000
+
+
+class PeerFinder:
+    """Looks for the addresses of peers in the DHT.
+
+    Args:
+        protocol: of the searching node; its peer can dial the peers that are found.
+        walk: walks to a place in the DHT, and learns of the nodes there.
+    """
+
+    def __init__(self, protocol: DHTProtocol, walk: Callable[[DHTID], Awaitable[object]]) -> None:
+        self._protocol, self._walk = protocol, walk
+        self._searches: dict[PeerID, asyncio.Task[None]] = {}
+        now = asyncio.get_running_loop().time
+        self._not_found: Bounded[PeerID, None] = Bounded(MAX_NOT_FOUND, seconds=SECONDS_BETWEEN_SEARCHES, now=now)
+
+    async def find(self, peer: PeerID) -> None:
+        """Look for the addresses of a peer; concurrent callers share one search."""
+        if peer in self._not_found:
+            return
+        search = self._searches.get(peer)
+        if search is None:
+            search = self._searches[peer] = self._protocol.spawn(self._search(peer))
+            search.add_done_callback(lambda _: self._searches.pop(peer))
+        await asyncio.wait([search])
+
+    async def _search(self, peer: PeerID) -> None:
+        try:
+            async with asyncio.timeout(self._protocol.wait_timeout):
+                await self._walk(DHTID.of_peer(peer))
+        except (DHTError, TimeoutError) as e:
+            logger.debug("the search for peer %s was given up: %r", peer, e)
+        if not self._protocol.p2p.is_reachable(peer):
+            self._not_found[peer] = None

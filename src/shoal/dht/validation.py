@@ -1,7 +1,7 @@
-"""Validators decide who may write what. Every node applies them to records that it is asked to store or reads.
+"""Validators decide who may write what. Every node applies them to records that it is asked to store or that it reads.
 
-The writer signs a value. Every node that keeps it checks it before it tells anybody else, and so does the reader.
-Signatures are stripped only when the value is handed to the application.
+The writer signs a value. Every node that keeps the value checks it before passing it on, and so does the reader.
+Signatures are stripped only when the application gets the value.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import math
 import numbers
 import struct
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer
+from shoal.dht.reasons import Reason
 from shoal.dht.storage import StoredValue, Subkey
 from shoal.peers.identity import PeerID
 
@@ -29,15 +30,24 @@ PLAIN_VALUE = MSGPackSerializer.dumps(None)
 WHOLE_DICTIONARY = b""
 
 
-# In packed form.
+# In packed form. Chosen: names and keys take tens of bytes, an owner tag 90.
 MAX_SUBKEY_BYTES = 2**12
 
-# The table is for facts that are true now, so a record lives a day at most. So does one that a liar has stored.
+# The DHT is for facts that are true now: a record lives a day at most, also one that a liar stored. In Kademlia's paper
+# records expire after a day, too.
 MAX_LIFETIME_SECONDS = 86400.0
-# shoal's own (progress, averagers, donors) are renewed all the time, and live an hour at most.
+# shoal's own records (progress, averagers, donors) are renewed every few seconds or minutes; they live an hour at most.
 SHORT_LIFETIME_SECONDS = 3600.0
-# By so much the clocks of peers may differ.
+# How far the clocks of two peers may differ before their records are refused: 20 times what joining allows.
 _TOLERANCE_SECONDS = 60.0
+
+
+class RecordError(ValueError):
+    """A record that no node may keep, with the reason."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -53,29 +63,26 @@ class DHTRecord:
 
 
 class AcceptedRecords:
-    """Remembers the last records that passed an expensive check, because replicas send the same ones again and again.
+    """Remembers the records that passed an expensive check most recently: replicas send the same ones repeatedly.
 
-    It keeps their hashes: records themselves may be large, and nobody would count them.
+    It keeps hashes, because records may be large and nobody accounts for their memory here.
 
     Args:
         size: number of records.
     """
 
     def __init__(self, size: int = 4096) -> None:
-        self._size = size
-        self._records: OrderedDict[bytes, None] = OrderedDict()
+        self._records: Bounded[bytes, None] = Bounded(size)
 
     def add(self, record: DHTRecord) -> None:
         """This record has passed."""
         self._records[_fingerprint(record)] = None
-        if len(self._records) > self._size:
-            self._records.popitem(last=False)
 
     def __contains__(self, record: DHTRecord) -> bool:
         fingerprint = _fingerprint(record)
         if fingerprint not in self._records:
             return False
-        self._records.move_to_end(fingerprint)
+        self._records.touch(fingerprint)
         return True
 
     def __len__(self) -> int:
@@ -90,6 +97,9 @@ def _fingerprint(record: DHTRecord) -> bytes:
 class RecordValidatorBase(ABC):
     """A rule about records, the same at every node of the swarm."""
 
+    reason: ClassVar[Reason] = Reason.INVALID
+    """What the writer of a record that breaks the rule is told."""
+
     @abstractmethod
     def validate(self, record: DHTRecord) -> bool:
         """Whether the record may be stored and trusted. Must not raise, whatever the record holds."""
@@ -103,7 +113,7 @@ class RecordValidatorBase(ABC):
         return record.value
 
     def is_forged(self, record: DHTRecord) -> bool:
-        """Whether the record breaks a rule that every node applies, whatever its run: whoever passes it on lies."""
+        """Whether the record breaks a rule that every node of every run applies, so that passing it on is a lie."""
         return False
 
     def is_owned(self, record: DHTRecord) -> bool:
@@ -157,20 +167,23 @@ class CompositeValidator(RecordValidatorBase):
             record = _with_value(record, validator.sign_value(record))
         return record.value
 
-    def validate(self, record: DHTRecord, brought_by: PeerID | None = None) -> bool:
-        """Whether all validators accept the record.
+    def validate(self, record: DHTRecord) -> bool:
+        return self.refused_by(record) is None
+
+    def refused_by(self, record: DHTRecord, brought_by: PeerID | None = None) -> RecordValidatorBase | None:
+        """The first validator that refuses the record, if any.
 
         Args:
-            brought_by: the peer that has brought it, if that is proof enough for those validators that say so.
+            brought_by: the peer that has brought it, if that is proof enough for validators with ``is_proven_by_peer``.
         """
         for position in reversed(range(len(self.validators))):
             validator = self.validators[position]
             is_proven = brought_by is not None and validator.is_proven_by_peer(record, brought_by)
             if not is_proven and not validator.validate(record):
-                return False
+                return validator
             if position:  # nobody looks at what is left after the last one
                 record = _with_value(record, validator.strip_value(record))
-        return True
+        return None
 
     def strip_value(self, record: DHTRecord) -> bytes:
         for validator in reversed(self.validators):
@@ -224,13 +237,16 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
         is_kept: another node keeps the record already. Its clock may be ahead of this one's, too.
 
     Raises:
-        ValueError: it is negative, not finite, or too far in the future.
+        ValueError: it is negative, or not finite.
+        RecordError: it is too far in the future.
         TypeError: it is not a number.
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
     if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * _TOLERANCE_SECONDS:
-        raise ValueError(f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}")
+        raise RecordError(
+            Reason.TOO_LONG, f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}"
+        )
     return seconds
 
 
@@ -247,7 +263,7 @@ def check_subkey(subkey: Subkey, packed: bytes) -> None:
     """
     if len(packed) > MAX_SUBKEY_BYTES:
         raise ValueError(f"a subkey of {len(packed)} bytes is over the limit of {MAX_SUBKEY_BYTES}")
-    if type(subkey) in (bytes, str):  # nearly all are
+    if type(subkey) in (bytes, str):  # the usual case
         return
     try:
         hash(subkey)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.optim import DiLoCo, Optimizer
-from shoal.optim.diloco.schedule import Schedule
 from shoal.optim.diloco.settings import OuterSettings
+from shoal.optim.diloco.slots import Schedule
+from shoal.optim.options import with_defaults
 
 # Options of the swarm's optimizer that the strategy fills in itself.
 _FILLED_IN = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
@@ -122,8 +123,7 @@ def _check_outer_name(name: str, value: Any) -> None:
 
 def _check_values(options: Mapping[str, Any]) -> None:
     """Refuse here what the constructor, or the first step, would refuse."""
-    parameters = inspect.signature(DiLoCo.__init__).parameters
-    complete = {**{name: parameter.default for name, parameter in parameters.items()}, **options}
+    complete = with_defaults(DiLoCo, options)
     if complete["auxiliary"]:
         raise ValueError(
             "auxiliary=True is for peers without data, and a Trainer has some: make a shoal.DiLoCo(auxiliary=True) "
@@ -134,4 +134,4 @@ def _check_values(options: Mapping[str, Any]) -> None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"low_communication={{{name!r}: {value!r}}}: give a whole number of inner steps")
     Schedule(fragments if isinstance(fragments, int) else len(fragments), every, complete["target_batch_size"])
-    OuterSettings.resolve(complete)
+    OuterSettings.resolve(**complete)

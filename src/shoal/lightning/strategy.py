@@ -30,7 +30,7 @@ from shoal.optim.setup.schedules import HiveMindScheduler, forget_schedule, take
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
-SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer", "shoal.DiLoCo", "shoal.MultiProcessDiLoCo"]
+AnyOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer", "shoal.DiLoCo", "shoal.MultiProcessDiLoCo"]
 
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -178,7 +178,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             "identity_path": identity_path,
             "token": token,
         }
-        self._optimizer: SwarmOptimizer | None = None
+        self._optimizer: AnyOptimizer | None = None
         self._clipping: GradientClipping | None = None
         self._is_training = self._zero_grad_is_off = False
         self._checkpoint: Mapping[str, Any] | None = None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.optim.diloco.slot_tracker import SlotTracker
 from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.ranks.several_processes import SeveralProcesses
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     import shoal
-    from shoal.lightning.strategy import HivemindStrategy
 else:
     Callback = object
 
@@ -90,7 +88,7 @@ def progress_of(optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, sa
         news = optimizer.news
         return {"peers": news.num_peers, "global_epoch": news.global_epoch, "samples/s": news.samples_per_second}
     tracker, speed = optimizer.tracker, optimizer.tracker.local_progress.samples_per_second
-    if isinstance(tracker, SlotTracker):  # what it counts are steps
+    if not tracker.board.rule.adds_up:  # what it counts are steps
         speed *= samples_of_step
     return {
         "peers": max(1, tracker.global_progress.num_peers),
@@ -107,13 +105,12 @@ class SwarmProgress(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the progress of the swarm."""
-        strategy: HivemindStrategy = trainer.strategy
-        values = strategy.swarm_progress()
+        values: dict[str, float] = trainer.strategy.swarm_progress()
         pl_module.log_dict(
             {name: float(value) for name, value in values.items()}, prog_bar=True, on_step=True, on_epoch=False
         )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        for optimizer in strategy.optimizers:
+        for optimizer in trainer.strategy.optimizers:
             # To read a loss means to wait for the device, so only those are read that are published.
             if isinstance(optimizer, (JointOptimizer, SeveralProcesses)) and optimizer.report_is_due:
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.errors import DialError, RefusedDialError
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER as MAX_ADDRESSES_PER_PEER
 from shoal.net.own_addresses import is_of_one_network
+from shoal.peers.book import PeerBook
 from shoal.peers.identity import CIRCUIT, PeerID, check_circuit, is_circuit
 from shoal.peers.multiaddr import Multiaddr
 
-T = TypeVar("T")
 Judge = Callable[[Multiaddr], bool]
 """Says whether to dial an address at somebody's word, see :func:`may_be_dialled_for`."""
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -28,8 +28,6 @@ _CARRIER = ipaddress.ip_network("100.64.0.0/10")  # behind the router of a provi
 _TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 
 MAX_PEERS = 10_000
-MAX_PEERS_NOTED = 4096
-MAX_ADDRESSES_PER_PEER = 8
 
 
 def ip_text_of(address: Multiaddr) -> str | None:
@@ -52,6 +50,32 @@ def is_anywhere(address: Multiaddr) -> bool:
     """Whether the same address is another computer in another network: homes have networks of the same numbers."""
     host = ip_text_of(address)
     return host is not None and not is_loopback(address) and not ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def is_global(address: Multiaddr) -> bool:
+    """Whether an address is meant for the whole internet; names are, by intention."""
+    host = address.get("ip4") or address.get("ip6")
+    return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def is_private(address: Multiaddr) -> bool:
+    """Whether an address means something in one network alone."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def network_of(address: Multiaddr) -> str:
+    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
+    host = address.get("ip4") or address.get("ip6")
+    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
+def is_ipv6(address: Multiaddr) -> bool:
+    """Whether an address begins with an IPv6 address."""
+    return "ip6" in address
 
 
 def ip_to_dial(text: str) -> IP | None:
@@ -127,28 +151,6 @@ def _public_network(address: Multiaddr) -> str | None:
     return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
 
 
-class Notes(Generic[T]):
-    """One value for each of the peers noted last."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[PeerID, T] = OrderedDict()
-
-    def note(self, peer: PeerID, value: T) -> None:
-        """Note a value, in place of an earlier one."""
-        self._values[peer] = value
-        self._values.move_to_end(peer)
-        if len(self._values) > MAX_PEERS_NOTED:
-            self._values.popitem(last=False)
-
-    def get(self, peer: PeerID, default: T) -> T:
-        """The value of a peer, or the default."""
-        return self._values.get(peer, default)
-
-    def values(self) -> list[T]:
-        """All values, the latest last."""
-        return list(self._values.values())
-
-
 class AddressBook:
     """Addresses by peer, without the ``/p2p`` part; the best first.
 
@@ -157,15 +159,18 @@ class AddressBook:
 
     Args:
         supports: whether this peer can dial an address.
+        book: remembers who has answered in a private network.
     """
 
-    def __init__(self, supports: Callable[[Multiaddr], bool] = lambda address: True) -> None:
+    def __init__(
+        self, supports: Callable[[Multiaddr], bool] = lambda address: True, book: PeerBook | None = None
+    ) -> None:
         self._supports = supports
+        self._book = PeerBook() if book is None else book
         # For each address: whether it is more than hearsay.
-        self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
+        self._known: Bounded[PeerID, dict[Multiaddr, bool]] = Bounded(MAX_PEERS, on_evict=self._forget_derived)
         # Of addresses that only the peer itself has told: whether to dial them at its word.
         self._judges: dict[PeerID, dict[Multiaddr, Judge]] = {}
-        self._near: Notes[bool] = Notes()  # peers that have answered in a private network
         self._hosts: dict[PeerID, PeerID | str] = {}  # what follows from the addresses, as far as it was asked for
         self.changes = 0
         """The number of changes so far: caches of derived data compare it."""
@@ -218,8 +223,7 @@ class AddressBook:
         """Add addresses; returns whether any of them is new."""
         if not addresses:
             return False
-        known = self._known.setdefault(peer, {})
-        self._known.move_to_end(peer)
+        known = self._known[peer] = self._known.get(peer, {})
         is_news = False
         for address in addresses:
             if address not in known and self._has_room(known):
@@ -227,11 +231,11 @@ class AddressBook:
                 is_news = True
         if is_news:
             self._hosts.pop(peer, None)
-        while len(self._known) > MAX_PEERS:
-            forgotten, _ = self._known.popitem(last=False)
-            self._hosts.pop(forgotten, None)
-            self._judges.pop(forgotten, None)
         return is_news
+
+    def _forget_derived(self, peer: PeerID, _: dict[Multiaddr, bool]) -> None:
+        self._hosts.pop(peer, None)
+        self._judges.pop(peer, None)
 
     @staticmethod
     def _has_room(known: dict[Multiaddr, bool]) -> bool:
@@ -248,7 +252,7 @@ class AddressBook:
         """Addresses of a peer, the best first; empty if unknown."""
         if peer not in self._known:
             return []
-        self._known.move_to_end(peer)
+        self._known.touch(peer)
         return list(self._known[peer])
 
     def judge_of(self, peer: PeerID, address: Multiaddr) -> Judge | None:
@@ -285,7 +289,7 @@ class AddressBook:
 
         In a private network somebody else may have refused, in place of a peer that has the same address elsewhere.
         """
-        if isinstance(error, RefusedDialError) and is_anywhere(address) and not self._near.get(peer, False):
+        if isinstance(error, RefusedDialError) and is_anywhere(address) and not self._book.find(peer).is_near:
             return DialError(f"{error}; or peer {peer} is in another network of the same numbers")
         return error
 
@@ -304,7 +308,7 @@ class AddressBook:
         known = self._known.get(peer, {})
         self._judges.get(peer, {}).pop(address, None)
         if is_anywhere(address):
-            self._near.note(peer, True)
+            self._book[peer].is_near = True
         if address in known:
             self.changes += address != next(iter(known))
             del known[address]
@@ -335,16 +339,17 @@ logger = logging.getLogger(__name__)
 
 # One failure may be chance; this many in a row, with signs of life between them, are not.
 FAILURES_TO_TELL = 3
-MAX_UNREACHABLE_PEERS = 1024
 
 
 class UnreachablePeers:
-    """Counts failed dials of peers that are alive, and tells the user about each such peer once."""
+    """Counts failed dials of peers that are alive, and tells the user about each such peer once.
 
-    def __init__(self) -> None:
-        # For each peer and company: the number of failures with a new sign of life, and the last sign.
-        self._failures: OrderedDict[PeerID, dict[str, tuple[int, float]]] = OrderedDict()
-        self._told: OrderedDict[PeerID, None] = OrderedDict()
+    Args:
+        book: where they are counted.
+    """
+
+    def __init__(self, book: PeerBook) -> None:
+        self._book = book
         self._warn_seldom = Seldom(logger.warning)
 
     def note_failure(
@@ -360,15 +365,13 @@ class UnreachablePeers:
         """
         if not isinstance(error, DialError):
             return
-        failures = self._failures.setdefault(peer, {})
-        count, last_sign = failures.get(company, (0, float("-inf")))
+        record = self._book[peer]
+        count, last_sign = record.uncalled.get(company, (0, float("-inf")))
         if sign_of_life <= last_sign:
             return  # without a new sign of life the peer may be gone
-        failures[company] = count + 1, sign_of_life
-        _forget_oldest(self._failures)
-        if count + 1 >= FAILURES_TO_TELL and peer not in self._told:
-            self._told[peer] = None
-            _forget_oldest(self._told)
+        record.uncalled[company] = count + 1, sign_of_life
+        if count + 1 >= FAILURES_TO_TELL and not record.is_told_uncalled:
+            record.is_told_uncalled = True
             self._warn_seldom(
                 "peer %s of %s is there, but this peer cannot call it, so that they may not average with each other: "
                 "%s. What to do: %s",
@@ -381,12 +384,7 @@ class UnreachablePeers:
 
     def note_connection(self, peer: PeerID) -> None:
         """A dial of the peer has succeeded."""
-        self._failures.pop(peer, None)
-
-
-def _forget_oldest(known: OrderedDict[PeerID, Any]) -> None:
-    while len(known) > MAX_UNREACHABLE_PEERS:
-        known.popitem(last=False)
+        self._book.find(peer).uncalled.clear()
 
 
 def what_to_do(addresses: Sequence[Multiaddr]) -> str:

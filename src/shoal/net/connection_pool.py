@@ -11,6 +11,7 @@ import asyncio
 import copy
 import functools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from shoal.errors import (
     DialError,
@@ -19,7 +20,7 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.net.connection import Connection
-from shoal.net.pooled_peer import BARREN_SECONDS, MAX_PARALLEL_DIALS, PooledPeer, Turn
+from shoal.net.limits import MAX_DIALLED_PER_PEER
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 
@@ -29,6 +30,64 @@ MAX_IDLE = 256
 # Older connections are replaced, because each new one begins with an exchange of addresses and of the time.
 MAX_AGE_SECONDS = 900.0
 
+# Dials to one peer at the same time.
+MAX_PARALLEL_DIALS = 2
+# After a dial has failed, calls that can wait for another one's connection do so for as long.
+BARREN_SECONDS = 10.0
+SPARE = 4
+"""The least number of direct connections to a peer that only relays lead to. A round takes two or more, and other
+calls come meanwhile. When no relay is left, there will be no more."""
+
+# What a waiting call gets: a connection, or the right to dial one.
+Turn = Connection | None
+
+
+@dataclass(eq=False)
+class PooledPeer:
+    """The connections and waiting calls of one peer."""
+
+    peer_id: PeerID
+    idle: list[Connection] = field(default_factory=list)
+    in_use: dict[Connection, None] = field(default_factory=dict)
+    dialling: int = 0
+    expected: int = 0
+    """How many of the dials are made elsewhere; waiting calls may have their connections."""
+    waiting: dict[asyncio.Future[Turn], asyncio.Task[Connection] | None] = field(default_factory=dict)
+    """In order, each with the dial that its call makes meanwhile."""
+    barren_until: float = 0.0
+    """Until then it is not worth dialling, in the time of the loop."""
+
+    @property
+    def may_dial(self) -> bool:
+        connections = len(self.in_use) + len(self.idle) + self.dialling
+        if self.has_arranged_in_use and asyncio.get_running_loop().time() < self.barren_until:
+            return False
+        return self.dialling < MAX_PARALLEL_DIALS and connections < MAX_DIALLED_PER_PEER
+
+    @property
+    def has_arranged_in_use(self) -> bool:
+        """Some call uses a connection that relays have brought about, and will give it back."""
+        return any(each.stream.is_arranged for each in self.in_use)
+
+    @property
+    def has_direct(self) -> bool:
+        return any(not each.stream.is_relayed for each in (*self.idle, *self.in_use))
+
+    @property
+    def is_forgettable(self) -> bool:
+        return not (self.idle or self.in_use or self.dialling or self.waiting)
+
+    def next_in_line(self, *, to_dial: bool = False) -> asyncio.Future[Turn] | None:
+        if not self.waiting:
+            return None
+        for turn, own_dial in list(self.waiting.items()):
+            if to_dial and own_dial is not None and not own_dial.done():
+                continue
+            del self.waiting[turn]
+            if not turn.done():
+                return turn
+        return None
+
 
 class ConnectionPool:
     """Connections by peer.
@@ -36,9 +95,17 @@ class ConnectionPool:
     Args:
         dial: makes a new connection to a peer.
         idle_timeout: seconds after which an unused connection is closed.
+        on_circuit: called with a peer to which there is a new connection through a relay, or arranged by one.
+        on_broken: called with a relay through which a connection has broken.
     """
 
-    def __init__(self, dial: Callable[[PeerID], Awaitable[Connection]], idle_timeout: float) -> None:
+    def __init__(
+        self,
+        dial: Callable[[PeerID], Awaitable[Connection]],
+        idle_timeout: float,
+        on_circuit: Callable[[PeerID], object] = lambda peer: None,
+        on_broken: Callable[[PeerID], object] = lambda relay: None,
+    ) -> None:
         self._dial = dial
         self._idle_timeout = idle_timeout
         self._peers: dict[PeerID, PooledPeer] = {}
@@ -46,10 +113,7 @@ class ConnectionPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._spare: set[asyncio.Task[Connection]] = set()
         self._closed = False
-        self.on_circuit: Callable[[PeerID], object] = lambda peer: None
-        """Called with a peer to which there is a new connection through a relay, or one that a relay has arranged."""
-        self.on_broken: Callable[[PeerID], object] = lambda relay: None
-        """Called with a relay through which a connection has broken."""
+        self.on_circuit, self.on_broken = on_circuit, on_broken
 
     def __contains__(self, peer: object) -> bool:
         """Whether there are connections to this peer, or soon will be."""
@@ -162,7 +226,7 @@ class ConnectionPool:
         self._tell_of(connection)
 
     def expect(self, peer_id: PeerID, count: int) -> Callable[[], None]:
-        """So many connections are being made elsewhere and will be added: calls wait for them rather than dial.
+        """``count`` connections are being made elsewhere and will be added: calls wait for them rather than dial.
 
         Returns:
             What ends that, at once or after the first ones have come; calls that still wait may dial then.

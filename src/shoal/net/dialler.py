@@ -1,6 +1,6 @@
 """Dials a peer: all of its known addresses, each a little later than the one before, direct ones first.
 
-What follows is through relays. Those through which connections have broken lately come last.
+Then come relays; those through which connections have broken in the last minute come last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from shoal.errors import (
     kind_of_dial_errors,
 )
 from shoal.metrics import Metrics
-from shoal.net.addresses import AddressBook, Judge, Notes
+from shoal.net.addresses import AddressBook, Judge
 from shoal.net.transport import MAY_CONNECT, ON_ANSWER, Stream, Transport
+from shoal.peers.book import PeerBook
 from shoal.peers.identity import PeerID, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
 
@@ -40,17 +41,31 @@ DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
 
 
 class Dialler:
-    """Dials peers at their known addresses; :meth:`close` gives up all dials at once."""
+    """Dials peers at their known addresses; :meth:`close` gives up all dials at once.
 
-    def __init__(self, transport: Transport, addresses: AddressBook, metrics: Metrics) -> None:
+    Args:
+        transport: opens the streams.
+        addresses: where peers can be dialled.
+        book: remembers which relays have fallen silent.
+        metrics: counts the dials.
+        dial_circuit: dials through a relay; ``None``: relays are not used.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        addresses: AddressBook,
+        book: PeerBook,
+        metrics: Metrics,
+        dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None,
+    ) -> None:
         self._transport = transport
         self._addresses = addresses
+        self._book = book
         self._metrics = metrics
-        self.dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None
-        """Dials through a relay; ``None``: relays are not used."""
+        self.dial_circuit = dial_circuit
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
-        self._broken_at: Notes[float] = Notes()  # by relay
         self._closed = False
 
     async def dial(self, peer: PeerID) -> Stream:
@@ -85,13 +100,13 @@ class Dialler:
 
         def broken_at(address: Multiaddr) -> float:
             relay = relay_of(address)
-            return since if relay is None else max(since, self._broken_at.get(relay[1], since))
+            return since if relay is None else max(since, self._book.find(relay[1]).silent_at)
 
         return sorted(filter(self.supports_circuit, self._addresses.to_dial(peer)), key=broken_at)
 
     def note_broken(self, relay: PeerID) -> None:
         """A connection through a relay has broken, or the one to itself: others are dialled first for a while."""
-        self._broken_at.note(relay, asyncio.get_running_loop().time())
+        self._book[relay].silent_at = asyncio.get_running_loop().time()
 
     def supports_circuit(self, address: Multiaddr) -> bool:
         """Whether an address leads through a relay that this peer can dial."""

@@ -19,10 +19,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from shoal.access.badges import ANY_ROLE, Roles
 from shoal.base.tasks import cancel_and_wait
@@ -30,9 +39,6 @@ from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.net.connection import Call, Connection
 from shoal.net.transport import H, Header
 from shoal.peers.identity import PeerID
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,45 @@ class Gate(Protocol):
         Raises:
             P2PDaemonError: one of the two is not a member.
         """
+
+
+class Peer(Protocol):
+    """On whose behalf methods are served, and called at others."""
+
+    peer_id: PeerID
+
+    async def call(
+        self,
+        peer: PeerID,
+        handle: str,
+        request: Header,
+        response_type: type[H],
+        timeout: float | None = None,
+        *,
+        roles: Roles = Roles.TRAIN,
+    ) -> H:
+        """Call a method that takes one message and gives one."""
+
+    def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AbstractAsyncContextManager[Call]:
+        """Call a method with any number of messages."""
+
+    def add_handlers(self, handlers: Mapping[str, Handler]) -> None:
+        """Serve methods by name."""
+
+    def remove_handlers(self, names: Iterable[str]) -> None:
+        """Stop serving these methods."""
+
+    def round_trip_to(self, peer: PeerID) -> float:
+        """The shortest measured round trip to a peer, in seconds; 0 if there is none."""
+
+    def drop_idle(self, peer: PeerID) -> None:
+        """Let the next call to a peer be made over a new connection."""
+
+    def replace_arranged(self, peer: PeerID, count: int) -> None:
+        """The same for connections that relays have brought about: make others at once, for all calls together."""
+
+    def note_silence(self, peer: PeerID) -> None:
+        """A connection to a peer has fallen silent."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -167,7 +212,7 @@ def _is_header(annotation: object) -> bool:
 class StubBase:
     """Calls the methods of a servicer at another peer; made by :meth:`ServicerBase.get_stub`."""
 
-    def __init__(self, p2p: P2P, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
+    def __init__(self, p2p: Peer, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
         self._p2p = p2p
         self.peer = peer
         """The other peer."""
@@ -189,17 +234,15 @@ class StubBase:
 
     def dial_anew(self) -> None:
         """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
-        self._p2p.pool.end_idle(self.peer)
+        self._p2p.drop_idle(self.peer)
 
     def replace_arranged(self, count: int) -> None:
-        """The same for connections that relays have brought about; so many new ones are made at once, for all calls."""
-        self.dial_anew()
-        self._p2p.upgrades.replace(self.peer, count)
+        """The same for connections that relays have brought about; ``count`` new ones are made at once."""
+        self._p2p.replace_arranged(self.peer, count)
 
     def note_silence(self) -> None:
         """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
-        self.dial_anew()
-        self._p2p.reservations.doubt()
+        self._p2p.note_silence(self.peer)
 
     def context_of(self, method: str) -> P2PContext:
         """The context of a call, seen from the caller."""
@@ -242,7 +285,7 @@ class ServicerBase:
         return name if namespace is None else f"{namespace}::{name}"
 
     async def add_p2p_handlers(
-        self, p2p: P2P, wrapper: Any = None, *, namespace: str | None = None, balanced: bool = False
+        self, p2p: Peer, wrapper: Any = None, *, namespace: str | None = None, balanced: bool = False
     ) -> None:
         """Let other peers call this object.
 
@@ -263,12 +306,12 @@ class ServicerBase:
         }
         p2p.add_handlers(handlers)
 
-    async def remove_p2p_handlers(self, p2p: P2P, *, namespace: str | None = None) -> None:
-        """Stop serving; calls in progress go on."""
+    async def remove_p2p_handlers(self, p2p: Peer, *, namespace: str | None = None) -> None:
+        """Stop serving; calls in progress continue."""
         p2p.remove_handlers(self.handle_name(method.name, namespace) for method in methods_of(type(self)))
 
     @classmethod
-    def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
+    def get_stub(cls, p2p: Peer, peer: PeerID, *, namespace: str | None = None) -> StubBase:
         """An object that calls the methods of this class at ``peer``."""
         return StubBase(p2p, peer, cls, namespace)
 

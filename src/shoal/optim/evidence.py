@@ -36,7 +36,7 @@ from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, counted
 from shoal.net.transport import MOST
 from shoal.optim.deeds import ContributionHistory, remember
-from shoal.optim.history.epochs import EPOCHS_AHEAD
+from shoal.optim.history.window import EPOCHS_AHEAD
 from shoal.optim.members import ROUNDS_TO_LOSE_TRUST, SHARE_WASTED, Members
 from shoal.optim.progress.epoch_rate import LEAST_SECONDS
 from shoal.optim.progress.records import MAX_CALLED, Companion, LocalTrainingProgress

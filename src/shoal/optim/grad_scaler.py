@@ -9,22 +9,29 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
+from shoal.base.closeable import Facade
 from shoal.optim.setup.devices import local_part
 
 if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager
-    from shoal.optim.optimizer import Optimizer
-
 
 __all__ = ["GradScaler"]
 
 logger = logging.getLogger(__name__)
+
+
+class SwarmOptimizer(Facade, torch.optim.Optimizer):
+    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
+    only these."""
+
+    steps_each_batch: ClassVar[bool] = False
+    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
 
 
 class GradScaler(TorchGradScaler):
@@ -85,16 +92,12 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: it is not a shoal.Optimizer or shoal.DiLoCo.
         """
-        from shoal.optim.diloco.diloco import DiLoCo
-        from shoal.optim.optimizer import Optimizer
-        from shoal.optim.ranks.several_processes import SeveralProcesses
-
-        assert isinstance(optimizer, (Optimizer, SeveralProcesses, DiLoCo)), (
+        assert isinstance(optimizer, SwarmOptimizer), (
             f"expected a shoal.Optimizer or a shoal.DiLoCo, got {type(optimizer).__name__}"
         )
         if not self.is_enabled():
             return False
-        if isinstance(optimizer, DiLoCo):
+        if optimizer.steps_each_batch:
             self.unscale_batch(optimizer)
             return True
         with self._lock:
@@ -104,7 +107,8 @@ class GradScaler(TorchGradScaler):
             grads = _gradients(optimizer)
             if grads:
                 torch._foreach_mul_(grads, 1 / self.get_scale())
-            self._unscaled[id(optimizer.opt)] = finite
+            joint: Any = optimizer
+            self._unscaled[id(joint.opt)] = finite
             return True
 
     def unscale_batch(self, optimizer: torch.optim.Optimizer, *, ends: bool = False) -> bool:
@@ -243,7 +247,7 @@ class LossScaling:
         self._accumulated: GradScaler | None = None
 
     def accumulate(
-        self, averager: GradientAverager, optimizer: Optimizer, batch_size: int, scaler: GradScaler | None
+        self, averager: GradientAverager, optimizer: SwarmOptimizer, batch_size: int, scaler: GradScaler | None
     ) -> bool:
         """Add the current gradients to those accumulated before.
 
@@ -269,7 +273,7 @@ class LossScaling:
         if self._in_place:
             averager.reset_accumulated_grads_()
 
-    def before_global_step(self, optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
+    def before_global_step(self, optimizer: SwarmOptimizer, scaler: GradScaler | None) -> GradScaler | None:
         """Unscale the accumulated gradients, if that has not been done.
 
         Returns:
@@ -280,10 +284,11 @@ class LossScaling:
             if scaler is not None:
                 self.unscale(optimizer, scaler)
         elif scaler is not None:
-            scaler.expect_unscaled(optimizer.opt)
+            joint: Any = optimizer
+            scaler.expect_unscaled(joint.opt)
         return scaler
 
-    def unscale(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def unscale(self, optimizer: SwarmOptimizer, scaler: GradScaler) -> None:
         """Unscale the gradients of the user's parameters."""
         with scaler.running_global_step():
             scaler.unscale_(optimizer)

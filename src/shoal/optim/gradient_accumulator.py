@@ -1,17 +1,16 @@
-"""Accumulates the mean gradient of many batches, weighted by their sizes."""
+"""Accumulates the mean gradient of many batches, weighted by their sizes, and notices batches that have none."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression.base import stand_in, zeros_like_all
 from shoal.optim.setup.devices import copy_all, is_dtensor
-from shoal.optim.setup.missing_gradients import MissingGradients
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +99,8 @@ class GradientAccumulator:
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if self._expected_batch_size not in (None, batch_size):
-            batch_size = self._take_for_expected(batch_size)
+        if self._expected_batch_size is not None and self._expected_batch_size != batch_size:
+            batch_size = self._take_for_expected(batch_size, self._expected_batch_size)
         _check_gradients([p.grad for p in self.parameters if p.grad is not None])
         if self._untouched:
             self._untouched = {index for index in self._untouched if not self._has_gradient(index)}
@@ -139,10 +138,9 @@ class GradientAccumulator:
         """The sums now have further gradients: those of the parameters whose marks are above 0."""
         self._untouched = set((marks <= 0).nonzero().flatten().tolist())
 
-    def _take_for_expected(self, batch_size: int) -> int:
+    def _take_for_expected(self, batch_size: int, expected: int) -> int:
         """Count a batch of unexpected size as one of the expected size: its gradients are in the sum, unweighted."""
-        expected, self._expected_batch_size = self._expected_batch_size, None
-        assert expected is not None
+        self._expected_batch_size = None
         logger.warning(
             "a batch of %d samples instead of %d: it counts as one of %d, later ones by their size. If batches differ, "
             "do not announce a batch_size_per_step",
@@ -307,3 +305,72 @@ def _check_gradients(gradients: Sequence[torch.Tensor]) -> None:
                 f"a gradient of shape {tuple(gradient.shape)} is sparse, and averages of several peers are dense: make "
                 "embeddings with sparse=False"
             )
+
+
+# Only the first batches are searched for gradients that are zero, because that means to wait for the device.
+BATCHES_READ = 3
+
+
+class MissingGradients:
+    """Notices batches without gradients, and warns once.
+
+    Then ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
+
+    If no parameter has a gradient, the batch does not count, and the model stays as it is, as after torch's step(). It
+    must not change between forward() and backward(), or backward() fails with an error of torch that does not name the
+    cause. Frozen parameters do not matter, nor do those that this batch has not used: one gradient is enough.
+
+    Gradients that are all zero may be right, so such a batch counts. If they are wrong, the mean of all peers becomes
+    smaller, and the model learns slowly or nothing at all. Nothing else shows it.
+    """
+
+    def __init__(self) -> None:
+        self._batches, self._has_told = 0, False
+
+    def has_none(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no parameter that is trained has a gradient, so that the batch must not count. The user is told once.
+
+        A model of which nothing is trained has no gradients.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained or any(parameter.grad is not None for parameter in trained):
+            return False
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "step() skips batches: no parameter has a gradient. The order is loss.backward(), opt.step(), "
+                "opt.zero_grad()"
+            )
+        return True
+
+    @torch.no_grad()
+    def look(self, parameters: Iterable[torch.Tensor], *, accumulated: int = 0) -> None:
+        """A batch is about to be counted.
+
+        Args:
+            parameters: which should have gradients.
+            accumulated: samples whose gradients are in ``.grad`` already.
+        """
+        if self._has_told:
+            return
+        self._batches += 1
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients and (self._batches > BATCHES_READ or any(map(_is_not_zero, gradients))):
+            return
+        self._has_told = True
+        if accumulated:
+            logger.warning(
+                "the gradients of %d samples are gone. With reuse_grad_buffers=True they accumulate in the parameters: "
+                "never call zero_grad(), not even that of the model",
+                accumulated,
+            )
+        else:
+            logger.warning(
+                "step() counts a batch, but %s. The order is loss.backward(), opt.step(), opt.zero_grad()",
+                "all of its gradients are zero" if gradients else "no parameter has a gradient",
+            )
+
+
+def _is_not_zero(gradient: torch.Tensor) -> bool:
+    # What other kinds of tensors hold cannot be read without others, or without copies.
+    return type(gradient) not in (torch.Tensor, torch.nn.Parameter) or gradient.is_sparse or bool(gradient.any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -12,28 +13,20 @@ import torch
 
 from shoal.access.badges import Roles, name_of
 from shoal.base import standby
-from shoal.base.closeable import Facade
 from shoal.errors import NotAMemberError, ReactorError
+from shoal.optim.grad_scaler import SwarmOptimizer
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
-    from shoal.optim.report import Reporting
+    from shoal.optim.options import SwarmOptions
+    from shoal.optim.progress_tracker import ProgressTracker
+    from shoal.optim.report import HasPeers, Reporting
+    from shoal.optim.searches import Auxiliary
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def check_run_id(run_id: object) -> None:
-    """Check the name of a run.
-
-    Raises:
-        TypeError, ValueError, AssertionError: it is not a valid name.
-    """
-    if not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
-    if not run_id:
-        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
-    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
 
 
 def check_may_train(dht: DHT) -> None:
@@ -70,7 +63,12 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class JointOptimizer(Facade, torch.optim.Optimizer):
+def option(name: str) -> Any:
+    """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
+    return property(lambda optimizer: getattr(optimizer.options, name))
+
+
+class JointOptimizer(SwarmOptimizer):
     """Base of the optimizers whose users train with others.
 
     Its groups and statistics are those of the optimizers that make the steps.
@@ -79,6 +77,11 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     kind: ClassVar[str]
     """Its name in errors."""
     dht: DHT
+    options: SwarmOptions
+    run_id: str = option("run_id")
+    client_mode: bool = option("client_mode")
+    auxiliary: bool = option("auxiliary")
+    tracker: ProgressTracker
     _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.
     _groups_under_construction: list[dict[str, Any]] | None
@@ -93,6 +96,11 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         self._groups_under_construction = []
         torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
         self._groups_under_construction = None
+
+    @property
+    def local_epoch(self) -> int:
+        """How many joint steps this peer has made."""
+        raise NotImplementedError
 
     def _inner_groups(self) -> Sequence[Any]:
         """The groups of the optimizers that make the steps, with the user's parameters."""
@@ -170,6 +178,22 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         there before it calls :meth:`step`."""
         return _kept([parameter for group in self.param_groups for parameter in group["params"]])
 
+    # --- without data -------------------------------------------------------------------------------------------------
+
+    def _help_others(self, auxiliary: Auxiliary) -> None:
+        """Take part in the others' rounds, and follow their epoch."""
+        auxiliary.look_for_groups()
+        epoch = self.tracker.global_epoch
+        if epoch > self.local_epoch:
+            self._follow(epoch)
+            with self.tracker.pause_updates():
+                self.tracker.update_epoch(epoch)
+            logger.debug("the swarm is at epoch %d", epoch)
+
+    def _follow(self, epoch: int) -> None:
+        """The others are at this epoch."""
+        raise NotImplementedError
+
     # --- to those who watch -------------------------------------------------------------------------------------------
 
     def report(self, **metrics: Any) -> None:
@@ -188,7 +212,12 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
             ValueError: there are too many figures, or a name is too long.
         """
         self._check_open()
-        self._reporting.report(metrics)
+        self._reporting.report(metrics, self._latest_round)
+
+    @property
+    def _latest_round(self) -> HasPeers | None:
+        """The last round of this peer; ``None`` if there was none."""
+        raise NotImplementedError
 
     @property
     def report_is_due(self) -> bool:
@@ -198,7 +227,7 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        """Raises if this or its DHT is closed: training would go on alone, and nobody would notice."""
+        """Raises if this or its DHT is closed: training would continue alone, and nobody would notice."""
         if self._closing.is_set():
             raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from shoal.averaging.majorities import votes_by_host
 from shoal.base.logs import Seldom, counted
 from shoal.optim.deeds import remember
-from shoal.optim.history.epochs import EPOCHS_AHEAD
+from shoal.optim.history.window import EPOCHS_AHEAD
 from shoal.optim.progress.epoch_rate import EPOCHS_TIMED, EpochRate
 from shoal.optim.progress.records import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID

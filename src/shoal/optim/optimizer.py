@@ -4,7 +4,6 @@ when to step and when to catch up; :class:`~shoal.optim.global_step.GlobalStep` 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation, StepControl
+from shoal.averaging import Aggregation, RoundResult, StepControl
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
 from shoal.base.logs import counted
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, check_run_id, uncompiled
-from shoal.optim.optimizer_settings import DEFAULT_GRAD_AVERAGER, OptimizerSettings, averager_options
-from shoal.optim.progress.company import Company, check_on_mismatch
-from shoal.optim.progress.records import count_of_samples
+from shoal.optim.gradient_accumulator import MissingGradients
+from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, option, uncompiled
+from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options
+from shoal.optim.peer_momentum import check_has_no_momentum
+from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
     GROUPS,
@@ -38,10 +37,10 @@ from shoal.optim.progress.run_settings import (
     settings_of_averager,
 )
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from shoal.optim.recovery.synchronization import Synchronization
+from shoal.optim.recovery.when import Synchronization
 from shoal.optim.report import Reporting
+from shoal.optim.searches import Auxiliary
 from shoal.optim.setup.devices import BatchesAhead
-from shoal.optim.setup.missing_gradients import MissingGradients
 from shoal.optim.setup.optimizer_state import zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
 from shoal.optim.setup.training_setup import (
@@ -50,7 +49,6 @@ from shoal.optim.setup.training_setup import (
     ParamGroups,
     SchedulerFactory,
     TorchOptimizer,
-    default_silence,
     listed,
     main_groups,
     main_parameters,
@@ -69,7 +67,7 @@ class Optimizer(JointOptimizer):
 
     Each peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
     they average their gradients, weighted by their samples, and all make the same step: one *epoch*. Peers may join and
-    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with its own
+    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off continues with its own
     gradients, and a peer that has fallen behind downloads the state again.
 
     Args:
@@ -124,7 +122,7 @@ class Optimizer(JointOptimizer):
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -139,6 +137,25 @@ class Optimizer(JointOptimizer):
     """
 
     kind = "Optimizer"
+    options: Options
+    # Options that programs read as attributes; others need none. They are most of this class's attributes.
+    target_batch_size: int = option("target_batch_size")
+    batch_size_per_step: int | None = option("batch_size_per_step")
+    status_loglevel: int = option("status_loglevel")
+    matchmaking_time: float = option("matchmaking_time")
+    averaging_timeout: float = option("averaging_timeout")
+    allreduce_timeout: float = option("allreduce_timeout")
+    next_chunk_timeout: float = option("next_chunk_timeout")
+    load_state_timeout: float = option("load_state_timeout")
+    shutdown_timeout: float = option("shutdown_timeout")
+    average_state_every: int = option("average_state_every")
+    reuse_grad_buffers: bool = option("reuse_grad_buffers")
+    offload_optimizer: bool = option("offload_optimizer")
+    use_ext_grad_buffer: bool = option("use_ext_grad_buffer")
+    use_local_updates: bool = option("use_local_updates")
+    delay_optimizer_step: bool = option("delay_optimizer_step")
+    delay_grad_averaging: bool = option("delay_grad_averaging")
+    delay_state_averaging: bool = option("delay_state_averaging")
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
@@ -190,89 +207,91 @@ class Optimizer(JointOptimizer):
         on_mismatch: str = "raise",
     ) -> None:
         check_dht(dht)
-        check_run_id(run_id)
         check_may_train(dht)
-        self._on_mismatch = check_on_mismatch(on_mismatch)
-        target_batch_size = count_of_samples("target_batch_size", target_batch_size)
-        client_mode = dht.client_mode if client_mode is None else client_mode
-        matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
-        averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
-        self.settings = settings = OptimizerSettings.resolve(locals())
-        gradient_options, state_options = averager_options(locals())
         params = listed(params)
+        self.options = options = Options.resolve(
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            batch_size_per_step=batch_size_per_step,
+            optimizer=optimizer,
+            params=params,
+            scheduler=scheduler,
+            matchmaking_time=matchmaking_time,
+            averaging_timeout=averaging_timeout,
+            allreduce_timeout=allreduce_timeout,
+            next_chunk_timeout=next_chunk_timeout,
+            load_state_timeout=load_state_timeout,
+            reuse_grad_buffers=reuse_grad_buffers,
+            offload_optimizer=offload_optimizer,
+            delay_optimizer_step=delay_optimizer_step,
+            delay_grad_averaging=delay_grad_averaging,
+            delay_state_averaging=delay_state_averaging,
+            average_state_every=average_state_every,
+            use_local_updates=use_local_updates,
+            client_mode=dht.client_mode if client_mode is None else client_mode,
+            auxiliary=auxiliary,
+            grad_compression=grad_compression,
+            grad_averager=grad_averager,
+            grad_averager_factory=grad_averager_factory,
+            use_ext_grad_buffer=use_ext_grad_buffer,
+            state_averaging_compression=state_averaging_compression,
+            load_state_compression=load_state_compression,
+            average_opt_statistics=average_opt_statistics,
+            averager_opts=averager_opts,
+            tracker_opts=tracker_opts,
+            performance_ema_alpha=performance_ema_alpha,
+            shutdown_timeout=shutdown_timeout,
+            verbose=verbose,
+            check_state=check_state,
+            aggregation=aggregation,
+            state_aggregation=state_aggregation,
+            peer_momentum=peer_momentum,
+            frozen_base=frozen_base,
+            guard=guard,
+            on_mismatch=on_mismatch,
+        )
         main = main_parameters(optimizer, params)
         remainder = self._find_remainder(model, main, extra_tensors)
         if frozen_base is not None:
             remainder.leave_at_home(frozen_base, buffers=model is None)
         extra = [] if model is None else remainder.take_what_changes()
         self._found_names = remainder.names
-        extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
-        # The options, as resolved: programs read them, and subclasses whose factories make other averagers.
-        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self.target_batch_size, self.batch_size_per_step = target_batch_size, settings.batch_size_per_step
-        self.status_loglevel = logging.INFO if verbose else logging.DEBUG
-        self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
-        self.allreduce_timeout = averaging_timeout if allreduce_timeout is None else allreduce_timeout
-        silence = default_silence(matchmaking_time, averaging_timeout)
-        self.next_chunk_timeout = silence if next_chunk_timeout is None else next_chunk_timeout
-        self.load_state_timeout, self.shutdown_timeout = load_state_timeout, shutdown_timeout
-        self.average_state_every, self.reuse_grad_buffers = settings.average_state_every, settings.reuse_grad_buffers
-        self.offload_optimizer, self.use_ext_grad_buffer = settings.offload_optimizer, settings.use_ext_grad_buffer
-        self.delay_optimizer_step, self.delay_grad_averaging = (
-            settings.delay_optimizer_step,
-            settings.delay_grad_averaging,
-        )
-        self.delay_state_averaging = settings.delay_state_averaging
-        self._closing, self._scaling = threading.Event(), LossScaling(in_place=settings.reuse_grad_buffers)
+        self.dht, self._closing = dht, threading.Event()
+        self._scaling = LossScaling(in_place=options.reuse_grad_buffers)
         self._batches, self._missing = BatchesAhead(main), MissingGradients()
-        self.tracker = self._make_progress_tracker(
-            target_batch_size,
-            **{"performance_ema_alpha": performance_ema_alpha, "guard": guard, **(tracker_opts or {})},
-        )
+        self.tracker = self._make_progress_tracker(options.target_batch_size, **options.for_tracker())
         # Groups of one run end an epoch at different times.
-        self.tracker.board.moves_together = not settings.overlaps and not (averager_opts or {}).get("target_group_size")
+        self.tracker.board.moves_together = not options.mode.overlaps and not options.draws_groups
         self.state_averager = self._make_state_averager(
             optimizer=optimizer,
             params=params,
             scheduler=scheduler,
-            delta_rule_averaging=settings.use_local_updates and settings.delay_state_averaging,
-            performance_ema_alpha=performance_ema_alpha,
-            average_opt_statistics=average_opt_statistics,
-            extra_tensors=extra_tensors,
-            # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
-            sync_epoch_when_averaging=settings.overlaps,
-            check_state=check_state,
-            **state_options,
+            extra_tensors=[*extra_tensors, *(tensor for _, tensor in extra)],
+            **options.for_state(),
         )
+        self.state_averager.names["extra"] = [name for name, _ in extra]
         self.grad_averager: GradientAverager | None = None
-        if not settings.use_local_updates:
-            factory = settings.grad_averager_factory
-            self.grad_averager = self._make_gradient_averager(factory, **gradient_options)
-            settings.connect_gradients(self.grad_averager, self.state_averager)
+        if options.mode.averages_gradients:
+            factory = options.grad_averager_factory
+            self.grad_averager = self._make_gradient_averager(factory, **options.for_gradients())
+            self._connect_gradients(self.grad_averager)
         # Peers of different groups share no rounds although they train one model: rounds would not show a split.
-        self._compares_rounds = not (averager_opts or {}).get("target_group_size")
+        self._compares_rounds = not options.draws_groups
         if self._compares_rounds:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
         self.state_averager.is_first = self.tracker.is_first
-        self._comparison = ConsistencyCheck(self.state_averager, remainder, not settings.use_local_updates)
-        self.global_step = GlobalStep(
-            settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
-        )
+        self._comparison = ConsistencyCheck(self.state_averager, remainder, options.mode.averages_gradients)
         averagers = self.state_averager, self.grad_averager
-        self.state_averager.names["extra"] = [name for name, _ in extra]
+        self.global_step = GlobalStep(options, *averagers, self.tracker, self._comparison, self._closing)
         if model is not None:
             self.name_parameters(model)
-        searches = [each.schedule_step for each in (self.grad_averager, self.state_averager) if each is not None]
-        follow = functools.partial(setattr, self.state_averager, "local_epoch")
-        self._auxiliary = Auxiliary(searches, self.tracker, averaging_timeout, follow) if auxiliary else None
-        timeouts = self.averaging_timeout, load_state_timeout
+        searches = [each.schedule_step for each in reversed(averagers) if each is not None]
+        self._auxiliary = Auxiliary(searches, options.averaging_timeout) if auxiliary else None
+        timeouts = options.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
-        main_averager = self.grad_averager or self.state_averager
-        self._reporting = Reporting(
-            dht, run_id, self.tracker, lambda: main_averager.last_round, target_batch_size=target_batch_size
-        )
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=options.target_batch_size)
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._schema_hash = self._compute_schema_hash()
@@ -287,8 +306,8 @@ class Optimizer(JointOptimizer):
             target_batch_size: samples of all peers together that make an epoch.
             kwargs: options of the tracker, but those that follow from attributes of this optimizer.
         """
-        options: dict[str, Any] = {"client_mode": self.client_mode, "start": False, **kwargs}
-        return ProgressTracker(self.dht, self.run_id, target_batch_size, **options)
+        options: dict[str, Any] = {"client_mode": self.options.client_mode, "start": False, **kwargs}
+        return ProgressTracker(self.dht, self.options.run_id, target_batch_size, **options)
 
     def _make_state_averager(self, **kwargs: Any) -> TrainingStateAverager:
         """Make the averager that steps the optimizer and averages parameters.
@@ -296,12 +315,14 @@ class Optimizer(JointOptimizer):
         Args:
             kwargs: as above, of the averager.
         """
+        is_offloaded, averages_gradients = self.options.offload_optimizer, self.options.mode.averages_gradients
         options = {
-            **self._options_of_averagers(),
-            "prefix": f"{self.run_id}_state_averager",
-            "offload_optimizer": self.offload_optimizer,
-            "custom_gradients": self.offload_optimizer and not self.use_local_updates,
-            "status_loglevel": self.status_loglevel,
+            "dht": self.dht,
+            **self.options.for_averagers(),
+            "prefix": f"{self.options.run_id}_state_averager",
+            "offload_optimizer": is_offloaded,
+            "custom_gradients": is_offloaded and averages_gradients,
+            "status_loglevel": self.options.status_loglevel,
             **kwargs,
         }
         return TrainingStateAverager(**options)
@@ -315,26 +336,36 @@ class Optimizer(JointOptimizer):
         """
         trained = [parameter for parameter in self.state_averager.main_parameters if parameter.requires_grad]
         options = {
-            **self._options_of_averagers(),
-            "prefix": f"{self.run_id}_grad_averager",
+            "dht": self.dht,
+            **self.options.for_averagers(),
+            "prefix": f"{self.options.run_id}_grad_averager",
             "parameters": trained,
-            "reuse_grad_buffers": self.reuse_grad_buffers,
+            "reuse_grad_buffers": self.options.reuse_grad_buffers,
         }
-        if self.offload_optimizer:  # the averages must be as wide as the optimizer's copies of the parameters
+        if self.options.offload_optimizer:  # the averages must be as wide as the optimizer's copies of the parameters
             options["averaged_grads"] = make_averaged_grads(trained)
         return (factory or GradientAverager)(**{**options, **kwargs})
 
-    def _options_of_averagers(self) -> dict[str, Any]:
-        return {
-            "dht": self.dht,
-            "min_matchmaking_time": self.matchmaking_time,
-            "allreduce_timeout": self.allreduce_timeout,
-            "next_chunk_timeout": self.next_chunk_timeout,
-            "shutdown_timeout": self.shutdown_timeout,
-            "client_mode": self.client_mode,
-            "auxiliary": self.auxiliary,
-            "start": False,
-        }
+    def _connect_gradients(self, averager: GradientAverager) -> None:
+        """Let gradients be averaged right where the optimizer reads them, if it has copies of the parameters.
+
+        Raises:
+            ValueError: the optimizer has momentum of its own beside that of the peers.
+        """
+        options, state = self.options, self.state_averager
+        try:
+            if averager.peer_momentum:
+                check_has_no_momentum(state.optimizer)
+        except ValueError:
+            averager.shutdown()
+            raise
+        if options.batch_size_per_step is not None:
+            averager.accumulator.expect_batches_of(options.batch_size_per_step)
+        if options.use_ext_grad_buffer:
+            state.shared_buffers = averager
+        if options.offload_optimizer:
+            for parameter, grad in zip(state.stepped_by(averager.parameters), averager.averaged_grads, strict=True):
+                parameter.grad = grad
 
     def _find_remainder(
         self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
@@ -349,7 +380,7 @@ class Optimizer(JointOptimizer):
                     continue
                 averager.run_in_background()
                 self.tracker.advise(averager.node, averager is self.grad_averager, self._compares_rounds)
-            self._company = Company(self.run_id, self._describe(), self._on_mismatch)
+            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
         except BaseException:
@@ -360,11 +391,11 @@ class Optimizer(JointOptimizer):
         """What other peers must have in common with this one."""
         state, grads = self.state_averager, self.grad_averager
         shared: dict[str, Any] = {}
-        if not self.auxiliary:
+        if not self.options.auxiliary:
             shared = {
-                "target_batch_size": self.target_batch_size,
+                "target_batch_size": self.options.target_batch_size,
                 "guard": self.tracker.guard,
-                "average_state_every": self.settings.average_state_every,
+                "average_state_every": self.options.average_state_every,
                 OPTIMIZER: type(self.opt).__name__,
                 GROUPS: [len(group["params"]) for group in self.opt.param_groups],
                 "scheduler": describe_schedule(self.scheduler),
@@ -407,9 +438,9 @@ class Optimizer(JointOptimizer):
         """
         self._check_open()
         self.tracker.look_at_company()
-        batch_size = self.settings.check_step(closure, batch_size, grad_scaler)
+        batch_size = self.options.check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
-            self._auxiliary.step()
+            self._help_others(self._auxiliary)
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.follow_parameters()
@@ -442,13 +473,16 @@ class Optimizer(JointOptimizer):
             return loss
         self._maybe_schedule_gradient_averaging()
         self._maybe_schedule_state_averaging()
-        if self.settings.use_local_updates and batch_size > 0:
+        if not self.options.mode.averages_gradients and batch_size > 0:
             self._make_local_step(scaler)
         # Look again whether the swarm is ahead: news may have arrived since the first look.
-        if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():
+        if self.tracker.should_stop(self.options.matchmaking_time) and not self._catch_up():
             self._update_global_epoch(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
+
+    def _follow(self, epoch: int) -> None:
+        self.state_averager.local_epoch = epoch
 
     def _lacks_gradients(self, batch_size: int) -> bool:
         """Whether a batch has no gradients at all, so that it does not count, and the model must stay as it is."""
@@ -495,7 +529,7 @@ class Optimizer(JointOptimizer):
     def _make_local_step(self, scaler: GradScaler | None) -> None:
         if scaler is not None:
             self._scaling.unscale(self, scaler)
-        delay = self.settings.delay_optimizer_step
+        delay = self.options.mode.delays_step
         self.state_averager.step(optimizer_step=True, delay_optimizer_step=delay, grad_scaler=scaler)
 
     def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
@@ -510,11 +544,13 @@ class Optimizer(JointOptimizer):
         if not is_over:
             return
         # The weights of rounds that average parameters are no samples.
-        self._note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
+        self._note_step(
+            0.0 if self.grad_averager is None else self._reporting.samples_of_round(self._latest_round, own)
+        )
         is_same = self._schema_hash == self._compute_schema_hash()
         assert is_same, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch(with_others=self.tracker.had_others)
-        logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
+        logger.log(self.options.status_loglevel, "epoch %d begins", self.local_epoch)
 
     def _compute_schema_hash(self) -> int:
         """Differs when parameters of the optimizer are exchanged for others."""
@@ -530,6 +566,10 @@ class Optimizer(JointOptimizer):
         if self.grad_averager is None:
             self.global_step.schedule_state()
 
+    @property
+    def _latest_round(self) -> RoundResult | None:
+        return (self.grad_averager or self.state_averager).last_round
+
     def _note_step(self, samples: float) -> None:
         """A joint step with this many samples was made; 0: they are not counted."""
         self._reporting.note_step(samples)
@@ -541,7 +581,7 @@ class Optimizer(JointOptimizer):
     # --- while the thread waits elsewhere -----------------------------------------------------------------------------
 
     def _is_awaited(self) -> bool:
-        return self.global_step.begun is not None or self.tracker.is_awaited(self.matchmaking_time)
+        return self.global_step.begun is not None or self.tracker.is_awaited(self.options.matchmaking_time)
 
     def _begin_round_if_awaited(self) -> None:
         if self._auxiliary is None:
@@ -550,12 +590,12 @@ class Optimizer(JointOptimizer):
 
     def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
         # Gradients that accumulate in place are those that the round needs.
-        return contextlib.nullcontext() if self.settings.reuse_grad_buffers else super()._gradients_kept()
+        return contextlib.nullcontext() if self.options.reuse_grad_buffers else super()._gradients_kept()
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
     def _should_load_state_from_peers(self) -> bool:
-        """Whether this peer must download the state of another one before it goes on."""
+        """Whether this peer must download the state of another peer before it continues."""
         return self._synchronization.is_needed()
 
     def is_synchronized_with_peers(self) -> bool:
@@ -573,7 +613,7 @@ class Optimizer(JointOptimizer):
         """
         if not self._synchronization.download(**kwargs):
             return False
-        logger.log(self.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
+        logger.log(self.options.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
         return True
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -586,7 +626,7 @@ class Optimizer(JointOptimizer):
             self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
-        """Go on from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state as another peer would have given it, such as one from an archive.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -594,7 +634,7 @@ class Optimizer(JointOptimizer):
         self._synchronization.end_other_work()
         with self.tracker.pause_updates():
             self.state_averager.take_over(state)
-            self._synchronization.begin_anew()
+            self._synchronization.start_over()
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
@@ -619,10 +659,6 @@ class Optimizer(JointOptimizer):
         return self.tracker.local_progress
 
     @property
-    def use_local_updates(self) -> bool:
-        return self.settings.use_local_updates
-
-    @property
     def use_gradient_averaging(self) -> bool:
         return self.grad_averager is not None
 
@@ -645,7 +681,7 @@ class Optimizer(JointOptimizer):
         self.global_step.scheduled_state = control
 
     def _inner_groups(self) -> Sequence[Any]:
-        return self._main_groups if self.settings.offload_optimizer else tuple(self.opt.param_groups)
+        return self._main_groups if self.options.offload_optimizer else tuple(self.opt.param_groups)
 
     def _inner_state(self) -> Any:
         return self.opt.state
@@ -653,7 +689,7 @@ class Optimizer(JointOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells torch's gradient scalers not to unscale gradients that accumulate in place: they stay scaled."""
-        return self.settings.reuse_grad_buffers
+        return self.options.reuse_grad_buffers
 
     def zero_grad(self, set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT) -> None:
         """Forget the gradients of the last batch.
@@ -661,7 +697,7 @@ class Optimizer(JointOptimizer):
         Raises:
             ValueError: with ``reuse_grad_buffers=True``, where gradients accumulate and must not be zeroed.
         """
-        if self.settings.reuse_grad_buffers:
+        if self.options.reuse_grad_buffers:
             raise ValueError("with reuse_grad_buffers=True gradients accumulate in place: never zero them yourself")
         zero_gradients(self.state_averager.main_parameters, set_to_none)
 
@@ -672,7 +708,7 @@ class Optimizer(JointOptimizer):
         parameter group. Under ``"shoal"`` it has the state of the scheduler, the averager's buffers, and the single
         precision parameters of an offloaded optimizer. Background work is finished first.
         """
-        self.state_averager.finish_jobs(self.averaging_timeout)
+        self.state_averager.finish_jobs(self.options.averaging_timeout)
         gradients = None if self.grad_averager is None else self.grad_averager.get_memory()
         return self.state_averager.make_checkpoint(gradients)
 
@@ -697,7 +733,7 @@ class Optimizer(JointOptimizer):
             self._synchronization.resume()
 
     def __repr__(self) -> str:
-        return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, opt={self.opt!r})"
+        return f"Optimizer(run_id={self.options.run_id!r}, epoch={self.local_epoch}, opt={self.opt!r})"
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

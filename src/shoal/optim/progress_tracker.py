@@ -23,9 +23,9 @@ from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
 from shoal.optim.members import Members
-from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
@@ -109,11 +109,11 @@ class ProgressTracker(Facade):
         daemon: without effect, kept for compatibility.
         guard: ``"members"``: believe what members of the run say. ``"open"``, for a run that anybody may join: bound it
             by what each has brought to rounds (:mod:`shoal.optim.evidence`).
+        rule: when an epoch is over; default: when all peers together have made ``target_batch_size`` samples.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
 
     instead_of_a_copy = "make another one; what it knows, it learns from the others"
-    make_board: type[ProgressBoard] = ProgressBoard
 
     def __init__(
         self,
@@ -133,6 +133,7 @@ class ProgressTracker(Facade):
         private_key: PrivateKey | None = None,
         daemon: bool = True,
         guard: str = "members",
+        rule: EpochRule | None = None,
         start: bool,
     ) -> None:
         check_guard(guard)
@@ -153,7 +154,7 @@ class ProgressTracker(Facade):
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
-        self.board = self.make_board(
+        self.board = ProgressBoard(
             dht.peer_id.to_bytes(),
             self.client_mode,
             target_batch_size,
@@ -161,6 +162,7 @@ class ProgressTracker(Facade):
             self.performance_ema,
             *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
             make_guard(guard),
+            rule,
         )
         # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
         parse = weakref.WeakMethod(self._parse_swarm_progress_data)

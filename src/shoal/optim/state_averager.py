@@ -1,26 +1,31 @@
 """Steps the optimizer and averages parameters with other peers, in the foreground or in the background.
 
 A call of :meth:`TrainingStateAverager.step` starts a *job*: an optimizer step, then a round of averaging. In the
-background a job changes copies of the parameters (unless ``reuse_tensors`` averages the model's own tensors). The next
-call from the training thread puts the results of finished jobs into the model. So the model does not change in the
-middle of a batch.
+background, a thread of the job changes copies of the parameters (unless ``reuse_tensors`` averages the model's own
+tensors), and sets flags as it proceeds. The next call from the training thread waits for the flags that it depends on,
+puts the results of finished jobs into the model, and forgets those jobs. So the model does not change in the middle of
+a batch.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import RoundResult, StepControl
-from shoal.base.closeable import options_from
+from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.base.logs import counted
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress.records import PerformanceEMA
-from shoal.optim.recovery.state_holder import CheckState, StateHolder
+from shoal.optim.recovery.adopt import StateHolder
+from shoal.optim.recovery.download import CheckState
+from shoal.optim.searches import log_failure
 from shoal.optim.setup.optimizer_state import (
     GradientCheck,
     dump_optimizer_state,
@@ -45,7 +50,6 @@ from shoal.optim.setup.training_state import (
     StateTensors,
     latest_epoch,
 )
-from shoal.optim.state_jobs import StateJob, StateJobs, StepRequest, log_failure
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -69,6 +73,91 @@ logger = logging.getLogger(__name__)
 
 # The default of torch 2.
 ZERO_GRAD_SET_TO_NONE_DEFAULT = True
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The arguments of :meth:`TrainingStateAverager.step`."""
+
+    optimizer_step: bool
+    zero_grad: bool
+    averaging_round: bool
+    delay_optimizer_step: bool
+    delay_averaging: bool
+    wait_for_trigger: Callable[[], object] | None
+    averaging_control: StepControl | None
+    averaging_opts: Mapping[str, Any]
+    set_to_none: bool
+    grad_scaler: GradScaler | None
+    left_alone: Callable[[], Sequence[torch.Tensor]]
+    on_averaged: Callable[[RoundResult | None], object] | None
+
+    @property
+    def has_actions(self) -> bool:
+        return self.optimizer_step or self.zero_grad or self.averaging_round
+
+    def check(self, *, is_offloaded: bool, reuse_tensors: bool, custom_gradients: bool) -> None:
+        """Raises:
+        ValueError: arguments contradict each other, or the settings of the averager.
+        """
+        if self.delay_optimizer_step and not self.delay_averaging:
+            raise ValueError("delay_optimizer_step=True requires delay_averaging=True: averaging comes after the step")
+        if self.delay_optimizer_step and not is_offloaded:
+            raise ValueError("delay_optimizer_step=True requires offload_optimizer=True")
+        if self.averaging_control is not None and not self.averaging_round:
+            raise ValueError("averaging_control is given, but averaging_round=False")
+        if self.wait_for_trigger is not None:
+            if not self.has_actions:
+                raise ValueError("wait_for_trigger is given, but there is nothing to do after it")
+            if not (reuse_tensors or custom_gradients):
+                raise ValueError("wait_for_trigger requires reuse_tensors or custom_gradients")
+
+
+@dataclass(eq=False)
+class StateJob:
+    """The work that one call has started, and how far it has come."""
+
+    request: StepRequest
+    epoch: int
+    """The epoch that this work leads to."""
+    control: StepControl | None = None
+    optimizer_done: bool = False
+    """The optimizer has made its step, but the user's parameters do not have it yet."""
+    stepped: threading.Event = field(default_factory=threading.Event)
+    """Set when this job no longer needs the optimizer."""
+    averaging_started: bool = False
+    averaging_done: bool = False
+    """There are averages that have not been put into the model yet."""
+    finished: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+
+    def run_in_background(self, work: Callable[[StateJob], None]) -> None:
+        """Do the rest in a thread. It is a daemon, so it does not keep the interpreter from exiting."""
+        threading.Thread(target=self._run, args=(work,), name="shoal-state-job", daemon=True).start()
+
+    def _run(self, work: Callable[[StateJob], None]) -> None:
+        error: BaseException | None = None
+        try:
+            work(self)
+        except BaseException as e:
+            error = e
+        self.finish(error)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The job is done, or given up.
+
+        Args:
+            error: raised later in the training thread, when it would use the result.
+        """
+        self.stepped.set()
+        if error is None:
+            self.finished.set_result(None)
+        else:
+            self.finished.set_exception(error)
+
+    def cancel(self) -> None:
+        """Give up averaging. An optimizer step under way is completed."""
+        if self.control is not None:
+            self.control.cancel()
 
 
 class TrainingStateAverager(StateHolder):
@@ -143,16 +232,19 @@ class TrainingStateAverager(StateHolder):
             initialize_optimizer_state_(setup.optimizer)
         contents = StateTensors(setup, average_opt_statistics, extra_tensors, reuse_tensors)
         self._gradients = GradientCheck(setup.parameter_names, setup.optimizer_parameters)
-        self._jobs = StateJobs()
+        # Under way, or with results that are not in the model yet.
+        self._jobs: list[StateJob] = []
         # The type and device of each of the user's parameters.
         self._places = _places_of(setup.main_parameters)
-        self.on_averaged: Callable[[RoundResult | None], object] | None = None
-        """Called with the result at the end of each round, in any thread; with ``None`` if the round failed."""
-        self.left_alone: Callable[[], Sequence[torch.Tensor]] = list
-        """Tells which parameters the next optimizer step must leave alone because nobody had a gradient of them."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
         super().__init__(contents, dht, shared_buffers, check_state, **averager_kwargs)
+
+    def stepped_by(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that the optimizer steps for these parameters of the user's: copies, if it is offloaded."""
+        pairs = zip(self.main_parameters, self.optimizer_parameters, strict=True)
+        stepped = {id(parameter): own for parameter, own in pairs}
+        return [stepped[id(parameter)] for parameter in parameters]
 
     def follow_parameters(self) -> None:
         """If the user's parameters have got another type or device, such as by ``model.to(...)``, bring the statistics
@@ -182,7 +274,7 @@ class TrainingStateAverager(StateHolder):
     @property
     def averaging_in_progress(self) -> bool:
         """Whether a job in the background is averaging right now."""
-        return self._jobs.averaging
+        return any(job.averaging_started and not job.finished.done() for job in self._jobs)
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
         """Begin to look for a group in advance. Give the control to :meth:`step`, or cancel it: others wait for it."""
@@ -207,6 +299,9 @@ class TrainingStateAverager(StateHolder):
         grad_scaler: GradScaler | None = None,
         set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT,
         averaging_opts: Mapping[str, Any] | None = None,
+        *,
+        left_alone: Callable[[], Sequence[torch.Tensor]] = list,
+        on_averaged: Callable[[RoundResult | None], object] | None = None,
     ) -> None:
         """Finish earlier work, step the optimizer and average with peers: each only if asked, each in the background
         if asked.
@@ -226,15 +321,26 @@ class TrainingStateAverager(StateHolder):
             grad_scaler: has unscaled the optimizer's gradients, and knows whether they are finite.
             set_to_none: zero gradients by setting them to ``None``.
             averaging_opts: options of the round, and ``timeout`` for its result, in seconds.
+            left_alone: called before the optimizer steps: the parameters that it must leave alone because nobody had a
+                gradient of them.
+            on_averaged: called with the result at the end of the round, in any thread; with ``None`` if it failed.
 
         Raises:
             ValueError: arguments contradict each other, or this step would collide with work in the background.
         """
-        request = options_from(
-            StepRequest,
-            locals(),
+        request = StepRequest(
+            optimizer_step=optimizer_step,
+            zero_grad=zero_grad,
+            averaging_round=averaging_round,
+            delay_optimizer_step=delay_optimizer_step,
             delay_averaging=delay_optimizer_step if delay_averaging is None else delay_averaging,
+            wait_for_trigger=wait_for_trigger,
+            averaging_control=averaging_control,
             averaging_opts=dict(averaging_opts or {}),
+            set_to_none=set_to_none,
+            grad_scaler=grad_scaler,
+            left_alone=left_alone,
+            on_averaged=on_averaged,
         )
         request.check(
             is_offloaded=self.offload_optimizer,
@@ -246,9 +352,9 @@ class TrainingStateAverager(StateHolder):
         if collides and not (wait and apply_delayed_updates):
             raise ValueError("this step would collide with work in the background: wait for it and apply its results")
         if wait:
-            self._jobs.wait(self._config.allreduce_timeout)
+            self._wait_for_jobs(self._config.allreduce_timeout)
         elif request.has_actions:
-            self._jobs.wait_for_optimizer()
+            self._wait_for_optimizer()
         if apply_delayed_updates:
             self._apply_finished_jobs()
         if increment_epoch:
@@ -264,7 +370,7 @@ class TrainingStateAverager(StateHolder):
         request = job.request
         if not self.custom_gradients and (request.optimizer_step or request.zero_grad):
             self._contents.take_main_gradients()
-        self._jobs.add(job)
+        self._jobs.append(job)
         self._launched.mark()
         if request.delay_optimizer_step:
             job.run_in_background(self._step_and_average)
@@ -299,7 +405,7 @@ class TrainingStateAverager(StateHolder):
         job_started = time.perf_counter()
         if request.wait_for_trigger is not None:
             request.wait_for_trigger()
-        left_alone = self.left_alone() if request.optimizer_step else ()
+        left_alone = request.left_alone() if request.optimizer_step else ()
         with self._optimizer_access(), self._state_access():
             with without_gradients(left_alone), noting_state(self.optimizer):
                 if request.optimizer_step and request.grad_scaler is not None:
@@ -337,20 +443,20 @@ class TrainingStateAverager(StateHolder):
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
-        except Exception as e:  # whatever has failed, training goes on
+        except Exception as e:  # whatever has failed, training continues
             control.cancel()
             with self._lock.hold():
                 self._contents.drop_copies()
             log_failure("parameters were not averaged in epoch %d: %s", job.epoch, e)
-            if self.on_averaged is not None:
-                self.on_averaged(None)
+            if request.on_averaged is not None:
+                request.on_averaged(None)
             return
         except BaseException:
             control.cancel()
             raise
         job.averaging_done = True
-        if self.on_averaged is not None:
-            self.on_averaged(control.round)
+        if request.on_averaged is not None:
+            request.on_averaged(control.round)
         logger.log(self.status_loglevel, "averaged parameters with %s", counted(len(gathered), "peer"))
         if self.sync_epoch_when_averaging:
             epoch = latest_epoch(gathered, self.lineage_keeper, self.node.p2p.metrics.troubles)
@@ -365,7 +471,7 @@ class TrainingStateAverager(StateHolder):
 
         An error of a job in the background is raised here.
         """
-        finished = self._jobs.finished()
+        finished = [job for job in self._jobs if job.finished.done()]
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # A round in progress holds the tensor lock. Local steps without averages must not wait for it.
@@ -379,7 +485,7 @@ class TrainingStateAverager(StateHolder):
         for job in [*finished, unfinished]:
             if job is not None:
                 job.optimizer_done = job.averaging_done = False
-        self._jobs.forget(finished)
+        self._jobs = [job for job in self._jobs if job not in finished]
         for job in finished:
             job.finished.result()
 
@@ -388,7 +494,12 @@ class TrainingStateAverager(StateHolder):
 
         Called before this peer leaves or takes over a state: the others may have left or moved on.
         """
-        self._jobs.let_go_of_searches(self._config.min_matchmaking_time + self._config.request_timeout)
+        self._wait_for_optimizer()
+        patience = self._config.min_matchmaking_time + self._config.request_timeout
+        concurrent.futures.wait([job.finished for job in self._jobs], patience)
+        for job in self._jobs:
+            if job.control is not None and job.control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+                job.control.cancel()
 
     def finish_jobs(self, timeout: float | None = None) -> None:
         """Wait for all work in the background, and put its results into the model.
@@ -396,14 +507,32 @@ class TrainingStateAverager(StateHolder):
         Args:
             timeout: after this many seconds, rounds that are still averaging are cancelled.
         """
-        self._jobs.wait(timeout)
+        self._wait_for_jobs(timeout)
         self._apply_finished_jobs()
+
+    def _wait_for_jobs(self, timeout: float | None) -> None:
+        running = [job for job in self._jobs if not job.finished.done()]
+        _, late = concurrent.futures.wait([job.finished for job in running], timeout)
+        if late:
+            logger.warning("averaging in the background took longer than %s s and was cancelled", timeout)
+            for job in running:
+                job.cancel()
+            concurrent.futures.wait(late)
+
+    def _wait_for_optimizer(self) -> None:
+        """Wait until no job needs the optimizer and its gradients. Averaging may continue."""
+        for job in self._jobs:
+            job.stepped.wait()
+        concurrent.futures.wait([job.finished for job in self._jobs if not job.request.averaging_round])
 
     def shutdown(self) -> None:
         """Give up work in the background and leave. Idempotent."""
-        self._jobs.cancel()
+        for job in self._jobs:
+            job.cancel()
         super().shutdown()
-        self._jobs.cancel(self.shutdown_timeout)
+        for job in self._jobs:
+            job.cancel()
+        concurrent.futures.wait([job.finished for job in self._jobs], self.shutdown_timeout)
 
 
 def _places_of(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:

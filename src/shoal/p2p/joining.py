@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import (
@@ -17,12 +17,9 @@ from shoal.errors import (
 from shoal.net.addresses import ip_text_of
 from shoal.net.own_addresses import is_of_one_network
 from shoal.net.pasted import Target, describe_target, read_targets, short_form
+from shoal.net.transport import Transport
 from shoal.peers.identity import PeerID, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
-
 
 Reach = Callable[[Multiaddr, "PeerID | None"], Awaitable[None]]
 """Connects to a peer at an address, or to any peer there, or raises."""
@@ -81,18 +78,24 @@ async def reach_first(
     )
 
 
-def advise_on_private(p2p: P2P, address: Multiaddr) -> str:
+def advise_on_private(
+    transport: Transport, announced: Sequence[Multiaddr], address: Multiaddr, *, port_stays: bool
+) -> str:
     """What to do about an address that cannot be reached, if it is private and of another network; empty otherwise.
 
     Two machines can only find each other through one that both can call, so it says which address to give instead.
+
+    Args:
+        announced: what this peer tells others.
+        port_stays: it has a port that the user has chosen.
     """
-    if not p2p.transport.is_elsewhere(address):
+    if not transport.is_elsewhere(address):
         return ""
     what = f". {ip_text_of(address)} is a private address of another network"
-    if not p2p.transport.addresses():  # nobody else can join through it
+    if not transport.addresses():  # nobody else can join through it
         return f"{what}: run `shoal dht` on a machine that both can call, and give its address to both"
-    own = (short_form(each) for each in p2p.outlook.announced() if _is_public(each))
-    public = [each if p2p.port_stays else f"{each.rpartition(':')[0]}:PORT" for each in own if each is not None]
+    own = (short_form(each) for each in announced if _is_public(each))
+    public = [each if port_stays else f"{each.rpartition(':')[0]}:PORT" for each in own if each is not None]
     instead = f"{what}: let that machine join this one instead"
     if public:
         return f"{instead}. Start this one without that address, and give {public[0]} to that machine"

@@ -14,18 +14,16 @@ import importlib.util
 import ipaddress
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import cancel_and_wait, run_in_worker
 from shoal.net.addresses import is_loopback
+from shoal.net.endpoint import Endpoint
 from shoal.net.own_addresses import LOCALHOST, LOOK_AGAIN_SECONDS
 from shoal.net.pasted import LOCAL
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +54,13 @@ class LocalNetwork:
     """Announces a peer in its local network, and keeps looking for others.
 
     Args:
-        p2p: the peer. In client mode it announces nothing, because nobody can call it.
+        endpoint: of the peer. In client mode it announces nothing, because nobody can call it.
         on_found: called with each peer that is found, and again when it has other addresses.
         announces: whether others are to find this peer.
     """
 
-    def __init__(self, p2p: P2P, on_found: Callable[[PeerID], object], *, announces: bool = True) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint, on_found: Callable[[PeerID], object], *, announces: bool = True) -> None:
+        self._endpoint = endpoint
         self._announces = announces
         self._on_found = on_found
         self.present: dict[PeerID, list[Multiaddr]] = {}
@@ -83,7 +81,7 @@ class LocalNetwork:
         Raises:
             ValueError: the peer is not on a real network, as in a simulation.
         """
-        if not self._p2p.transport.is_behind_routers:
+        if not self._endpoint.transport.is_behind_routers:
             raise ValueError(f"{LOCAL!r} looks around in real networks, and this peer is not on one: give it addresses")
         self._module = await run_in_worker(importlib.import_module, "zeroconf.asyncio")
         await self._open()
@@ -107,7 +105,7 @@ class LocalNetwork:
                 self._warn_seldom(CANNOT_LOOK, f"{type(e).__name__}: {e}")
 
     def _own(self) -> list[Multiaddr]:
-        return [] if self._p2p.client_mode else self._p2p.transport.addresses()
+        return [] if self._endpoint.client_mode else self._endpoint.transport.addresses()
 
     async def _open(self) -> None:
         own = self._own()
@@ -135,7 +133,7 @@ class LocalNetwork:
         port = own[0]["tcp"]
         told = [each for each in own if each["tcp"] == port]
         told = [each for each in told if not is_loopback(each)] or told
-        name = str(self._p2p.peer_id)
+        name = str(self._endpoint.peer_id)
         return self._module.AsyncServiceInfo(
             SERVICE,
             f"{name}.{SERVICE}",
@@ -166,7 +164,7 @@ class LocalNetwork:
 
     def _note(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         if state_change.name == "Removed":
-            self.present.pop(self._names.pop(name, self._p2p.peer_id), None)
+            self.present.pop(self._names.pop(name, self._endpoint.peer_id), None)
         elif (len(self.present) < MAX_PRESENT or name in self._names) and len(self._waiting) < MAX_WAITING:
             self._waiting[name] = zeroconf
             self._ask_next()
@@ -199,7 +197,7 @@ class LocalNetwork:
         except ValueError as e:
             logger.debug("%s is announced in this network, and is no peer: %s", name, e)
             return
-        if peer.public_key is None or peer == self._p2p.peer_id or not addresses:
+        if peer.public_key is None or peer == self._endpoint.peer_id or not addresses:
             return
         is_news = self.present.get(peer) != addresses
         self._names[name] = peer

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from shoal.access.membership import Membership
-from shoal.base.clock import get_clock
-from shoal.base.logs import note_name
 from shoal.base.tasks import cancel_and_wait
-from shoal.errors import BootstrapError, DialError, IdentityTakenError, NoReservationError, P2PDaemonError
+from shoal.errors import BootstrapError, IdentityTakenError
 from shoal.metrics import Metrics
-from shoal.net.addresses import (
-    AddressBook,
-    Judge,
-    Notes,
-    UnreachablePeers,
-    host_of,
-    ip_text_of,
-    may_be_dialled_for,
-)
-from shoal.net.calling import Caller
 from shoal.net.connection import Connection, Hello
-from shoal.net.connection_pool import ConnectionPool
-from shoal.net.dialler import Dialler
-from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
+from shoal.net.endpoint import Endpoint
+from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, Limits, RelayLimits, have_enough_files
 from shoal.net.own_addresses import checked_announcement
-from shoal.net.pasted import Target, read_addresses, short_form, wants_local
-from shoal.net.server import Server
-from shoal.net.service import Gate, Handler
+from shoal.net.pasted import Target, read_addresses, wants_local
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import Stream, Transport
 from shoal.p2p.joining import advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.revocation import RevocationExchange
-from shoal.peers.identity import Identity, PeerID, PeerInfo, relay_of
+from shoal.peers.identity import Identity, PeerID, checked_name
 from shoal.peers.multiaddr import Multiaddr
-from shoal.peers.names import checked_name
-from shoal.peers.scores import PeerScores
 from shoal.reach.checkup import Checkup
 from shoal.reach.connection_upgrade import ConnectionUpgrades
 from shoal.reach.libp2p_options import Libp2pOptions
@@ -59,14 +41,15 @@ from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
-AGENT = "shoal"
-INSTANCE_BYTES = 16
 # Seconds between two comparisons of the clock with those of others, unless it has jumped.
 COMPARE_AGAIN_SECONDS = 10.0
 
 
-class P2P(Caller):
-    """A peer. Made by :meth:`create`; lives in one event loop."""
+class P2P(Endpoint):
+    """A peer. Made by :meth:`create`; lives in one event loop.
+
+    This is the one place where connections, ways through routers and membership are put together.
+    """
 
     def __init__(
         self,
@@ -80,64 +63,26 @@ class P2P(Caller):
         options: Libp2pOptions,
         name: str = "",
     ) -> None:
-        self.name = name
-        """What this peer calls itself."""
-        self.identity = transport.identity
-        self.peer_id = transport.identity.peer_id
-        self.transport = transport
-        self.rng = rng
-        self.metrics = metrics
-        self.client_mode = False
+        super().__init__(transport, rng, metrics, idle_timeout, limits, dials_relays=options.use_relay, name=name)
         self.port_stays = False
         """It listens at a port that the user has chosen."""
-        self.is_alive = True
-        self.instance = rng.randbytes(INSTANCE_BYTES)
-        """Tells this process from another one with the same identity."""
-        self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
-        """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self.address_book = AddressBook(self._supports)
-        """Where others can be dialled."""
-        self.header_memory = HeaderMemory(limits)
-        """What large headers on their way in take."""
-        self.dialler = Dialler(transport, self.address_book, metrics)
-        """Opens connections to others."""
-        self.late_answers = {}
-        self.pool = ConnectionPool(self.dial, idle_timeout)
-        """Those connections."""
-        self.pool.on_broken = self.dialler.note_broken
-        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time)
-        """What this peer has seen others do."""
-        self.membership = None
         self.members: RevocationExchange | None = None
-        """Keeps who is expelled from that run."""
-        self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
-        """Answers on connections that others have opened."""
-        self.outlook = ReachabilityManager(self, options)
-        """Finds out whether others can call this peer."""
-        self.departed: Notes[float] = Notes()
-        """When peers have said goodbye, in DHT time; ``-inf`` if they have come back since."""
-        self.met: dict[Multiaddr, PeerID] = {}
-        """Which peer has answered at an address that says nothing of its peer, by the address."""
-        self.reaches: Notes[int] = Notes()
-        """How others are called, as they say: see :class:`~shoal.reach.reachability.Reach`."""
+        """Keeps who is expelled from the run."""
         self.relay = RelayServer(self, relay, relay_limits)
         """Joins connections of others, if this peer is a relay."""
-        self.circuits = OutgoingCircuits(self)
-        """Dials through relays."""
-        self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
         self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
         """Finds direct ways where others lead through relays."""
-        self.circuits.punching = self.punching
-        self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
-        self.upgrades = ConnectionUpgrades(self)
-        self.answering = IncomingCircuits(self, limits.answered)
-        """Answers those who dial this peer through relays."""
-        self.reservations = RelayClient(self, self.answering.answer)
+        self.circuits = OutgoingCircuits(self, self.relay, self.punching, lambda: self.outlook.public_addresses())
+        """Dials through relays."""
+        self.upgrades = ConnectionUpgrades(self, self.circuits)
+        self.answering = IncomingCircuits(self, self.circuits, limits.answered)
+        """Answers peers that dial this one through relays."""
+        self.reservations = RelayClient(
+            self, self.answering.answer, [*options.trusted_relays], lambda: self.outlook.update()
+        )
         """The relays through which others reach this peer, while that is wanted."""
-        self.reservations.trusted = [*options.trusted_relays]
-        self._round_trips: Notes[float] = Notes()
-        self._unreachable = UnreachablePeers()
-        self.clock = get_clock()  # the DHT time of this peer
+        self.outlook = ReachabilityManager(self, options, self.relay, self.reservations, self.circuits)
+        """Finds out whether others can call this peer."""
         self.clock.add_own(self.peer_id)
         self._comparison: asyncio.Task[None] | None = None
         self._compared_at = -math.inf
@@ -225,7 +170,10 @@ class P2P(Caller):
         p2p.client_mode = client_mode
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
-            p2p.members = await RevocationExchange.of(p2p)
+            if p2p.membership is not None:
+                transport.membership = p2p.server.membership = p2p.membership
+                p2p.members = RevocationExchange(p2p, p2p.membership, p2p.relay.cut)
+                await p2p.members.add_p2p_handlers(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
             await p2p.relay.add_p2p_handlers(p2p)
@@ -293,7 +241,7 @@ class P2P(Caller):
                 self.add_addresses(peer, [address])
         try:
             if others:
-                await reach_first(others, self._reach, limit, functools.partial(advise_on_private, self))
+                await reach_first(others, self._reach, limit, self.advise)
         except BootstrapError:
             if all(self.met.get(address) == self.peer_id for address, _ in others):
                 return  # like one whose own full address is the only one: it begins a swarm
@@ -302,36 +250,11 @@ class P2P(Caller):
     async def _reach(self, address: Multiaddr, peer: PeerID | None) -> None:
         await (self.meet(address) if peer is None else self.connect(peer, address))
 
-    async def meet(self, address: Multiaddr) -> PeerID:
-        """Connect to whatever peer answers at an address, and remember that it is there.
+    def advise(self, address: Multiaddr) -> str:
+        """What to do about an address that cannot be reached; empty if there is nothing to say."""
+        return advise_on_private(self.transport, self.announced(), address, port_stays=self.port_stays)
 
-        Raises:
-            DialError: none answers, or it is this peer itself.
-        """
-        stream = await self.dialler.meet(address)
-        peer, known = stream.remote, self.met.get(address)
-        self.met[address] = peer
-        if peer == self.peer_id:
-            stream.abort()
-            raise DialError(f"{address}: this peer itself answers there")
-        self.add_addresses(peer, [address])
-        self.address_book.prefer(peer, address)
-        self.pool.add(self.greet(stream))
-        if peer != known:
-            full = address.encapsulate(f"/p2p/{peer}")
-            shown = short_form(address) or address
-            logger.info("peer %s answers at %s, its identity was not checked; to pin it: %s", peer, shown, full)
-        return peer
-
-    async def connect(self, peer: PeerID, address: Multiaddr) -> None:
-        """Connect to a peer at a certain address; the next call uses this connection.
-
-        Raises:
-            DialError: the peer cannot be reached there.
-        """
-        self.pool.add(self.greet(await self.dialler.dial_address(peer, address)))
-
-    # --- addresses ----------------------------------------------------------------------------------------------------
+    # --- ways through routers -----------------------------------------------------------------------------------------
 
     @property
     def reachability(self) -> Reachability:
@@ -343,64 +266,40 @@ class P2P(Caller):
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
-    def _supports(self, address: Multiaddr) -> bool:
-        return self.transport.supports(address) or self.dialler.supports_circuit(address)
+    def announced(self, latest: bool = False) -> list[Multiaddr]:
+        return self.outlook.announced(latest)
 
-    def add_addresses(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """Remember where a peer can be dialled, as told by a third party."""
-        self.address_book.add(peer, addresses)
+    def outer_hosts(self) -> set[str]:
+        return self.outlook.outer_hosts()
 
-    def is_reachable(self, peer: PeerID) -> bool:
-        """Whether an address of the peer is known."""
-        return bool(self.outlook.announced()) if peer == self.peer_id else peer in self.address_book
+    def describe_reach(self) -> tuple[int, bool]:
+        return self.outlook.reach.value, self.relay.serves
 
-    def get_addresses(self, peer: PeerID) -> list[Multiaddr]:
-        """Where a peer can be dialled, as far as known, without ``/p2p``."""
-        return self.outlook.announced() if peer == self.peer_id else self.address_book.get(peer)
+    async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
+        return await self.circuits.dial_one(address, peer)
 
-    def seen_of(self, peer: PeerID) -> Multiaddr | None:
-        """Where a peer is seen that has connected to this one; through a relay only if it has no other connection."""
-        direct = self.server.addresses_of(peer)
-        streams = [connection.stream for connection in self.connections_from(peer)]
-        return direct[0] if direct else next((stream.remote_address for stream in reversed(streams)), None)
+    def note_stream(self, stream: Stream) -> None:
+        self.outlook.note_stream(stream)
 
-    def judge_for(self, seen_at: Multiaddr | None) -> Judge:
-        """Says whether to dial an address at the word of somebody who is seen at another one."""
-        return functools.partial(self._may_be_dialled_for, seen_at)
+    def note_circuit(self, peer: PeerID) -> None:
+        self.upgrades.watch(peer)
 
-    def _may_be_dialled_for(self, seen_at: Multiaddr | None, address: Multiaddr) -> bool:
-        through = None if seen_at is None else relay_of(seen_at)
-        relay = relay_of(address)
-        if relay is not None and (relay == through or self._dials_relay_at(*relay)):
-            return True
-        if through is not None:
-            seen_at = None  # who comes through a relay may be anywhere
-        transport, outer = self.transport, self.outlook.outer_hosts()
-        return may_be_dialled_for(
-            address if relay is None else relay[0],
-            seen_at,
-            is_inside=lambda seen: transport.is_inside(seen) or ip_text_of(seen) in outer,
-            is_here=transport.is_here,
-        )
+    def note_relay(self, peer: PeerID, is_relay: bool) -> None:
+        self.reservations.note_greeting(peer, is_relay)
 
-    def _dials_relay_at(self, place: Multiaddr, relay: PeerID) -> bool:
-        """Whether this peer dials a relay at a place without having been told of a circuit there."""
-        judge = self.address_book.judge_of(relay, place)
-        is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
-        return relay == self.peer_id or is_known
+    def note_greeting(self, connection: Connection, hello: Hello) -> None:
+        if self.members is not None:
+            self.members.note_hello(connection, hello.revocations)
 
-    def host_of(self, peer: PeerID) -> PeerID | str:
-        """What a peer has in common with others of its host, see :mod:`shoal.net.addresses`; from any thread."""
-        return self.address_book.host_of(peer)
+    def replace_arranged(self, peer: PeerID, count: int) -> None:
+        """Connections that relays have brought about have broken: make others at once, for all calls together."""
+        self.pool.end_idle(peer)
+        self.upgrades.replace(peer, count)
 
-    def host_seen_of(self, peer: PeerID) -> PeerID | str:
-        """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        return host_of(peer, self.server.addresses_of(peer))
-
-    @property
-    def address_changes(self) -> int:
-        """How often the addresses of any peer have changed: caches of derived data compare it."""
-        return self.address_book.changes
+    def note_silence(self, peer: PeerID) -> None:
+        """A connection to a peer has fallen silent: what else leads there, or to relays, is in doubt."""
+        self.pool.end_idle(peer)
+        self.reservations.doubt()
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses to give to others, each with ``/p2p/<peer id>``; empty for a peer that nobody can call.
@@ -408,83 +307,9 @@ class P2P(Caller):
         Args:
             latest: look at this machine's networks again.
         """
-        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in self.outlook.announced(latest)]
+        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in self.announced(latest)]
 
-    async def list_peers(self) -> list[PeerInfo]:
-        """Peers with known addresses, and peers connected to this one, whose addresses may be unknown."""
-        connected: dict[PeerID, list[Multiaddr]] = {peer: [] for peer in self.server.peers if peer != self.peer_id}
-        return [
-            PeerInfo(peer, addresses) for peer, addresses in {**connected, **dict(self.address_book.items())}.items()
-        ]
-
-    async def wait_for_at_least_n_peers(self, n_peers: int, attempts: int = 3, delay: float = 1) -> None:
-        """Wait until a number of peers are known.
-
-        Args:
-            n_peers: the number of other peers.
-            attempts: how often to look.
-            delay: seconds between two looks.
-
-        Raises:
-            P2PDaemonError: fewer are known after the last look.
-        """
-        known = 0
-        for attempt in range(attempts):
-            if attempt:
-                await asyncio.sleep(delay)
-            known = len(await self.list_peers())
-            if known >= n_peers:
-                return
-        raise P2PDaemonError(f"other peers known: {known}, not {n_peers}")
-
-    # --- connections --------------------------------------------------------------------------------------------------
-
-    def _trains_with(self, peer: PeerID) -> bool:
-        return peer in self.pool or self.behaviour.has_delivered(peer)
-
-    def greet(self, stream: Stream) -> Connection:
-        """Speak on a stream, its own greeting first."""
-        self.outlook.note_stream(stream)
-        return Connection(stream, self.metrics, self.hello, self.on_hello, self.header_memory)
-
-    def hello(self) -> Hello:
-        """What this peer tells first on each connection."""
-        told, clock = [str(address) for address in self.outlook.announced()], self.clock
-        serial = 0 if self.membership is None else self.membership.serial
-        return Hello(
-            told,
-            AGENT,
-            clock.time(),
-            clock.offset,
-            revocations=serial,
-            reach=self.outlook.reach.value,
-            instance=self.instance,
-            relay=self.relay.serves,
-            name=self.name,
-        )
-
-    def on_hello(self, connection: Connection, hello: Hello) -> None:
-        """Learn from what another peer tells first."""
-        if hello.addresses and connection.remote != self.peer_id:
-            judge = self.judge_for(connection.stream.remote_address)
-            self.address_book.replace(connection.remote, hello.addresses, judge)
-        if hello.agent:  # otherwise it tells nothing of itself
-            if hello.name:
-                note_name(str(connection.remote), hello.name)
-            self.reaches.note(connection.remote, hello.reach)
-            self.reservations.note_greeting(connection.remote, hello.relay)
-        self.clock.meet()
-        if connection.round_trip is not None:
-            shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
-            self._round_trips.note(connection.remote, shortest)
-            is_mate = self.behaviour.has_delivered(connection.remote)
-            later = self.clock.hear(
-                connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate
-            )
-            self.behaviour.note_time(connection.remote, later)
-            self.metrics.clock_offset = self.clock.offset
-        if self.members is not None:
-            self.members.note_hello(connection, hello.revocations)
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     def _note_jump(self) -> None:
         """The clock of the machine has jumped."""
@@ -500,10 +325,6 @@ class P2P(Caller):
             self._compared_at = now
             self._comparison = asyncio.get_running_loop().create_task(compare_clocks(self))
 
-    def round_trip_to(self, peer: PeerID) -> float:
-        """The shortest measured round trip to a peer, in seconds; 0 if there is none."""
-        return self._round_trips.get(peer, 0.0)
-
     async def prepare(self, peer: PeerID, connections: int) -> None:
         """Have connections to a peer ready for calls that will be made soon.
 
@@ -512,82 +333,6 @@ class P2P(Caller):
         """
         await self.circuits.prepare(peer, connections)
         await self.pool.prepare(peer, connections)
-
-    async def dial(self, peer: PeerID) -> Connection:
-        """A new connection, which the caller has to close; raises what :meth:`Dialler.dial` raises."""
-        if not self.is_alive:
-            raise P2PDaemonError("this peer is shut down")
-        if peer == self.peer_id:
-            raise P2PDaemonError("a peer cannot call itself over the network")
-        if self.find_addresses is not None and not self.is_reachable(peer):
-            await self.find_addresses(peer)
-        try:
-            stream = await self.dialler.dial(peer)
-        except NoReservationError:
-            # It may have other relays by now. Where it is no more, the dialler has forgotten.
-            if self.find_addresses is None or self.is_reachable(peer):
-                raise
-            await self.find_addresses(peer)
-            if not self.is_reachable(peer):
-                raise
-            stream = await self.dialler.dial(peer)
-        self._unreachable.note_connection(peer)
-        return self.greet(stream)
-
-    def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
-        """A call to a peer that should be online has failed. If that goes on, the user is told once.
-
-        Args:
-            error: how it failed.
-            company: what both peers take part in, such as the name of a run.
-            sign_of_life: of that peer, such as the time of a record that it has published; it must grow with each sign.
-        """
-        addresses = self.address_book.get(peer)
-        self._unreachable.note_failure(peer, error, addresses, company=company, sign_of_life=sign_of_life)
-
-    async def dial_without_greeting(
-        self, peer: PeerID, address: Multiaddr | None = None, judge: Judge | None = None
-    ) -> Connection:
-        """A connection on which this peer does not announce its addresses; the caller has to close it.
-
-        Args:
-            address: where; default: at all addresses that are known.
-            judge: whether the IP addresses of that one may be connected to.
-
-        Raises:
-            DialError: the peer cannot be reached, or not at this address.
-        """
-        dial = self.dialler.dial(peer) if address is None else self.dialler.dial_address(peer, address, judge)
-        stream = await dial
-        return Connection(
-            stream, self.metrics, lambda: Hello(instance=self.instance), self.on_hello, self.header_memory
-        )
-
-    def connections_from(self, peer: PeerID) -> list[Connection]:
-        """Connections that a peer has opened to this one."""
-        return self.server.connections_of(peer)
-
-    def address_seen_of(self, peer: PeerID) -> str:
-        """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        return next(map(str, self.server.addresses_of(peer)), "")
-
-    # --- serving ------------------------------------------------------------------------------------------------------
-
-    def close_to_strangers(self, gate: Gate) -> None:
-        """From now on, only members may call what the gate guards here, and this peer calls it at members only."""
-        self.server.gate = gate
-
-    def add_handlers(self, handlers: Mapping[str, Handler]) -> None:
-        """Serve handlers by name.
-
-        Raises:
-            P2PDaemonError: one of the names is taken.
-        """
-        self.server.add_handlers(handlers)
-
-    def remove_handlers(self, names: Iterable[str]) -> None:
-        """Stop serving these handlers; calls in progress go on."""
-        self.server.remove_handlers(names)
 
     async def shutdown(self) -> None:
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""

@@ -13,44 +13,35 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.backoff import TokenBuckets
 from shoal.base.tasks import run_in_worker
 from shoal.errors import BusyError, ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, Judge, is_name
 from shoal.net.connection import Call
+from shoal.net.endpoint import Endpoint
 from shoal.net.service import P2PContext, ServicerBase
-from shoal.net.tcp.listener import HostRates, host_charged
+from shoal.net.tcp.listener import host_charged
 from shoal.net.transport import VERSION, Header
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
-
 # The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
-# The average rate for one host.
-BULK_BYTES_PER_SECOND = 2**20
-
-BULK_BURST_BYTES = 32 * 2**20
-# The average rate for all hosts together.
-BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
-
-BULK_TOTAL_BURST_BYTES = 128 * 2**20
-# The average rate for one host; each call back dials the few addresses that the caller claims as its own.
-CALLS_BACK_PER_SECOND = 0.2
-
-CALLS_BACK_BURST = 5
-CALLS_BACK_TOTAL_PER_SECOND = 2.0
-CALLS_BACK_TOTAL_BURST = 20
+# Each a rate per second and a burst; not measured. Of bytes that are exchanged to measure a line:
+BULK_OF_HOST = 2**20, 32 * 2**20
+BULK_OF_ALL = 8 * 2**20, 128 * 2**20
+# Of calls back, each of which dials the few addresses that the caller claims as its own:
+CALLS_BACK_OF_HOST = 0.2, 5
+CALLS_BACK_OF_ALL = 2.0, 20
 # Exchanges in progress at the same time, and calls back; further peers are told to try again.
 MAX_AT_ONCE = 8
 
-# For an exchange, there and back. Whoever is slower learns nothing that it does not know.
+# For an exchange, there and back. A slower line needs no measurement.
 BULK_SECONDS = 60.0
 CALL_BACK_SECONDS = 4.0
 MAX_ADDRESS_CHARACTERS = 256
@@ -101,15 +92,15 @@ class Checkup(ServicerBase):
 
     roles: ClassVar[Roles] = ANY_ROLE
 
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._bulk = _Budget(
-            HostRates(BULK_BYTES_PER_SECOND, BULK_BURST_BYTES),
-            HostRates(BULK_TOTAL_BYTES_PER_SECOND, BULK_TOTAL_BURST_BYTES),
+            TokenBuckets(*BULK_OF_HOST),
+            TokenBuckets(*BULK_OF_ALL),
         )
         self._calls_back = _Budget(
-            HostRates(CALLS_BACK_PER_SECOND, CALLS_BACK_BURST),
-            HostRates(CALLS_BACK_TOTAL_PER_SECOND, CALLS_BACK_TOTAL_BURST),
+            TokenBuckets(*CALLS_BACK_OF_HOST),
+            TokenBuckets(*CALLS_BACK_OF_ALL),
         )
         self._calling_back = asyncio.Semaphore(MAX_AT_ONCE)
         self._exchanging = asyncio.Semaphore(MAX_AT_ONCE)
@@ -117,7 +108,7 @@ class Checkup(ServicerBase):
     async def rpc_describe(self, request: Question, context: P2PContext) -> Description:
         """Describe the software that runs here."""
         found = await run_in_worker(describe_software)  # it reads files
-        found.seen_at = self._p2p.address_seen_of(context.remote_id)
+        found.seen_at = self._endpoint.address_seen_of(context.remote_id)
         return found
 
     async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
@@ -129,22 +120,24 @@ class Checkup(ServicerBase):
         deadline = asyncio.get_running_loop().time() + CALL_BACK_SECONDS
         async with _one_of(self._calling_back):
             self._calls_back.spend(self._host_of(context.remote_id), 1)
-            known = _parsed(request.addresses) or self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
-            judge = self._p2p.judge_for(self._p2p.seen_of(context.remote_id))
+            known = (
+                _parsed(request.addresses) or self._endpoint.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            )
+            judge = self._endpoint.judge_for(self._endpoint.seen_of(context.remote_id))
             allowed = [address for address in known if is_name(address) or judge(address)]
-            addresses = self._p2p.transport.worth_dialling(allowed)
+            addresses = self._endpoint.transport.worth_dialling(allowed)
             dials = [self._can_dial(context.remote_id, address, deadline, judge) for address in addresses]
             reached = await asyncio.gather(*dials)
             return CallBack(
                 reached={str(a): found for a, found in zip(addresses, reached, strict=True) if found is not None},
-                seen_at=self._p2p.address_seen_of(context.remote_id),
+                seen_at=self._endpoint.address_seen_of(context.remote_id),
             )
 
     async def _can_dial(self, peer: PeerID, address: Multiaddr, deadline: float, judge: Judge) -> bool | None:
         """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
         try:
             async with asyncio.timeout_at(deadline):
-                (await self._p2p.dial_without_greeting(peer, address, judge)).abort()
+                (await self._endpoint.dial_without_greeting(peer, address, judge)).abort()
                 return True
         except (ShoalError, ConnectionError, TimeoutError) as e:
             no_way = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENETUNREACH
@@ -172,7 +165,7 @@ class Checkup(ServicerBase):
         await call.send(Bulk(), bytes(wanted))
 
     def _host_of(self, peer: PeerID) -> str:
-        return host_charged(self._p2p.address_seen_of(peer), peer)
+        return host_charged(self._endpoint.address_seen_of(peer), peer)
 
 
 @asynccontextmanager
@@ -194,7 +187,7 @@ def _parsed(texts: Sequence[str]) -> list[Multiaddr]:
 class _Budget:
     """Limits how much of something is done for one host and for all hosts together."""
 
-    def __init__(self, by_host: HostRates, by_all: HostRates) -> None:
+    def __init__(self, by_host: TokenBuckets, by_all: TokenBuckets) -> None:
         self._by_host, self._by_all = by_host, by_all
 
     def spend(self, host: str, amount: int) -> None:

@@ -15,18 +15,15 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import NoRelayError, ShoalError
-from shoal.net.connection_pool import MAX_IDLE
+from shoal.net.connection_pool import MAX_IDLE, SPARE
 from shoal.net.dialler import CIRCUIT_STAGGER
-from shoal.net.pooled_peer import SPARE
+from shoal.net.endpoint import Endpoint
 from shoal.peers.identity import PeerID
 from shoal.reach.relay.messages import MAX_AT_ONCE
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.relay.outgoing import OutgoingCircuits
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +37,27 @@ class ConnectionUpgrades:
     """Attempts at direct connections, as long as there are only relayed ones, and spare ones as soon as there are any.
 
     Args:
-        p2p: whose connections these are.
+        endpoint: whose connections these are.
+        circuits: makes them, with the help of relays.
     """
 
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint, circuits: OutgoingCircuits) -> None:
+        self._endpoint, self._circuits = endpoint, circuits
         self.tasks: dict[PeerID, asyncio.Task[None]] = {}
         """One for each peer with relayed connections only, or that was so a little while ago."""
         self.filling: dict[PeerID, asyncio.Task[None]] = {}
         """One for each peer to which spare connections are being made."""
         self.replacing: dict[PeerID, asyncio.Task[None]] = {}
         """One for each peer to which connections have just broken."""
-        p2p.pool.on_circuit = self.watch
 
     def watch(self, peer: PeerID) -> None:
         """A relay has led to a peer: there is a new connection, direct or not."""
-        if not self._p2p.is_alive:
+        if not self._endpoint.is_alive:
             return
-        streams = self._p2p.pool.streams_to(peer)
+        streams = self._endpoint.pool.streams_to(peer)
         if all(stream.is_relayed for stream in streams):
             self._begin(self.tasks, peer, self._keep_trying)
-        elif len(streams) < SPARE and self._p2p.pool.idle_count < ROOM_FOR_SPARES:
+        elif len(streams) < SPARE and self._endpoint.pool.idle_count < ROOM_FOR_SPARES:
             self._begin(self.filling, peer, self._fill)
 
     def _begin(
@@ -75,35 +72,35 @@ class ConnectionUpgrades:
 
     async def _fill(self, peer: PeerID) -> None:
         try:
-            await self._p2p.circuits.prepare(peer, 1)
+            await self._circuits.prepare(peer, 1)
         except ShoalError as e:
             logger.debug("no spare connections to %s: %s", peer, e)
 
     def replace(self, peer: PeerID, count: int) -> None:
-        """Connections that relays have brought about have broken: make so many new ones; calls wait for them."""
-        if peer in self.replacing or not self._p2p.is_alive:
+        """Connections that relays have brought about have broken: make ``count`` new ones; calls wait for them."""
+        if peer in self.replacing or not self._endpoint.is_alive:
             return
-        for each in self._p2p.pool.streams_to(peer):
+        for each in self._endpoint.pool.streams_to(peer):
             if each.via is not None and each.closed:
-                self._p2p.dialler.note_broken(each.via)
-        punching = self._p2p.circuits.punching
+                self._endpoint.dialler.note_broken(each.via)
+        punching = self._circuits.punching
         if punching is not None and punching.expects_success(peer):
             count = max(count, SPARE)  # or the rest would be made as soon as the first one is there
         count = min(count, MAX_AT_ONCE)
-        end = self._p2p.pool.expect(peer, count)
+        end = self._endpoint.pool.expect(peer, count)
         self._begin(self.replacing, peer, functools.partial(self._dial_at_once, count, end))
 
     async def _dial_at_once(self, count: int, end: Callable[[], None], peer: PeerID) -> None:
         # If this relay does not lead there soon, calls try the others.
         limit = asyncio.get_running_loop().call_later(CIRCUIT_STAGGER, end)
         try:
-            for address in self._p2p.dialler.circuits(peer):
+            for address in self._endpoint.dialler.circuits(peer):
                 try:
-                    streams = await self._p2p.circuits.dial(address, peer, count)
+                    streams = await self._circuits.dial(address, peer, count)
                 except NoRelayError:  # the connection to the relay itself may have broken, too
                     continue
                 for stream in streams:
-                    self._p2p.pool.add(self._p2p.greet(stream))
+                    self._endpoint.pool.add(self._endpoint.greet(stream))
                 return
         except ShoalError as e:  # calls that dial themselves will see
             logger.debug("connections to %s that have broken are not replaced at once: %s", peer, e)
@@ -114,10 +111,10 @@ class ConnectionUpgrades:
     async def _keep_trying(self, peer: PeerID) -> None:
         while True:
             await asyncio.sleep(UPGRADE_SECONDS)
-            streams = self._p2p.pool.streams_to(peer)
+            streams = self._endpoint.pool.streams_to(peer)
             if not streams or not all(stream.is_relayed for stream in streams):
                 return
-            punching = self._p2p.circuits.punching
+            punching = self._circuits.punching
             if punching is not None and punching.is_worth_it(peer):
                 try:
                     await self._try(peer, min(len(streams), MAX_AT_ONCE))
@@ -125,14 +122,14 @@ class ConnectionUpgrades:
                     logger.debug("no direct connections to %s: %s", peer, e)
 
     async def _try(self, peer: PeerID, count: int) -> None:
-        circuits = self._p2p.dialler.circuits(peer)
+        circuits = self._endpoint.dialler.circuits(peer)
         if not circuits:
             return
-        for stream in await self._p2p.circuits.dial(circuits[0], peer, count):
+        for stream in await self._circuits.dial(circuits[0], peer, count):
             if stream.is_relayed:
                 stream.abort()  # there are enough of these
             else:
-                self._p2p.pool.add(self._p2p.greet(stream))
+                self._endpoint.pool.add(self._endpoint.greet(stream))
 
     async def close(self) -> None:
         """Try no more."""

@@ -7,7 +7,7 @@ The conclusions are those of :mod:`~.reachability`; here is where the evidence c
 - from then on, two witnesses are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at once
   after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
 
-While nobody can dial this peer, it asks for reservations at relays. Whoever has connections to it is told of each
+While nobody can dial this peer, it asks for reservations at relays. Peers with connections to it are told of each
 change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
 it: each checks often whether it can be dialled, and asks some others whether they are relays.
 """
@@ -16,30 +16,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
-from shoal.net.addresses import Notes, ip_text_of, is_name
+from shoal.net.addresses import ip_text_of, is_global
 from shoal.net.dialler import DIRECT_ONLY
-from shoal.net.own_addresses import MAX_ANNOUNCED
+from shoal.net.endpoint import Endpoint
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import CallBack, CallMe, Checkup
-from shoal.reach.contacts import Contacts
 from shoal.reach.libp2p_options import Libp2pOptions
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.nat_probe import is_mapping_hard, places_of
-from shoal.reach.presence import greet_anew
-from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.presence import Announcements
+from shoal.reach.reachability import AddressStatus, Contacts, Evidence, Reach, Reachability
+from shoal.reach.relay.client import RelayClient
+from shoal.reach.relay.outgoing import OutgoingCircuits
+from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
@@ -63,49 +62,85 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 # Others who claim to see this machine at another address are listened to so often.
 SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
-MAX_UNINFORMED = 1024
 SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
+
+
+class CheckTimes:
+    """When witnesses are asked to dial back: rarely, soon after a change, and never too often.
+
+    Args:
+        now: the time in seconds.
+        rng: varies the times, so that peers do not ask all at one moment.
+    """
+
+    def __init__(self, now: Callable[[], float], rng: random.Random) -> None:
+        self._now, self._rng = now, rng
+        self._checked_at, self._due_at = -math.inf, math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next check; 0 if it is due."""
+        return max(0.0, max(self._due_at, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
+
+    def check_within(self, seconds: float) -> None:
+        """Let the next check be due in this time at the latest."""
+        self._due_at = min(self._due_at, self._now() + seconds)
+
+    def note_check(self) -> None:
+        """A check begins."""
+        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
+        self._checked_at, self._due_at = self._now(), self._now() + CHECK_SECONDS + spread
+
+    def note_no_answer(self) -> None:
+        """Nobody has answered: all may have been busy with others."""
+        self._due_at = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
 
 
 class ReachabilityManager:
     """What a peer knows of how others reach it.
 
+    It has more attributes than others, because it holds both sides: the evidence and where that comes from, and the
+    parts that do something about it.
+
     Args:
-        p2p: the peer.
+        endpoint: of the peer.
         options: what the user wants.
+        relay: what this peer does for others, once it is public.
+        reservations: the relays through which it is called, as long as it is not.
+        circuits: dials others through relays.
     """
 
-    def __init__(self, p2p: P2P, options: Libp2pOptions) -> None:
-        self._p2p, self.options = p2p, options
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: Libp2pOptions,
+        relay: RelayServer,
+        reservations: RelayClient,
+        circuits: OutgoingCircuits,
+    ) -> None:
+        self._endpoint, self.options = endpoint, options
+        self._relay, self._reservations, self._circuits = relay, reservations, circuits
         self.evidence = Evidence(options.forced)
         self.on_change: dict[Callable[[], object], None] = {}
         """Called after each change of what this peer is to others."""
-        self.on_upheaval: dict[Callable[[], object], None] = {}
-        """Called when what was learnt about routers is no longer worth anything."""
         self.mapping: PortMapping | None = None
         """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
         """The router gives each connection another outer port."""
-        self._rng = random.Random(p2p.peer_id.to_bytes())
+        self._rng = random.Random(endpoint.peer_id.to_bytes())
         self.now = asyncio.get_running_loop().time
         """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._had_company = False
-        self._seen: Notes[str] = Notes()
-        self._seen_elsewhere_at = float("-inf")
-        self._checked_at = float("-inf")
-        self._check_due = float("inf")
+        self._seen_elsewhere_at = -math.inf
+        self._checks = CheckTimes(self.now, self._rng)
         self._looked_for_relays_at = self.now()
         # What others were told last: what this peer is to them, where, and how.
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._announcing: asyncio.Task[None] | None = None
-        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
-        self._uninformed: dict[PeerID, None] = {}
+        self._announcements = Announcements(endpoint)
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -113,7 +148,7 @@ class ReachabilityManager:
     @property
     def state(self) -> Reachability:
         """What this peer is to others."""
-        return Reachability.CLIENT if self._p2p.client_mode else self.evidence.state
+        return Reachability.CLIENT if self._endpoint.client_mode else self.evidence.state
 
     @property
     def reach(self) -> Reach:
@@ -127,12 +162,13 @@ class ReachabilityManager:
     @property
     def relay_rate(self) -> float:
         """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
-        rates = [held.rate for held in self._p2p.reservations.held.values()]
+        rates = [held.rate for held in self._reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
 
     def seen_at(self) -> list[str]:
         """The hosts at which others outside see this machine."""
-        return list(dict.fromkeys(self._seen.values()))
+        seen = (record.sees_me_at for record in self._endpoint.book.values())
+        return list(dict.fromkeys(filter(None, seen)))
 
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
@@ -140,33 +176,18 @@ class ReachabilityManager:
         Args:
             latest: look at this machine's networks again.
         """
-        if self._p2p.client_mode:
+        if self._endpoint.client_mode:
             return []
-        self.evidence.own = self._p2p.transport.addresses(latest)
-        return self.evidence.announced(self.now(), self._circuits(), MAX_ANNOUNCED)
+        self.evidence.own = self._endpoint.transport.addresses(latest)
+        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ADDRESSES_PER_PEER)
+
+    def public_addresses(self) -> list[Multiaddr]:
+        """The same while others can call this peer directly, else none."""
+        return self.announced() if self._told is not None and self.state is Reachability.PUBLIC else []
 
     def confirmed(self) -> list[Multiaddr]:
         """The addresses at which others are known to reach this peer from outside."""
         return self.evidence.confirmed(self.now())
-
-    def _circuits(self) -> list[Multiaddr]:
-        return self._p2p.reservations.addresses()
-
-    def far_host_of(self, peer: PeerID) -> str:
-        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        addresses = self._p2p.server.addresses_of(peer)
-        if not addresses or is_private(addresses[0]) or self._p2p.transport.is_inside(addresses[0]):
-            return ""
-        return addresses[0].values()[0] or ""
-
-    def is_hopeless(self, peer: PeerID) -> bool:
-        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
-
-        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
-        """
-        addresses = self._p2p.address_book.peek(peer)
-        judge = self._p2p.judge_for(self._p2p.seen_of(peer))
-        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def outer_hosts(self) -> set[str]:
         """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
@@ -185,7 +206,7 @@ class ReachabilityManager:
         Raises:
             P2PDaemonError: there is no place to listen.
         """
-        transport = self._p2p.transport
+        transport = self._endpoint.transport
         usable = [address for address in hosts if transport.supports(address)]
         for address in hosts:
             if address not in usable:
@@ -195,30 +216,37 @@ class ReachabilityManager:
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
             )
         for address in usable:
-            await transport.listen(address, self._p2p.server.accept)
+            await transport.listen(address, self._endpoint.server.accept)
         self.evidence.announcement = announced
         self.begin()
 
     def begin(self) -> None:
         """Be called by others from now on: at the addresses where this peer listens, or else through relays."""
-        self._p2p.transport.on_addresses_changed = self._note_move
-        self._p2p.reservations.on_change = self.update
-        self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
+        self._endpoint.transport.on_addresses_changed = self._note_move
         self._told = self.evidence.state, self.announced(), self.reach
-        self.mapping = forward_port(self._p2p)
+        if self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None:
+            self.mapping = forward_port(self._endpoint.transport, self._note_mapped)
         self.update()
+
+    def _note_mapped(self, addresses: Sequence[Multiaddr]) -> None:
+        """The router forwards a port, or no longer."""
+        for version in ("ip4", "ip6"):
+            # What a router has from another router leads nowhere.
+            claimed = next((each for each in addresses if version in each and is_global(each)), None)
+            self.offer(f"router, {version}", claimed)
+            if claimed in self.evidence.own:
+                self.check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
     def note_stream(self, stream: Stream) -> None:
         """There is a connection with another peer."""
         address, local = stream.remote_address, stream.local_address
-        if address is None or stream.is_relayed or self._p2p.client_mode:
+        if address is None or stream.is_relayed or self._endpoint.client_mode:
             return
-        is_outside = not self._p2p.transport.is_inside(address)
-        self.contacts.note(stream.remote, address, is_outside=is_outside)
+        is_outside = not self._endpoint.transport.is_inside(address)
+        self.contacts.note(stream, address, is_outside=is_outside)
         if is_outside:
-            self._streams.add(stream)
             self.evidence.note_outside(self.now())
             self._begin()
         ports = {own.get("tcp") for own in self.evidence.own}
@@ -250,10 +278,10 @@ class ReachabilityManager:
         except ValueError:
             return
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
-        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
+        if version is None or not self.contacts.place_of(witness)[1] or self._endpoint.transport.is_inside(seen):
             return
-        former, host = self._seen.get(witness, ""), str(seen[version])
-        self._seen.note(witness, host)
+        record, host = self._endpoint.book[witness], str(seen[version])
+        former, record.sees_me_at = record.sees_me_at, host
         if former not in ("", host) and self.now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
             self._seen_elsewhere_at = self.now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
@@ -279,22 +307,23 @@ class ReachabilityManager:
         else:
             self.evidence.offers[source] = address
             if address not in self.evidence.own and self._life is not None:
-                self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+                self._checks.check_within(FIRST_CHECK_SECONDS)
         self.update()
 
     # --- consequences -------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Conclude anew, and tell those who are concerned of a change."""
-        if self._p2p.client_mode or not self._p2p.is_alive:
+        """Draw the conclusions again, and act on a change."""
+        if self._endpoint.client_mode or not self._endpoint.is_alive:
             return
-        circuits = self._circuits()
-        is_called = bool(circuits) or self._p2p.server.has_arranged()  # which goes on without a relay
+        is_called = (
+            bool(self._reservations.addresses()) or self._endpoint.server.has_arranged()
+        )  # these stay without a relay
         state = self.evidence.conclude(self.now(), is_reserved=is_called)
-        metrics, reservations = self._p2p.metrics, self._p2p.reservations
+        metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
-        self._p2p.relay.is_public = state is Reachability.PUBLIC
-        reservations.reach = self._p2p.circuits.reach = self.reach
+        self._relay.is_public = state is Reachability.PUBLIC
+        reservations.reach = self._circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
         now_told = state, self.announced(), self.reach
@@ -321,35 +350,26 @@ class ReachabilityManager:
 
         Args:
             has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
-                routers stays, for whoever lost all connections is in a hurry.
+                routers stays, because a peer that lost all connections is in a hurry.
         """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._remember(self._p2p.pool.renew())  # what is open may be dead already
+        self._announcements.remember(self._endpoint.pool.renew())  # what is open may be dead already
         self.check_soon()
-        for callback in list(self.on_upheaval) if has_moved else ():
-            callback()
+        if has_moved:
+            self.forget_routers()
+
+    def forget_routers(self) -> None:
+        """What was learnt about routers is no longer worth anything."""
+        self._circuits.forget_routers()
+        if self.mapping is not None:
+            self.mapping.look_again()
 
     def announce_anew(self) -> None:
         """Tell the peers that have connections to this one where it is now."""
-        if not self._p2p.is_alive:
-            return
-        self._greet(self._p2p.pool.renew())
-
-    def _remember(self, peers: Sequence[PeerID]) -> None:
-        """Note peers that have yet to hear where this one is."""
-        self._uninformed.update(dict.fromkeys(peers))
-        while len(self._uninformed) > MAX_UNINFORMED:
-            del self._uninformed[next(iter(self._uninformed))]
-
-    def _greet(self, peers: Sequence[PeerID]) -> None:
-        """Greet these peers, and all who have not heard of earlier changes."""
-        if self._announcing is not None:
-            self._announcing.cancel()
-        self._p2p.pool.renew()
-        self._remember(peers)
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, self._uninformed))
+        if self._endpoint.is_alive:
+            self._announcements.tell(self._endpoint.pool.renew())
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -370,16 +390,16 @@ class ReachabilityManager:
                         self._changed.clear()
                         await self._changed.wait()
             except TimeoutError:
-                pass  # the life goes on looking
+                pass  # the background task keeps looking
         if self.state is Reachability.CLIENT:
             self.warn_client()
         return self.state
 
     def warn_client(self) -> None:
         """Tell the user that nobody can call this peer, and what to do."""
-        if self._p2p.client_mode:
+        if self._endpoint.client_mode:
             return
-        if not self._p2p.transport.addresses():
+        if not self._endpoint.transport.addresses():
             self._warn_seldom(
                 "nobody can call this peer: it does not listen (no_listen), and none of %d peers relays. Leave "
                 "no_listen out, or run a public `shoal dht`",
@@ -409,16 +429,15 @@ class ReachabilityManager:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._life is None and self._p2p.is_alive:
-            self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+        if self._life is None and self._endpoint.is_alive:
+            self._checks.check_within(FIRST_CHECK_SECONDS)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
         """Look at the signs every few seconds, and check when it is due."""
         DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
         while True:
-            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
-            pause = min(TICK_SECONDS, until_check)
+            pause = min(TICK_SECONDS, self._checks.seconds_left)
             due = self.now() + pause
             self._wake.clear()
             await wait_at_most(self._wake, pause)
@@ -426,48 +445,45 @@ class ReachabilityManager:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
-            if self.now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
+            if not self._checks.seconds_left:
                 await self.check()
             self.update()
 
     def _look_for_relays(self) -> None:
         """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
         is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
-        reservations = self._p2p.reservations
+        reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
             self._looked_for_relays_at = self.now()
-            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
+            self._announcements.tell(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
             self.check_soon()
 
     def check_soon(self) -> None:
         """Let witnesses dial back soon."""
-        self._check_due = self.now()
+        self._checks.check_within(0.0)
         self._wake.set()
 
     def _look_at_connections(self) -> None:
-        alive = [stream for stream in self._streams if not stream.closed]
-        if alive:
+        is_connected, have_all_gone = self.contacts.look_outside()
+        if is_connected:
             self.evidence.note_outside(self.now())
-        elif self._had_company:
+        elif have_all_gone:
             self.note_upheaval("all connections are gone", has_moved=False)
-        self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:
         """Let witnesses dial back."""
-        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
-        self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
+        self._checks.note_check()
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
-        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._endpoint.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._endpoint.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
         for witness, answer in zip(witnesses, answers, strict=True):
             if answer is not None:
                 self._note_answer(witness, answer)
         if answers and all(answer is None for answer in answers):
-            # They may have been busy with others. Not all of whom ask again at the same moment.
-            self._check_due = self.now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+            self._checks.note_no_answer()
         await self._observe()
         self.update()
 
@@ -477,20 +493,20 @@ class ReachabilityManager:
             return
 
         def may_observe(peer: PeerID) -> bool:
-            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+            return self._endpoint.book.find(peer).reach == Reach.PUBLIC and bool(places_of(self._endpoint, peer))
 
         observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
-        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
+        is_hard = await is_mapping_hard(self._endpoint, observers) if is_outside else None
         if is_hard is not None:
             self.is_hard = is_hard
-            self._p2p.metrics.nat = "hard" if is_hard else "easy"
+            self._endpoint.metrics.nat = "hard" if is_hard else "easy"
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
-        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._p2p.transport
+        request, transport = CallMe(addresses=[str(address) for address in addresses]), self._endpoint.transport
         before = transport.arrivals
         try:
-            answer = await self._p2p.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            answer = await self._endpoint.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
             if any(answer.reached.values()) and transport.arrivals == before:
                 raise ProtocolError("it says that it has reached this peer, and nobody has come")
             return answer
@@ -515,5 +531,5 @@ class ReachabilityManager:
         """End all of this."""
         if self.mapping is not None:
             await self.mapping.close()
-        tasks = [task for task in (self._life, self._announcing) if task is not None]
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*([] if self._life is None else [self._life]))
+        await self._announcements.close()

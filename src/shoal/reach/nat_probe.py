@@ -10,19 +10,15 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shoal.errors import ProtocolError, ShoalError
-from shoal.net.addresses import is_name
-from shoal.net.frames import receive_frame
-from shoal.net.transport import MAY_CONNECT, Session
+from shoal.net.addresses import is_global, is_ipv6, is_name
+from shoal.net.endpoint import Endpoint
+from shoal.net.transport import MAY_CONNECT, Session, receive_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.reachability import is_global, is_ipv6
 from shoal.reach.relay.messages import Observe, Observed, OpenObservation
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +28,19 @@ MOST_OBSERVERS = 4
 OBSERVE_SECONDS = 5.0
 
 
-def places_of(p2p: P2P, peer: PeerID) -> list[Multiaddr]:
+def places_of(endpoint: Endpoint, peer: PeerID) -> list[Multiaddr]:
     """The addresses at which a peer can observe: only IPv4 has routers that translate."""
-    known = p2p.transport.worth_dialling(p2p.address_book.peek(peer))
+    known = endpoint.transport.worth_dialling(endpoint.address_book.peek(peer))
     return [address for address in known if is_global(address) and not is_ipv6(address)]
 
 
-async def is_mapping_hard(p2p: P2P, observers: Sequence[PeerID]) -> bool | None:
+async def is_mapping_hard(endpoint: Endpoint, observers: Sequence[PeerID]) -> bool | None:
     """Whether each connection gets another outer port; ``None`` if fewer than two observers tell."""
-    seen = [there for _, there in await observe(p2p, observers)]
+    seen = [there for _, there in await observe(endpoint, observers)]
     return seen[0] != seen[1] if len(seen) == OBSERVERS else None
 
 
-async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
+async def observe(endpoint: Endpoint, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
     """One local address as this machine sees it, and as at most two others do; if possible, two who agree.
 
     Args:
@@ -56,7 +52,7 @@ async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr
         for observer in observers:
             try:
                 async with asyncio.timeout(OBSERVE_SECONDS):
-                    there = await _be_observed(p2p, observer, sessions)
+                    there = await _be_observed(endpoint, observer, sessions)
                     seen.append((sessions[-1].local_address, there))
             except (ShoalError, ConnectionError, TimeoutError, ValueError) as e:
                 logger.debug("%s does not observe: %s", observer, e)
@@ -71,18 +67,17 @@ async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr
             session.abort()
 
 
-async def _be_observed(p2p: P2P, observer: PeerID, sessions: list[Session]) -> Multiaddr:
-    relay = p2p.relay
-    handle = relay.handle_name("rpc_observe", None)
-    given = await p2p.call(observer, handle, Observe(), OpenObservation, OBSERVE_SECONDS, roles=relay.roles)
-    places = places_of(p2p, observer)
+async def _be_observed(endpoint: Endpoint, observer: PeerID, sessions: list[Session]) -> Multiaddr:
+    handle = RelayServer.handle_name("rpc_observe", None)
+    given = await endpoint.call(observer, handle, Observe(), OpenObservation, OBSERVE_SECONDS, roles=RelayServer.roles)
+    places = places_of(endpoint, observer)
     if not places:
         raise ProtocolError(f"peer {observer} has no address at which it could observe")
     beside = sessions[0] if sessions else None
     # A host name may lead into a network of this machine.
-    judging = MAY_CONNECT.set(p2p.judge_for(None) if is_name(places[0]) else None)
+    judging = MAY_CONNECT.set(endpoint.judge_for(None) if is_name(places[0]) else None)
     try:
-        session = await p2p.transport.open_session(places[0], given.cookie, punchable=True, beside=beside)
+        session = await endpoint.transport.open_session(places[0], given.cookie, punchable=True, beside=beside)
     finally:
         MAY_CONNECT.reset(judging)
     sessions.append(session)

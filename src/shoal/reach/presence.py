@@ -1,4 +1,4 @@
-"""Who is there under an identity, and telling others where this peer is now.
+"""Telling others where this peer is now, and finding another process with the same identity.
 
 Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
 saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
@@ -10,24 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.bounded import Bounded
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.net.connection import Connection
 from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.endpoint import Endpoint
 from shoal.net.service import P2PContext, ServicerBase
 from shoal.net.transport import Header
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
-
 
 logger = logging.getLogger(__name__)
 
@@ -68,72 +66,98 @@ class Presence(ServicerBase):
 
     roles: ClassVar[Roles] = ANY_ROLE
 
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
 
     async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
-        own = self._p2p
+        own = self._endpoint
         if request.addresses and context.remote_id != own.peer_id:
             judge = own.judge_for(own.seen_of(context.remote_id))
             own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER], judge)
-            own.reaches.note(context.remote_id, request.reach)
-            own.reservations.note_greeting(context.remote_id, request.relay)
+            own.book[context.remote_id].reach = request.reach
+            own.note_relay(context.remote_id, request.relay)
         instances = {connection.instance for connection in own.connections_from(context.remote_id)}
         return PresenceReply(
             instance=own.instance,
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
             is_connected=bool(instances - {None, request.instance}),
-            relay=own.relay.serves,
+            relay=own.describe_reach()[1],
         )
 
 
-async def greet_anew(p2p: P2P, uninformed: dict[PeerID, None]) -> None:
-    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
+class Announcements:
+    """Tells other peers where this one can be reached now, by calling them: each connection begins with its addresses.
 
-    Those that a relay has arranged are older than the change, so the call tells them, too. By the same call this peer
-    learns whether the others are relays now.
+    Connections that a relay has arranged are older than the change, so the call tells the addresses, too. By the same
+    call this peer learns whether the others are relays now.
 
     Args:
-        uninformed: those to call; whoever has heard it, or cannot be called, is taken out.
+        endpoint: of this peer.
     """
-    DIRECT_ONLY.set(False)  # what has changed may have come about with a call to a relay
-    at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
-    handle = Presence.handle_name("rpc_who_am_i", None)
 
-    async def greet(peer: PeerID) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        # Peers that may not have heard of the latest change. Nothing else remembers them: their connections end.
+        self._uninformed: Bounded[PeerID, None] = Bounded()
+        self._task: asyncio.Task[None] | None = None
+
+    def remember(self, peers: Sequence[PeerID]) -> None:
+        """Note peers that have yet to hear where this one is."""
+        for peer in peers:
+            self._uninformed.setdefault(peer)
+
+    def tell(self, peers: Sequence[PeerID]) -> None:
+        """Tell these peers, and all that have not heard of earlier changes."""
+        if self._task is not None:
+            self._task.cancel()
+        self._endpoint.pool.renew()
+        self.remember(peers)
+        self._task = asyncio.get_running_loop().create_task(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        DIRECT_ONLY.set(False)  # a call to a relay may have brought the change
+        at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
+        await asyncio.gather(*(self._tell(peer, at_once) for peer in list(self._uninformed)))
+
+    async def _tell(self, peer: PeerID, at_once: asyncio.Semaphore) -> None:
+        endpoint = self._endpoint
+        handle = Presence.handle_name("rpc_who_am_i", None)
         try:
             async with at_once:
-                addresses = [str(address) for address in p2p.outlook.announced()]
-                reach, relay = p2p.outlook.reach.value, p2p.relay.serves
-                query = PresenceQuery(instance=p2p.instance, addresses=addresses, reach=reach, relay=relay)
-                reply = await p2p.call(
+                addresses = [str(address) for address in endpoint.announced()]
+                reach, relay = endpoint.describe_reach()
+                query = PresenceQuery(instance=endpoint.instance, addresses=addresses, reach=reach, relay=relay)
+                reply = await endpoint.call(
                     peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles
                 )
-                p2p.reservations.note_greeting(peer, reply.relay)
+                endpoint.note_relay(peer, reply.relay)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
-        uninformed.pop(peer, None)
+        self._uninformed.pop(peer, None)
 
-    await asyncio.gather(*map(greet, list(uninformed)))
+    async def close(self) -> None:
+        """Tell nobody any more."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
 
 
-async def compare_clocks(p2p: P2P) -> None:
+async def compare_clocks(endpoint: Endpoint) -> None:
     """Ask a few of the peers that this one is connected to for the time: the greetings on new connections tell it."""
-    connected = dict.fromkeys([*p2p.pool.peers, *p2p.server.peers])
-    known = [peer for peer in connected if peer != p2p.peer_id and p2p.is_reachable(peer)]
+    connected = dict.fromkeys([*endpoint.pool.peers, *endpoint.server.peers])
+    known = [peer for peer in connected if peer != endpoint.peer_id and endpoint.is_reachable(peer)]
 
     async def compare(peer: PeerID) -> None:
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                await _ask(p2p, await p2p.dial(peer))
+                await _ask(endpoint, await endpoint.dial(peer))
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not ask %s for the time: %s", peer, e)
 
-    await asyncio.gather(*map(compare, p2p.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
+    await asyncio.gather(*map(compare, endpoint.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
 
 
 async def check_identity_is_free(
-    p2p: P2P, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
+    endpoint: Endpoint, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
 ) -> None:
     """Make sure that no other process is online with this peer's identity, as far as the witnesses know.
 
@@ -144,17 +168,19 @@ async def check_identity_is_free(
     Raises:
         IdentityTakenError: another process is online with it.
     """
-    checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
-    own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
-    checks.append(asyncio.ensure_future(_find_double_at(p2p, own)))
+    checks = [
+        asyncio.ensure_future(_find_double(endpoint, witness)) for witness in witnesses if witness != endpoint.peer_id
+    ]
+    own = [str(address) for address, peer in addresses if peer == endpoint.peer_id]
+    checks.append(asyncio.ensure_future(_find_double_at(endpoint, own)))
     try:
         async with asyncio.timeout(CHECK_SECONDS):
             for check in asyncio.as_completed(checks):
                 where = await check
                 if where is not None:
                     raise IdentityTakenError(
-                        f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
-                        "it, or start this one with another identity_path"
+                        f"the identity {endpoint.peer_id} is already taken by another peer, which is online {where}: "
+                        "stop it, or start this one with another identity_path"
                     )
     except TimeoutError:
         return  # a process that does not answer in time counts as offline
@@ -162,34 +188,34 @@ async def check_identity_is_free(
         await cancel_and_wait(*checks)
 
 
-async def _find_double(p2p: P2P, witness: PeerID) -> str | None:
+async def _find_double(endpoint: Endpoint, witness: PeerID) -> str | None:
     """Where another process is online with this identity, or ``None``."""
     try:
-        reply = await _ask(p2p, await p2p.dial_without_greeting(witness))
+        reply = await _ask(endpoint, await endpoint.dial_without_greeting(witness))
     except (ShoalError, ConnectionError):
         return None
     if reply.is_connected:
         return f"and connected to peer {witness}"
-    return await _find_double_at(p2p, reply.addresses[:MAX_ADDRESSES_PER_PEER])
+    return await _find_double_at(endpoint, reply.addresses[:MAX_ADDRESSES_PER_PEER])
 
 
-async def _find_double_at(p2p: P2P, addresses: Sequence[str]) -> str | None:
-    found = await asyncio.gather(*(_is_double(p2p, text) for text in addresses))
+async def _find_double_at(endpoint: Endpoint, addresses: Sequence[str]) -> str | None:
+    found = await asyncio.gather(*(_is_double(endpoint, text) for text in addresses))
     return next((f"at {text}" for text, is_double in zip(addresses, found, strict=True) if is_double), None)
 
 
-async def _is_double(p2p: P2P, text: str) -> bool:
+async def _is_double(endpoint: Endpoint, text: str) -> bool:
     try:
-        reply = await _ask(p2p, await p2p.dial_without_greeting(p2p.peer_id, Multiaddr(text)))
+        reply = await _ask(endpoint, await endpoint.dial_without_greeting(endpoint.peer_id, Multiaddr(text)))
     except (ShoalError, ConnectionError, ValueError):
         return False
-    return reply.instance != p2p.instance
+    return reply.instance != endpoint.instance
 
 
-async def _ask(p2p: P2P, connection: Connection) -> PresenceReply:
+async def _ask(endpoint: Endpoint, connection: Connection) -> PresenceReply:
     call = connection.open_call(Presence.handle_name("rpc_who_am_i", None))
     try:
-        await call.send(PresenceQuery(instance=p2p.instance), end=True)
+        await call.send(PresenceQuery(instance=endpoint.instance), end=True)
         reply = await call.receive(PresenceReply)
         if reply is None:
             raise ProtocolError("no answer")

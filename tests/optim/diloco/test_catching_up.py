@@ -17,12 +17,8 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, NoCompression
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.in_flight import VersionRelation
-from shoal.optim.diloco.schedule import Schedule, SlotCounter
-from shoal.optim.diloco.update_log import (
-    KeptResults,
-    LoggedUpdate,
+from shoal.optim.diloco.fragments import ExtraTensors
+from shoal.optim.diloco.messages import (
     Wanted,
     answer,
     packed,
@@ -31,7 +27,9 @@ from shoal.optim.diloco.update_log import (
     request_for,
     unpacked,
 )
-from shoal.optim.diloco.version_history import HASH_BYTES, OuterVersion
+from shoal.optim.diloco.slots import Schedule, SlotCounter
+from shoal.optim.history.journal import HASH_BYTES, Entry, Update
+from shoal.optim.history.window import Relation
 from shoal.p2p import PeerID
 from tests.optim.conftest import in_parallel, make_model, wait_until
 from tests.optim.diloco.quadratic import A, B
@@ -113,28 +111,11 @@ def test_a_mean_that_makes_no_sense_is_refused(tensors):
         unpacked(tensors, 4)
 
 
-def test_the_latest_results_are_kept_and_more_of_them_for_newcomers():
-    results = KeptResults(100)
-    means = [torch.randn(100) for _ in range(9)]
-    for version, mean in enumerate(means, 1):
-        results.add(LoggedUpdate(version, LINK, b"round", 5, packed(mean)))
-    assert [each.version for each in results.since(7)] == [8, 9]  # as many bytes as the outer parameters and momentum
-    assert results.since(6) == []  # the first one is not known any more
-    assert results.since(9) == []
-    results.serves_newcomers = lambda: True
-    for version in range(10, 16):
-        results.add(LoggedUpdate(version, LINK, b"round", 5, packed(means[0])))
-    assert len(results.since(7)) == 8
-    results.add(LoggedUpdate(20, LINK, b"round", 5, packed(means[0])))
-    assert [each.version for each in results.since(19)] == [20]
-    assert results.since(14) == []
-
-
 def test_updates_travel_as_plain_values():
     kept = {
         0: [
-            LoggedUpdate(3, LINK, b"a", 1, packed(MEANS["sparse"])),
-            LoggedUpdate(4, LINK, b"b", 2, packed(MEANS["half"])),
+            Update(3, LINK, b"a", 1, packed(MEANS["sparse"])),
+            Update(4, LINK, b"b", 2, packed(MEANS["half"])),
         ],
         2: [],
     }
@@ -144,7 +125,7 @@ def test_updates_travel_as_plain_values():
     assert (list(found), whole) == ([0], {})
     assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
-    wanted = {1: Wanted(7), 0: Wanted(2, OuterVersion(4, LINK, 9))}
+    wanted = {1: Wanted(7), 0: Wanted(2, Entry(4, LINK, 9))}
     assert parse_request(request_for(wanted), 2) == wanted
 
 
@@ -218,7 +199,9 @@ def rounds_of(peer, ask):
         end_flights=lambda: None,
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
-        settings=SimpleNamespace(average="pseudo_gradients", max_staleness=4, others_may_be_ahead=False),
+        settings=SimpleNamespace(
+            average="pseudo_gradients", rules=SimpleNamespace(max_staleness=4), others_may_be_ahead=False
+        ),
         averager=SimpleNamespace(load_part_from_peers=ask),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),
@@ -230,7 +213,7 @@ def test_who_has_nothing_of_what_groups_have_told_refuses():
     a, b = Peer(A), Peer(B)
     a.train()
     alone(0, a)
-    wanted = {0: Wanted(0, a.updates.chain.newest)}
+    wanted = {0: Wanted(0, a.updates.journal.newest)}
     assert giving(b).part(request_for(wanted)) is None
     found, whole = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
     assert [each.version for each in found[0]] == [1]
@@ -244,8 +227,8 @@ def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
     for slot in range(4):
         a.train()
         alone(slot, a)
-    assert a.updates.kept.since(0) == []
-    state = giving(a).part(request_for({0: Wanted(0, a.updates.chain.links[-2])}))
+    assert a.updates.journal.since(0) == []
+    state = giving(a).part(request_for({0: Wanted(0, a.updates.journal.entries[-2])}))
     found, whole = parse_answer(state.metadata, state.tensors, 1)
     assert b.updates.make_up(found.get(0, ()), whole[0]) == 4
     assert torch.equal(a.outer, b.outer)
@@ -292,7 +275,7 @@ def test_the_state_of_a_newcomer_that_knows_of_nobody_is_not_that_of_the_swarm(c
     rounds.averager.load_state_from_peers = download
     rounds.averager.leave_out = lambda donor, version: left_out.append(donor)
     assert CatchingUp(rounds, 1.0, False, ExtraTensors(())).run()
-    assert peer.updates.chain.links == old.updates.chain.links
+    assert peer.updates.journal.entries == old.updates.journal.entries
     assert "it is of slot 0, and the swarm was at slot 3" in caplog.text
     assert not left_out, "it may have the right one a moment later"
 
@@ -318,25 +301,25 @@ def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own
         return fetching
 
     of_loser, of_winner, of_newcomer = (peer.updates.statement(2) for peer in (loser, winner, newcomer))
-    loser.updates.begin(2, loser.vector, 0, "batch")
+    loser.updates.begin(2, loser.vector)
     assert loser.updates.judge([of_loser, of_winner], 0, b"first") == (False, 1.0)
     assert list(land([loser], [0.0], loser.vector)) == [None]
-    assert loser.updates.standing is VersionRelation.LOST
-    assert loser.updates.heard_of == winner.updates.chain.newest
-    loser.updates.begin(3, loser.vector, 0, "batch")
+    assert loser.updates.standing is Relation.ELSEWHERE
+    assert loser.updates.heard_of == winner.updates.journal.newest
+    loser.updates.begin(3, loser.vector)
     assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") == (False, 1.0), "it knows of a newer one"
     loser.updates.give_up()
     assert CatchingUp(rounds_of(loser, ask), 1.0, False, ExtraTensors(())).run()
     assert len(asked) == 1
-    assert loser.updates.chain.links == winner.updates.chain.links
+    assert loser.updates.journal.entries == winner.updates.journal.entries
     assert torch.equal(loser.model, winner.outer), "it begins anew"
     assert "up to 1 updates of this peer are lost" in caplog.text
 
 
 def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
     peer = Peer(A)
-    link = peer.updates.chain.newest.hash
-    kept = LoggedUpdate(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
+    link = peer.updates.journal.newest.hash
+    kept = Update(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
     fetching = concurrent.futures.Future()
     fetching.set_result(State(*answer({0: [kept]})[:2]))
     catching_up = CatchingUp(rounds_of(peer, lambda part, timeout: fetching), 1.0, False, ExtraTensors(()))
@@ -344,7 +327,7 @@ def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
     catching_up.keep_up()  # asks
     catching_up.keep_up()  # has the answer
     assert "make no sense: a mean has values that are not finite" in caplog.text
-    assert peer.updates.chain.newest.version == 0
+    assert peer.updates.journal.newest.version == 0
 
 
 def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
@@ -353,13 +336,13 @@ def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
         a.train()
         b.train()
         alone(slot, a)
-    made = b.updates.make_up(a.updates.kept.since(0))
+    made = b.updates.make_up(a.updates.journal.since(0))
     assert made == 2
     assert torch.equal(a.outer, b.outer)
-    assert a.updates.chain.links == b.updates.chain.links
+    assert a.updates.journal.entries == b.updates.journal.entries
     assert all(map(torch.equal, a.updates.state.dump()[1], b.updates.state.dump()[1]))
-    assert b.updates.age == 2  # what it has done is worth less now, but it counts
-    assert b.updates.effort.steps == 4
+    assert b.updates.contribution.age == 2  # what it has done is worth less now, but it counts
+    assert b.updates.contribution.effort.steps == 4
     (_, of_b), _ = make_round(2, a, b)
     assert of_b.contributed
     assert of_b.staleness == 2
@@ -376,13 +359,13 @@ def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
     assert weights[1] == 0
     told = list(land([a, b, c], weights, mean))
     assert told[1] is None
-    assert b.updates.standing is VersionRelation.BEHIND
+    assert b.updates.standing is Relation.BEHIND
     assert b.updates.lacks_updates
     # Others may be asked before they have made the update of this round.
-    assert b.updates.make_up(a.updates.kept.since(0)[:1]) == 2
-    assert b.updates.standing is VersionRelation.GOOD
+    assert b.updates.make_up(a.updates.journal.since(0)[:1]) == 2
+    assert b.updates.standing is Relation.WITH
     assert torch.equal(a.outer, b.outer)
-    assert a.updates.chain.newest == b.updates.chain.newest
+    assert a.updates.journal.newest == b.updates.journal.newest
 
 
 @pytest.mark.parametrize("codec", [None, Blockwise4BitQuantization()], ids=["all", "4 bits"])
@@ -393,25 +376,25 @@ def test_a_message_that_has_counted_does_not_count_again_although_its_round_has_
         peer.train()
     weights, mean = begin(0, [a, b])
     next(land([a, b], weights, mean))
-    sent, left = b.model, None if codec is None else b.updates.flight.outgoing.left.clone()
+    sent, left = b.model, None if codec is None else b.updates.flight.message.encoded.left.clone()
     b.updates.give_up()
     b.train(1)
     before = b.model
-    kept = a.updates.kept.since(0)
+    kept = a.updates.journal.since(0)
     described = answer({0: kept})
     found, _ = parse_answer(described.metadata, described.tensors, 1)
     assert b.updates.make_up(found[0]) == 1
     assert torch.equal(a.outer, b.outer)
-    assert b.updates.effort.steps == 1
-    assert b.updates.age == 0
+    assert b.updates.contribution.effort.steps == 1
+    assert b.updates.contribution.age == 0
     torch.testing.assert_close(b.model, a.outer + before - sent)
     if codec is not None:
-        assert torch.equal(b.updates.compressor.error, left)
+        assert torch.equal(b.updates.contribution.compressor.error, left)
     b.train(1)
     a.train()
     alone(1, a)
-    assert b.updates.make_up(a.updates.kept.since(1)) == 1  # this one has nothing of it
-    assert (b.updates.effort.steps, b.updates.age) == (2, 1)
+    assert b.updates.make_up(a.updates.journal.since(1)) == 1  # this one has nothing of it
+    assert (b.updates.contribution.effort.steps, b.updates.contribution.age) == (2, 1)
 
 
 def test_a_message_that_came_too_late_for_others_counts_next_time():
@@ -422,8 +405,8 @@ def test_a_message_that_came_too_late_for_others_counts_next_time():
     next(land([a, b], weights, mean, late=[b]))
     b.updates.give_up()
     before, outer = b.model, b.outer
-    assert b.updates.make_up(a.updates.kept.since(0)) == 1
-    assert (b.updates.effort.steps, b.updates.age) == (2, 1)
+    assert b.updates.make_up(a.updates.journal.since(0)) == 1
+    assert (b.updates.contribution.effort.steps, b.updates.contribution.age) == (2, 1)
     torch.testing.assert_close(b.model, before + a.outer - outer)
 
 
@@ -435,7 +418,7 @@ def test_updates_of_another_lineage_are_left_out():
     a.train()
     alone(1, a)
     before = b.outer
-    assert b.updates.make_up(a.updates.kept.since(1)) == 0
+    assert b.updates.make_up(a.updates.journal.since(1)) == 0
     assert torch.equal(b.outer, before)
 
 
@@ -443,9 +426,9 @@ def test_who_has_done_nothing_yet_goes_on_from_the_outer_parameters():
     a, b = Peer(A), Peer(B)
     a.train()
     alone(0, a)
-    b.updates.make_up(a.updates.kept.since(0))
+    b.updates.make_up(a.updates.journal.since(0))
     assert torch.equal(b.model, a.outer)
-    assert b.updates.age == 0
+    assert b.updates.contribution.age == 0
 
 
 # --- between real peers -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from shoal.compression import (
     TopKCompression,
     Uniform8BitQuantization,
 )
-from shoal.optim.diloco.compressor import Compressor, Contribution, default_feedback
+from shoal.optim.diloco.contribution import Compressor, Contribution, default_feedback
 from shoal.optim.diloco.outer_state import OuterState
 from tests.code_paths import check_same_on_both
 from tests.compression.codecs import name_of

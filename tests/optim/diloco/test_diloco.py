@@ -18,7 +18,7 @@ from shoal.compression import (
 )
 from shoal.compression.base import bytes_of
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.version_history import hash_of
+from shoal.optim.history.journal import hash_of
 from tests.drills import mostly_drills
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.diloco.quadratic import A, B, near

@@ -14,16 +14,13 @@ from shoal.averaging.message_means import mean_of_messages
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.compressor import Compressor
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.in_flight import VersionRelation
-from shoal.optim.diloco.merge_policy import MergePolicy
-from shoal.optim.diloco.outer_optimizer import default_outer_optimizer
-from shoal.optim.diloco.outer_state import OuterState
-from shoal.optim.diloco.update_log import answer, parse_answer
-from shoal.optim.diloco.version_history import MOST
-from shoal.optim.diloco.weights import Effort, usual_staleness
+from shoal.optim.diloco.contribution import Compressor, Contribution, Effort, usual_staleness
+from shoal.optim.diloco.fragment_updates import FragmentUpdates, UpdateRules
+from shoal.optim.diloco.fragments import Fragment, MergePolicy
+from shoal.optim.diloco.messages import answer, parse_answer
+from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.history.journal import MOST
+from shoal.optim.history.window import Relation
 from shoal.peers.identity import Identity
 from tests.optim.diloco.quadratic import A, B, near, train
 
@@ -35,7 +32,7 @@ class Peer:
         self, target, start=(0.0, 0.0), factory=None, mixing=0.0, average="pseudo_gradients", delay=0, codec=None
     ):
         self.id = Identity.generate().peer_id
-        self.target, self.delay = target, delay
+        self.target = target
         self.parameter = torch.nn.Parameter(torch.tensor(start))
         fragment = Fragment.of([self.parameter])
         state = OuterState(fragment.read(), factory or default_outer_optimizer(average))
@@ -45,14 +42,10 @@ class Peer:
             0,
             fragment,
             state,
-            MergePolicy(mixing),
-            average,
-            usual_staleness,
-            4,
+            UpdateRules(MergePolicy(mixing), average, "batch", usual_staleness, 4, 2, delay),
             lock,
-            compressor,
-            check_every=2,
-            own=self.id.to_bytes(),
+            Contribution(compressor),
+            self.id.to_bytes(),
         )
         self.group_id = b""
         self.vector = fragment.new_vector()
@@ -76,7 +69,7 @@ def begin(slot, peers, expected=None):
     statements, weights, group_id = [], [], os.urandom(20)
     for peer in peers:
         peer.group_id = group_id
-        flight = peer.updates.begin(slot, peer.vector, peer.delay, "batch")
+        flight = peer.updates.begin(slot, peer.vector)
         weights.append(flight.weight)
         statements.append(peer.updates.statement(expected or len(peers)))
     for index, peer in enumerate(peers):
@@ -104,7 +97,7 @@ def make_round(slot, *peers, **how):
 
 
 def alone(slot, peer):
-    peer.updates.begin(slot, peer.vector, peer.delay, "batch")
+    peer.updates.begin(slot, peer.vector)
     return peer.updates.land(peer.vector, None, peer.id)
 
 
@@ -118,7 +111,7 @@ def test_who_has_missed_a_round_makes_it_up_in_the_next_one():
     b.updates.check(metadata, tensors)
     assert b.updates.take_over(metadata, [tensor.clone() for tensor in tensors], is_new=False) == 0
     near(b.model, (3.2475, -1.5))
-    assert b.updates.age == 1
+    assert b.updates.contribution.age == 1
     a.train()
     b.train()
     (of_a, of_b), mean = make_round(1, a, b)
@@ -126,7 +119,7 @@ def test_who_has_missed_a_round_makes_it_up_in_the_next_one():
     assert (of_a.staleness, of_b.staleness) == (0, 1)
     for peer in (a, b):
         near(peer.outer, (2.39471969, -0.881673768))
-        assert peer.updates.age == 0
+        assert peer.updates.contribution.age == 0
     a.train()
     b.train()
     _, mean = make_round(2, a, b)
@@ -192,8 +185,8 @@ def test_a_late_peer_follows_and_its_work_counts_next_time():
     assert not of_b.contributed
     assert torch.equal(a.outer, b.outer)
     torch.testing.assert_close(b.model - b.outer, before)
-    assert b.updates.effort == Effort(2, 2)
-    assert (a.updates.age, b.updates.age) == (0, 1)
+    assert b.updates.contribution.effort == Effort(2, 2)
+    assert (a.updates.contribution.age, b.updates.contribution.age) == (0, 1)
 
 
 @pytest.mark.parametrize("broken", ["share", "weights", "values"])
@@ -201,7 +194,7 @@ def test_a_round_without_a_whole_result_changes_nothing(broken):
     a, b = Peer(A), Peer(B)
     a.train()
     b.train()
-    before = a.model, a.outer, a.updates.effort, a.updates.chain.links
+    before = a.model, a.outer, a.updates.contribution.effort, a.updates.journal.entries
     weights, mean = begin(0, (a, b))
     if broken == "values":
         mean[0] = float("nan")
@@ -209,7 +202,7 @@ def test_a_round_without_a_whole_result_changes_nothing(broken):
     assert next(land((a, b), weights, mean, share=0.9 if broken == "share" else 1.0)) is None
     assert torch.equal(a.model, before[0])
     assert torch.equal(a.outer, before[1])
-    assert (a.updates.effort, a.updates.chain.links) == before[2:]
+    assert (a.updates.contribution.effort, a.updates.journal.entries) == before[2:]
     assert a.updates.flight is None
     b.updates.give_up()
     make_round(1, a, b)
@@ -263,8 +256,8 @@ def test_two_results_of_one_round_are_two_lineages():
     weights, mean = begin(0, (a, b, c))
     for one, lost in ((a, c), (b, a)):
         list(land((a, b, c), weights, mean, late=(lost,), here=(one,)))
-    assert a.updates.chain.newest.version == b.updates.chain.newest.version == 1
-    assert a.updates.chain.newest.hash != b.updates.chain.newest.hash
+    assert a.updates.journal.newest.version == b.updates.journal.newest.version == 1
+    assert a.updates.journal.newest.hash != b.updates.journal.newest.hash
 
 
 def test_members_that_all_lack_updates_do_not_make_others():
@@ -274,13 +267,13 @@ def test_members_that_all_lack_updates_do_not_make_others():
     make_round(0, a, d)
     begun = begin(1, (a, b, c, d))
     list(land((a, b, c, d), *begun))
-    assert b.updates.standing is c.updates.standing is VersionRelation.BEHIND
+    assert b.updates.standing is c.updates.standing is Relation.BEHIND
     assert begin(2, (b, c))[0] == [0.0, 0.0], "a has the update that they would make anew"
     for peer in (b, c):
         peer.updates.give_up()
-        assert peer.updates.standing is VersionRelation.BEHIND
-        peer.updates.make_up(a.updates.kept.since(0))
-        assert peer.updates.standing is VersionRelation.GOOD
+        assert peer.updates.standing is Relation.BEHIND
+        peer.updates.make_up(a.updates.journal.since(0))
+        assert peer.updates.standing is Relation.WITH
         assert torch.equal(peer.outer, a.outer)
 
 
@@ -294,8 +287,8 @@ def test_who_is_ahead_of_most_is_followed_by_the_others():
     assert weights == [1.0, 0.0, 0.0]
     assert [each and each.version for each in land((a, b, c), weights, mean)] == [2, None, None]
     for peer in (b, c):
-        assert peer.updates.heard_of == a.updates.chain.newest, "it was in the round"
-        assert peer.updates.make_up(a.updates.kept.since(0)[:1]) == 2, "it has kept the result of the round"
+        assert peer.updates.heard_of == a.updates.journal.newest, "it was in the round"
+        assert peer.updates.make_up(a.updates.journal.since(0)[:1]) == 2, "it has kept the result of the round"
         assert peer.updates.heard_of is None
         assert torch.equal(peer.outer, a.outer)
 
@@ -309,9 +302,9 @@ def test_who_lacks_more_than_others_have_kept_takes_over_their_outer_parameters(
     b.train()
     before, outer = b.model, b.outer
     assert b.updates.make_up(whole=a.updates.dump()) == 4
-    assert a.updates.chain.links == b.updates.chain.links
+    assert a.updates.journal.entries == b.updates.journal.entries
     assert all(map(torch.equal, a.updates.state.dump()[1], b.updates.state.dump()[1]))
-    assert (b.updates.effort.steps, b.updates.age) == (2, 4)
+    assert (b.updates.contribution.effort.steps, b.updates.contribution.age) == (2, 4)
     torch.testing.assert_close(b.model, before + b.outer - outer)
     assert b.updates.make_up(whole=a.updates.dump()) == 0, "it has that"
     c = Peer(B)
@@ -329,12 +322,12 @@ def test_what_is_heard_of_later_does_not_hide_what_is_newer():
     earlier = b.updates.dump()
     a.train()
     alone(1, a)
-    c.updates.begin(2, c.vector, 0, "batch")
+    c.updates.begin(2, c.vector)
     of_a, of_b, of_c = (peer.updates.statement(2) for peer in (a, b, c))
     assert c.updates.judge([of_a, of_c], 1, b"first") == (False, 1.0)
     assert c.updates.judge([of_b, of_c], 1, b"second") == (False, 1.0)
     assert list(land([c], [0.0], c.vector)) == [None]
-    assert c.updates.heard_of == a.updates.chain.newest
+    assert c.updates.heard_of == a.updates.journal.newest
     assert c.updates.make_up(whole=earlier) == 1
     assert c.updates.lacks_updates
 
@@ -346,14 +339,14 @@ def test_what_an_earlier_group_of_the_same_round_has_told_is_not_forgotten():
         peer.train()
     alone(0, a)
     for peer in (b, c):
-        peer.updates.begin(1, peer.vector, 0, "batch")
+        peer.updates.begin(1, peer.vector)
     of_a, of_b, of_c = (peer.updates.statement(2) for peer in (a, b, c))
     assert b.updates.judge([of_a, of_b], 1, b"first") == (False, 1.0)
     assert b.updates.judge([of_b, of_c], 0, b"second") == (False, 1.0)
-    b.updates.make_up(a.updates.kept.since(0))  # it trains on meanwhile
+    b.updates.make_up(a.updates.journal.since(0))  # it trains on meanwhile
     assert b.updates.judge([of_b, of_c], 0, b"third") == (False, 1.0), "its statement is older than that"
     b.updates.give_up()
-    assert b.updates.chain.links == a.updates.chain.links
+    assert b.updates.journal.entries == a.updates.journal.entries
 
 
 def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update():
@@ -361,10 +354,10 @@ def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update(
     a.train(1)
     b.train(1, samples=MOST)
     make_round(0, a, b)
-    metadata, tensors, *_ = answer({0: a.updates.kept.since(0)})
+    metadata, tensors, *_ = answer({0: a.updates.journal.since(0)})
     found, _ = parse_answer(MSGPackSerializer.loads(MSGPackSerializer.dumps(metadata)), tensors, 1)
     assert c.updates.make_up(found[0]) == 1
-    assert c.updates.chain.links == a.updates.chain.links
+    assert c.updates.journal.entries == a.updates.journal.entries
 
 
 def test_the_same_slot_alone_once_more_is_another_update():
@@ -374,15 +367,16 @@ def test_the_same_slot_alone_once_more_is_another_update():
     tensors = [tensor.clone() for tensor in tensors]
     a.train()
     alone(0, a)
-    first = a.updates.chain.newest, a.outer
-    a.updates.restore(metadata, tensors, Effort(), 0, is_fresh=False)
+    first = a.updates.journal.newest, a.outer
+    a.updates.restore(metadata, tensors)
+    a.updates.contribution.forget()
     with torch.no_grad():
         a.parameter.copy_(b.parameter)
     a.target = B
     a.train()
     alone(0, a)
     assert not torch.equal(a.outer, first[1])
-    assert a.updates.chain.newest.hash != first[0].hash
+    assert a.updates.journal.newest.hash != first[0].hash
 
 
 def test_who_lacks_an_update_lacks_it_until_it_has_it():
@@ -395,7 +389,7 @@ def test_who_lacks_an_update_lacks_it_until_it_has_it():
     b.updates.give_up()
     assert b.updates.make_up() == 0
     assert b.updates.lacks_updates
-    assert b.updates.make_up(a.updates.kept.since(0)) == 1
+    assert b.updates.make_up(a.updates.journal.since(0)) == 1
     assert not b.updates.lacks_updates
 
 
@@ -405,7 +399,7 @@ def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
     b.train()
     make_round(0, a)
     begin(1, (b,))
-    assert b.updates.make_up(a.updates.kept.since(0)) == 0
+    assert b.updates.make_up(a.updates.journal.since(0)) == 0
     assert b.updates.may_lack_updates, "it asks again"
     assert b.updates.state.version == 0
 
@@ -418,7 +412,7 @@ def test_a_round_that_still_looks_for_a_group_gives_way_to_what_the_others_have_
     make_round(0, a, c)
     begin(1, (b,))
     control = b.updates.flight.control = StepControl(0.0)
-    others = a.updates.kept.since(0)
+    others = a.updates.journal.since(0)
     assert b.updates.make_up([others[0]._replace(after=bytes(16))]) == 0
     assert not control.cancelled(), "that is of another lineage"
     control.began_allreduce = True
@@ -428,7 +422,7 @@ def test_a_round_that_still_looks_for_a_group_gives_way_to_what_the_others_have_
     assert control.cancelled()
     assert b.updates.flight is None
     assert not b.updates.may_lack_updates
-    assert b.updates.effort.steps > 0, "what it has done counts next time"
+    assert b.updates.contribution.effort.steps > 0, "what it has done counts next time"
     assert torch.equal(b.outer, a.outer)
 
 
@@ -443,12 +437,12 @@ def test_who_lacks_updates_does_not_count_and_knows_it():
     assert weights == [1.0, 1.0, 0.0]
     landed = [*land((a, b, c), weights, mean)]
     assert landed[2] is None
-    assert c.updates.standing is VersionRelation.BEHIND
+    assert c.updates.standing is Relation.BEHIND
     assert torch.equal(c.outer, torch.zeros(2))
-    assert c.updates.effort == Effort(4, 4)
+    assert c.updates.contribution.effort == Effort(4, 4)
     c.updates.take_over(*a.updates.dump(), is_new=False)
-    assert c.updates.standing is VersionRelation.GOOD
-    assert c.updates.age == 2
+    assert c.updates.standing is Relation.WITH
+    assert c.updates.contribution.age == 2
     assert torch.equal(c.outer, a.outer)
 
 
@@ -457,11 +451,11 @@ def test_who_trains_another_model_adopts_that_of_most():
     alone(0, c)
     weights, mean = begin(0, (a, b, c))
     assert [*land((a, b, c), weights, mean)][2] is None
-    assert c.updates.standing is VersionRelation.LOST
+    assert c.updates.standing is Relation.ELSEWHERE
     c.train()
     assert c.updates.take_over(*a.updates.dump(), is_new=False) == 1
     assert torch.equal(c.model, a.outer)
-    assert c.updates.effort == Effort()
+    assert c.updates.contribution.effort == Effort()
 
 
 def test_who_is_ahead_of_its_donor_keeps_what_it_has():
@@ -479,17 +473,17 @@ def test_who_is_ahead_of_its_donor_keeps_what_it_has():
 def test_too_old_a_contribution_does_not_count():
     a = Peer(A)
     a.train()
-    a.updates.age = 5
-    assert a.updates.begin(0, a.vector, 0, "batch").weight == 0.0
+    a.updates.contribution.age = 5
+    assert a.updates.begin(0, a.vector).weight == 0.0
 
 
 def test_a_newcomer_counts_only_if_it_was_there_for_long_enough():
     a = Peer(A)
     a.train(2)
-    assert a.updates.begin(0, a.vector, 0, "batch", least_steps=3).weight == 0.0
+    assert a.updates.begin(0, a.vector, least_steps=3).weight == 0.0
     a.updates.give_up()
     a.train(1)
-    assert a.updates.begin(0, a.vector, 0, "batch", least_steps=3).weight == 1.0
+    assert a.updates.begin(0, a.vector, least_steps=3).weight == 1.0
 
 
 def test_values_that_are_not_finite_do_not_count():
@@ -497,8 +491,8 @@ def test_values_that_are_not_finite_do_not_count():
     a.train()
     with torch.no_grad():
         a.parameter[0] = float("inf")
-    flight = a.updates.begin(0, a.vector, 0, "batch")
-    assert not flight.is_finite
+    flight = a.updates.begin(0, a.vector)
+    assert not flight.message.is_finite
     assert flight.weight == 0.0
     a.updates.give_up()
     a.updates.reset_model()
@@ -510,12 +504,12 @@ def test_with_rebase_what_is_done_meanwhile_counts_next_time():
     a.train(2)
     reference = torch.zeros(2)
     train(reference, A, 5)
-    a.updates.begin(0, a.vector, 3, "batch")
+    a.updates.begin(0, a.vector)
     a.train(3)
     assert a.updates.flight.left == 0
     a.updates.land(a.vector, None, a.id)
     torch.testing.assert_close(a.model, reference)
-    assert a.updates.effort == Effort(3, 3)
+    assert a.updates.contribution.effort == Effort(3, 3)
 
 
 # --- what messages leave out ------------------------------------------------------------------------------------------
@@ -526,7 +520,7 @@ SPARSE = TopKCompression(density=0.5)
 def begin_sparse(slot, peers):
     """All begin a round; returns their weights, and the mean of what they send in one of two values."""
     weights, _ = begin(slot, peers)
-    messages = [peer.updates.flight.outgoing.message for peer in peers]
+    messages = [peer.updates.flight.message.encoded.message for peer in peers]
     return weights, mean_of_messages(SPARSE, messages, weights, sparse_mean="members")
 
 
@@ -557,14 +551,14 @@ def test_an_old_message_with_feedback_loses_nothing():
     a.train()
     alone(1, a)
     b.train()
-    b.updates.make_up(a.updates.kept.since(1))
-    assert b.updates.age == 1
-    wanted = b.outer - b.model + b.updates.compressor.error
+    b.updates.make_up(a.updates.journal.since(1))
+    assert b.updates.contribution.age == 1
+    wanted = b.outer - b.model + b.updates.contribution.compressor.error
     weights, mean = begin(2, (a, b))
-    message = b.updates.flight.outgoing.message
+    message = b.updates.flight.message.encoded.message
     assert all(land((a, b), weights, mean))
     sent = Blockwise4BitQuantization().extract(message) / usual_staleness(1)
-    torch.testing.assert_close(sent + b.updates.compressor.error, wanted)
+    torch.testing.assert_close(sent + b.updates.contribution.compressor.error, wanted)
 
 
 def test_what_a_message_leaves_out_comes_with_the_next_one():
@@ -582,8 +576,8 @@ def test_what_a_message_leaves_out_comes_with_the_next_one():
         assert all(land((a, b), weights, mean))
         roughly(a.outer, outer)
         assert torch.equal(a.outer, b.outer)
-        roughly(a.updates.compressor.error, left_a)
-        roughly(b.updates.compressor.error, left_b)
+        roughly(a.updates.contribution.compressor.error, left_a)
+        roughly(b.updates.contribution.compressor.error, left_b)
 
 
 @pytest.mark.parametrize("how", ["failed", "late", "broken"])
@@ -594,14 +588,14 @@ def test_what_has_not_counted_leaves_nothing_out(how):
         b.train()
         if slot == 0:
             make_round(slot, a, b)
-            before = b.updates.compressor.error.clone()
+            before = b.updates.contribution.compressor.error.clone()
         elif how == "failed":
             begin(slot, (a, b))
             b.updates.give_up()
         else:
             late, share = ((b,), 1.0) if how == "late" else ((), 0.5)
             make_round(slot, a, b, late=late, share=share)
-    assert torch.equal(b.updates.compressor.error, before)
+    assert torch.equal(b.updates.contribution.compressor.error, before)
 
 
 def test_who_is_alone_leaves_nothing_out():
@@ -610,14 +604,14 @@ def test_who_is_alone_leaves_nothing_out():
     b.train()
     weights, mean = begin_sparse(0, (a, b))
     list(land((a, b), weights, mean))
-    left, outer = b.updates.compressor.error.clone() * 0.95, b.outer
+    left, outer = b.updates.contribution.compressor.error.clone() * 0.95, b.outer
     assert left.any()
     b.train()
     difference = outer - b.model
-    b.updates.begin(1, b.vector, 0, "batch")
+    b.updates.begin(1, b.vector)
     torch.testing.assert_close(b.vector, difference + left)
     b.updates.land(b.vector, None, b.id)
-    assert b.updates.compressor.error is None
+    assert b.updates.contribution.compressor.error is None
 
 
 def test_who_begins_anew_has_left_nothing_out():
@@ -627,7 +621,7 @@ def test_who_begins_anew_has_left_nothing_out():
     weights, mean = begin_sparse(0, (a, b))
     list(land((a, b), weights, mean))
     b.updates.reset_model()
-    assert b.updates.compressor.error is None
+    assert b.updates.contribution.compressor.error is None
 
 
 # --- the same updates, but other bits ---------------------------------------------------------------------------------
@@ -644,17 +638,17 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
         weights, mean = begin(slot, (a, b, c))
         list(land((a, b, c), weights, mean))
     assert weights == [1.0, 1.0, 0.0]
-    assert c.updates.standing is VersionRelation.LOST
+    assert c.updates.standing is Relation.ELSEWHERE
     assert "is not that of most others" in caplog.text
     assert c.updates.state.version == 2
-    assert c.updates.effort == Effort(2, 2)
+    assert c.updates.contribution.effort == Effort(2, 2)
     c.train()
     moved = c.model - c.outer
     assert c.updates.take_over(*a.updates.dump(), is_new=False) == 0
     assert torch.equal(c.outer, a.outer)
     torch.testing.assert_close(c.model - c.outer, moved)
-    assert c.updates.effort == Effort(4, 4)
-    assert c.updates.standing is VersionRelation.GOOD
+    assert c.updates.contribution.effort == Effort(4, 4)
+    assert c.updates.standing is Relation.WITH
 
 
 def test_bits_are_compared_every_so_many_updates():
@@ -667,6 +661,6 @@ def test_bits_are_compared_every_so_many_updates():
         make_round(slot, a, b)
     assert told == [False, False, True, False, True]
     lone = Peer(A, average="parameters")
-    lone.updates.chain.extend(b"1", 1)
-    lone.updates.chain.extend(b"2", 1)
+    for round_id in (b"1", b"2"):
+        lone.updates.journal.append(lone.updates.journal.newest.followed_by(round_id, 1))
     assert not lone.updates.statement(2).digest

@@ -10,7 +10,7 @@ import torch
 
 from shoal.compression import Blockwise4BitQuantization, Float16Compression, TopKCompression
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.extra import ExtraTensors
+from shoal.optim.diloco.fragments import ExtraTensors
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.diloco.test_diloco import Trainer, check_same, introduce, train_until_all_agree
 

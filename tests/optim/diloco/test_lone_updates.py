@@ -12,55 +12,53 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.in_flight import ANY_SLOT
+from shoal.optim.diloco.attendance import Attendance
+from shoal.optim.diloco.diloco import DiLoCo
+from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.rounds import OuterRounds
-from shoal.optim.diloco.schedule import Schedule, SlotCounter
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.history.epochs import EPOCHS_AHEAD
+from shoal.optim.diloco.slots import ANY_SLOT, Schedule, SlotCounter
+from shoal.optim.history.window import EPOCHS_AHEAD
+from shoal.optim.options import with_defaults
 from shoal.p2p import PeerID
 from tests.optim.diloco.quadratic import A
 from tests.optim.diloco.test_fragment_updates import Peer
 
-OPTIONS = {
-    "run_id": "run",
-    "auxiliary": False,
-    "average": "pseudo_gradients",
-    "averager_opts": None,
-    "fragment_sync_delay": 0,
-    "sync_every": 2,
-    "load_state_compression": None,
-    "max_staleness": 4,
-    "check_every": 10,
-    "batch_size_per_step": 1,
-    "straggler_patience": None,
-    "matchmaking_time": 1.0,
-    "averaging_timeout": 5.0,
-    "compression": None,
-    "return_compression": None,
-    "sparse_mean": "senders",
-    "error_feedback": None,
-    "fragment_update_alpha": None,
-    "weighting": "batch",
-    "staleness": None,
-}
+TIMES = {"matchmaking_time": 1.0, "averaging_timeout": 5.0}
+OPTIONS = {"run_id": "run", "sync_every": 2, "batch_size_per_step": 1, **TIMES}
+
+
+class Known(Attendance):
+    """Knows others only by the slots at which they are."""
+
+    def __init__(self, tracker, *args, **options):
+        super().__init__(tracker, *args, **options)
+        self.tracker, self.not_worth_it, self.electors = tracker, set(), set()
+
+    def note(self, flight, expected):
+        pass
+
+    def is_cut_off(self, now):
+        return False
+
+    def slots_of_companions(self, now):
+        return dict(enumerate(self.tracker.slots))
+
+    def worth_waiting_for(self, peers):
+        return peers - self.not_worth_it
+
+    def electorate(self, now, earliest):
+        return self.electors
 
 
 class Tracker:
-    """Knows others only by the slots at which they are."""
+    """Knows the slots of others."""
 
     def __init__(self, slots, dead):
         self.slots, self.own, self.dead = [slot for slot in slots if slot not in dead], 0, dead
         records = [SimpleNamespace(epoch=slot, peer_id=bytes([slot % 256])) for slot in slots]
         self.board = SimpleNamespace(companions_to_call=lambda now: records, batch_time=None)
-        self.board.note_outer_round = self.board.note_failed_round = lambda *round: None
-        self.board.set_steps = lambda steps: None
-        self.board.is_cut_off = lambda now: False
-        self.board.slots_of_companions = lambda now: dict(enumerate(self.slots))
-        self.not_worth_it = set()
-
-    def whom_to_wait_for(self, peers):
-        return peers - self.not_worth_it
+        self.board.set_target = lambda steps: None
 
     def expected_members(self, until_epoch):
         return {slot for slot in self.slots if self.own <= slot <= until_epoch}
@@ -78,18 +76,18 @@ class Tracker:
         self.own = epoch
 
 
-def rounds_with(slots, own, dead=(), client_mode=False, **options):
+def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
     peer = Peer(A)
     averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
-    settings = OuterSettings.resolve({**OPTIONS, **options})
+    settings = OuterSettings.resolve(**with_defaults(DiLoCo, {**OPTIONS, **options}))
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
     tracker.own = own
-    dht = SimpleNamespace(peer_id=peer.id)
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     lock = threading.RLock()
-    rest = inner, tracker, averager, ExtraTensors(()), lock, 1.0, logging.DEBUG
-    rounds = OuterRounds(dht, settings, counter, [peer.updates], *rest)
+    attendance = Known(tracker, settings, fragments, is_client=client_mode)
+    rest = inner, tracker, averager, ExtraTensors(()), lock, attendance
+    rounds = OuterRounds(peer.id, settings, counter, [peer.updates], *rest)
     peer.train()
     return rounds, peer
 
@@ -125,18 +123,18 @@ def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch,
     rounds, peer = rounds_with(slots, own, **options)
     before = peer.model
     now = 1000.0
-    monkeypatch.setattr("shoal.optim.diloco.rounds.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.optim.diloco.attendance.time.monotonic", lambda: now)
     rounds.end_slot()
     if slots == [own - EPOCHS_AHEAD] and rounds.settings.overlaps:
         assert rounds.counter.slot == own, "others get some time to catch up"
         now += rounds.settings.straggler_patience
         rounds.end_slot()
     rounds.end_flights()
-    assert peer.updates.chain.newest.version == int(makes_one)
+    assert peer.updates.journal.newest.version == int(makes_one)
     assert rounds.counter.slot == own + 1
     if not makes_one:
         assert torch.equal(peer.model, before)
-        assert peer.updates.effort.steps == 2  # they count in the next round
+        assert peer.updates.contribution.effort.steps == 2  # they count in the next round
 
 
 @pytest.mark.parametrize("options", [{}, {"fragment_sync_delay": None}], ids=["at once", "later"])
@@ -175,12 +173,11 @@ def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
         raise KeyboardInterrupt
 
     rounds.averager.step, rounds.averager.extra = step, None
-    rounds.tracker.electorate = lambda earliest: set()
     with pytest.raises(KeyboardInterrupt):
         rounds.end_slot()
     assert peer.updates.flight is None
-    assert peer.updates.chain.newest.version == 0
-    assert peer.updates.effort.steps == 2
+    assert peer.updates.journal.newest.version == 0
+    assert peer.updates.contribution.effort.steps == 2
 
 
 @pytest.mark.parametrize(
@@ -191,12 +188,12 @@ def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
 def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(caplog, slots, delay, is_passed_over):
     """The one that is behind gives up, and meets the others in the next slot."""
     caplog.set_level(logging.DEBUG, "shoal")
-    rounds, peer = rounds_with(slots, 5, fragment_sync_delay=delay)
-    rounds.matchmaking_time, rounds.fragments = 0.01, [peer.updates, Peer(A).updates]
+    rounds, peer = rounds_with(slots, 5, fragments=2, fragment_sync_delay=delay, matchmaking_time=0.01)
+    rounds.fragments = [peer.updates, Peer(A).updates]
     others = dict(enumerate(slots))
-    rounds.tracker.electorate = lambda earliest: set(others)
+    rounds.attendance.electors = set(others)
     rounds.tracker.still_expected = lambda last: {peer for peer in last if others[peer] <= last[peer]}
-    flight = peer.updates.begin(5, peer.vector, delay, "batch")
+    flight = peer.updates.begin(5, peer.vector)
     flight.control = StepControl(0.0)
     if not is_passed_over:  # then it has waited longer
         threading.Timer(0.1, flight.control.set_exception, [AllreduceException("nobody came")]).start()
@@ -207,13 +204,12 @@ def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(ca
 
 
 def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
-    rounds, _ = rounds_with([4, 5, 6], 5, fragment_sync_delay=None)
-    rounds.fragments = [*rounds.fragments, None]
+    rounds, _ = rounds_with([4, 5, 6], 5, fragments=2, fragment_sync_delay=None)
     rounds.tracker.board.companions_to_call = lambda now: [SimpleNamespace(epoch=4, peer_id=bytes([4]))]
     behind = PeerID(bytes([4]))
-    assert rounds.whom_to_expect() == {5, 6, behind}
-    rounds.tracker.not_worth_it = {behind}
-    assert rounds.whom_to_expect() == {5, 6}
+    assert rounds.attendance.expected(5) == {5, 6, behind}
+    rounds.attendance.not_worth_it = {behind}
+    assert rounds.attendance.expected(5) == {5, 6}
 
 
 @pytest.mark.parametrize(
@@ -221,9 +217,9 @@ def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
 )
 def test_to_whose_round_nobody_has_come_makes_an_update_only_if_nobody_is_there(slots, makes_one):
     rounds, peer = rounds_with(slots, 5)
-    flight = peer.updates.begin(5, peer.vector, 0, "batch")
+    flight = peer.updates.begin(5, peer.vector)
     flight.control = StepControl(0.0)
     flight.control.set_exception(AllreduceException("nobody came"))
     rounds.end_flights()
-    assert peer.updates.chain.newest.version == int(makes_one)
+    assert peer.updates.journal.newest.version == int(makes_one)
     assert peer.updates.flight is None

@@ -25,7 +25,7 @@ def test_every_option_is_explained():
 def test_all_lines_are_logged_and_all_warnings_explained():
     explained = re.findall(r"^\| `([^`]+)` \|", section("What the log lines mean"), re.MULTILINE)
     assert len(explained) > 12
-    files = (ROOT / "src" / "shoal" / "optim" / "outer").glob("*.py")
+    files = (ROOT / "src" / "shoal" / "optim" / "diloco").glob("*.py")
     source = re.sub(r"\"\s+f?\"", "", "".join(path.read_text(encoding="utf-8") for path in files))
     for line in explained:
         parts = [re.escape(part) for part in re.split("…", line) if part.strip()]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.diloco.fragments import Fragment, Fragments
-from shoal.optim.diloco.merge_policy import MergePolicy, shift
-from shoal.optim.diloco.outer_optimizer import default_outer_optimizer
-from shoal.optim.diloco.outer_state import OuterState
-from shoal.optim.diloco.schedule import Schedule
+from shoal.optim.diloco.fragments import Fragment, Fragments, MergePolicy, shift
+from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.diloco.slots import Schedule
 from tests.optim.diloco.quadratic import A, B, near, train
 
 HALF = [

@@ -12,7 +12,7 @@ from shoal.averaging import RoundResult, StepControl
 from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, NoCompression
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.schedule import Schedule
+from shoal.optim.diloco.slots import Schedule
 from tests.drills import mostly_drills
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.diloco.quadratic import A, B
@@ -121,9 +121,9 @@ def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, cl
 
 
 def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
-    peer = Peer(A)
+    peer = Peer(A, delay=2)
     peer.train()
-    flight = peer.updates.begin(0, peer.vector, 2, "batch")
+    flight = peer.updates.begin(0, peer.vector)
     flight.control = StepControl(0.0)  # it never ends
     before = peer.model, peer.outer, peer.vector.clone()
     args = Position(1, 0, 0, 2), "pseudo_gradients", Schedule(sync_every=2), [peer.updates], [peer.vector]
@@ -134,13 +134,13 @@ def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
     parsed = OuterCheckpoint.parse(saved, "pseudo_gradients", Schedule(sync_every=2), [other.updates])
     parsed.fragments[0].put_in_place(other.updates, other.vector)
     assert other.updates.flight is None  # what it was about to send is sent next time
-    assert other.updates.effort == peer.updates.effort
+    assert other.updates.contribution.effort == peer.updates.contribution.effort
 
 
 def test_a_result_that_the_model_does_not_have_yet_is_kept():
-    peer, other = Peer(A), Peer(A)
+    peer, other = Peer(A, delay=2), Peer(A, delay=2)
     peer.train()
-    peer.updates.begin(0, peer.vector, 2, "batch")
+    peer.updates.begin(0, peer.vector)
     peer.train(1)
     args = "pseudo_gradients", Schedule(sync_every=3)
     saved = OuterCheckpoint.dump(Position(1, 1, 1, 3), *args, [peer.updates], [peer.vector])
@@ -153,7 +153,7 @@ def test_a_result_that_the_model_does_not_have_yet_is_kept():
         each.updates.land(each.vector, each.updates.flight.result, peer.id)
     assert torch.equal(peer.model, other.model)
     assert torch.equal(peer.outer, other.outer)
-    assert peer.updates.chain.links == other.updates.chain.links
+    assert peer.updates.journal.entries == other.updates.journal.entries
 
 
 def test_the_result_of_a_round_with_others_is_kept_and_the_peer_may_have_another_id_by_now():
@@ -180,8 +180,8 @@ def test_the_result_of_a_round_with_others_is_kept_and_the_peer_may_have_another
     assert peer.id != again.id
     assert torch.equal(peer.model, again.model)
     assert torch.equal(peer.outer, again.outer)
-    assert peer.updates.chain.links == again.updates.chain.links
-    assert peer.updates.effort == again.updates.effort
+    assert peer.updates.journal.entries == again.updates.journal.entries
+    assert peer.updates.contribution.effort == again.updates.contribution.effort
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_model_or_of_none(make_dhts, closing):
         peer.opt.load_state_dict(whole)
     whole = peer.opt.state_dict()
     del whole["shoal"]["outer"]["fragments"][0]["chain"]
-    with pytest.raises(ValueError, match="no list of 1 to 64 links"):
+    with pytest.raises(ValueError, match="no list of 1 to 64 versions"):
         peer.opt.load_state_dict(whole)
     with pytest.raises(ValueError, match="no state of an optimizer"):
         peer.opt.load_state_dict({})

@@ -11,7 +11,7 @@ from tests.drills import mostly_drills
 from tests.optim.diloco import ranks
 from tests.processes import run_in_group
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups"), pytest.mark.timeout(300)]
 
 
 @on_cpu_only  # gloo takes no tensors of a device that it does not know

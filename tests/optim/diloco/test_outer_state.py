@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.outer_optimizer import SteadySGD, default_outer_optimizer, make_outer_optimizer
-from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.outer_state import OuterState, SteadySGD, default_outer_optimizer, make_outer_optimizer
 from tests.optim.diloco.quadratic import A, B, near, train
 
 PLAIN = partial(torch.optim.SGD, lr=1.0)

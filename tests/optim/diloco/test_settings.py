@@ -91,7 +91,7 @@ def test_what_suits_a_codec(make_dhts, closing, options, feedback, rates):
     (dht,) = make_dhts(1)
     inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
     opt = closing(DiLoCo(dht=dht, run_id="run", optimizer=inner, sync_every=4, **options))
-    compressor = opt.settings.compressor(5)
+    compressor = opt.options.compressor(5)
     assert (None if compressor is None else compressor.feedback) == feedback
     (group,) = opt.outer_optimizers[0].param_groups
     assert (group["lr"], group["momentum"], group["nesterov"]) == rates

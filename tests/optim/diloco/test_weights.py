@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.diloco.outer_optimizer import default_outer_optimizer
-from shoal.optim.diloco.outer_state import OuterState
-from shoal.optim.diloco.weights import Effort, check_weighting, discount, usual_staleness
+from shoal.optim.diloco.contribution import Effort, check_weighting, discount, usual_staleness
+from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
 from tests.optim.diloco.quadratic import A, B, near, train
 
 

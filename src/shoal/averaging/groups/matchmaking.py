@@ -1,18 +1,23 @@
 """Matchmaking: finding a group for the next round.
 
 Each peer that looks for a group declares in the DHT the time at which it promises to start. Peers are ordered by
-(promised time, peer id), and the smallest one leads. Each peer asks the smallest one that it knows to lead it. A peer
-only ever follows a smaller one, so no ring of peers that wait for each other can form. Therefore a peer can answer
-others while it waits itself:
+(promised time, peer id), and the smallest one leads. Each peer asks the smallest one that it knows to lead it, and
+answers others while it waits itself:
 
 - While it asks a leader, it accepts followers. Once it is accepted, it sends them on to its leader.
 - While it follows, it tells peers that ask it where its leader is.
 
 A leader starts when the group is complete (it has the target size, or as many members as any of them expects), or at
 its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. If
-one has not returned by then, it is a member nevertheless, and learns of the group when it returns. Records spread with
-a delay. So a peer that sees others but no smaller one also invites them, and two peers meet even if only one of them
-sees the other (see :mod:`shoal.averaging.groups.leading`).
+one has not returned by then, it is a member nevertheless, and learns of the group when it returns.
+
+Records spread with a delay. So a peer that sees others but no smaller one also invites them: it calls those that may
+follow it, and they join on that very call. Two peers meet if only one of them sees the other, and if only one of them
+can connect to the other. A peer that declines names the leader that it follows instead, so groups that form at the same
+time find each other.
+
+What to do is decided by :class:`~.search.GroupSearch`, which knows nothing of networks and clocks. Here its actions are
+performed, and what comes of them is told to it.
 """
 
 from __future__ import annotations
@@ -21,30 +26,51 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Follower, GroupSearch, MatchmakingSettings, Trust
-from shoal.averaging.groups.former_members import FormerMembers
+from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.group import bytes_of_member, describe_group, injustice_of, learn, read_group, record_of
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.leading import (
-    Invitations,
-    Refusals,
-    StartedGroup,
-    describe_group,
-    follower_of,
-    injustice_of,
-    is_full,
-    learn,
-    note_lead,
-    read_group,
-    receive_answer,
-    record_of,
-    take_back_lost,
+from shoal.averaging.groups.memory import FormerMembers, Refusals
+from shoal.averaging.groups.search import (
+    Accepts,
+    Action,
+    Adopt,
+    Answers,
+    Ask,
+    Breaks,
+    Declare,
+    Ends,
+    Event,
+    Expects,
+    Fails,
+    Failure,
+    Follower,
+    GroupSearch,
+    InvitationEnds,
+    InvitationFails,
+    Invite,
+    Joins,
+    Judge,
+    Misleads,
+    OfferEnds,
+    Offers,
+    Release,
+    Remembered,
+    Reply,
+    Seen,
+    Sent,
+    Start,
+    StopAsking,
+    Tell,
+    Terms,
+    Tick,
+    Waste,
 )
-from shoal.averaging.groups.settings import difference_of
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
@@ -57,51 +83,581 @@ from shoal.averaging.messages import (
 )
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, counted, one_line, quoted
-from shoal.base.tasks import cancel_and_wait, first_completed
+from shoal.base.tasks import TaskSet, cancel_and_wait, first_completed
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
-from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
+from shoal.errors import (
+    AllreduceException,
+    InterruptedDialError,
+    P2PHandlerError,
+    ProtocolError,
+    ShoalError,
+    StreamClosedError,
+)
+from shoal.net.transport import MOST
 from shoal.p2p import P2P, Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at the table. The pauses grow: most peers begin at the same time, so early looks find most.
-FIRST_LOOKUP_PAUSE = 0.1
-MAX_LOOKUP_PAUSE = 1.0
-# When this peer gives up, it waits so long for its goodbye to reach the leader and for the leader's last answer.
+FIRST_LOOKUP_PAUSE, MAX_LOOKUP_PAUSE = 0.1, 1.0
+# When this peer gives up, it waits this long for its goodbye to reach the leader and for the last answer: a few
+# round trips of a slow line.
 GOODBYE_SECONDS = 1.0
+# A member of the group has as long to end the call of an invitation that is not needed any more.
+MEMBER_PATIENCE = 1.0
 # The most lookups at the same time. With several, a lookup that waits for slow nodes does not hold up the next one.
 MAX_LOOKUPS = 3
+# A machine whose step is over its deadline asks the clock again after this many seconds.
+SHORTEST_PAUSE = 0.001
+
+GetStub = Callable[[PeerID], StubBase]
+
+
+@dataclass(frozen=True)
+class StartedGroup:
+    """A group that this peer has started, and the requests of its followers."""
+
+    start: GroupStart
+    requests: dict[PeerID, JoinRequest]
+
+    def is_for(self, peer: PeerID, request: JoinRequest) -> bool:
+        """Whether a peer was in it with this request, and does not begin another search."""
+        known = self.requests.get(peer)
+        return known is not None and (known.expiration, known.search) == (request.expiration, request.search)
+
+
+@dataclass
+class HeldOffer:
+    """The call of a peer that offers to lead this one. It is held until this peer has decided."""
+
+    call: Call
+    outcome: asyncio.Future[tuple[PeerID, float] | None]
+    """The leader that this peer follows instead, and when that one starts; ``None``: nothing more to say."""
+    is_used: bool = False
+
+    def close(self, better: tuple[PeerID, float] | None) -> None:
+        """Release the call, with the leader to name instead."""
+        if not self.outcome.done():
+            self.outcome.set_result(better)
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[Call]:
+        """Use the call to ask to be led. Leaving the block before both sides have ended cuts the connection."""
+        self.is_used = True
+        try:
+            yield self.call
+        finally:
+            if not self.call.clean:
+                self.call.connection.abort()
+            self.close(None)
+
+
+class Opinion:
+    """What this peer thinks of others: the :class:`~.search.Policy` of its searches."""
+
+    def __init__(self, trust: Trust, p2p: P2P) -> None:
+        self._trust, self._scores = trust, p2p.behaviour
+
+    def may_lead(self, peer: PeerID) -> bool:
+        return self._scores.may_lead(peer)
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        return self._trust.has_time_for is None or self._trust.has_time_for(peer)
+
+    def is_proven(self, peer: PeerID) -> bool:
+        return self._trust.is_proven is None or self._trust.is_proven(peer)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all searches of one averager work with."""
+
+    p2p: P2P
+    keys: GroupKeyManager
+    get_stub: GetStub
+    """Makes a stub of the averager protocol."""
+    trust: Trust
+    refusals: Refusals
+    members: FormerMembers
+    background: TaskSet
+    """Withdrawals and invitations, which may outlive a search."""
+    warn_seldom: Seldom
+
+
+class OpenCalls:
+    """The calls of one search that are not over."""
+
+    def __init__(self) -> None:
+        self.asking: asyncio.Task[None] | None = None
+        """Asks the present candidate."""
+        self.asked: Call | None = None
+        """The latest call on which this peer has asked a candidate."""
+        self.followers: dict[PeerID, asyncio.Queue[JoinReply | Exception]] = {}
+        """By peer that has joined: the answers that its call has to send, or what broke it."""
+        self.offers: dict[PeerID, HeldOffer] = {}
+        self.invitations: dict[PeerID, asyncio.Task[None]] = {}
+
+
+class SearchShell:
+    """Performs the actions of one search, and tells it what comes of them.
+
+    Args:
+        search: decides.
+        around: what all searches of this averager work with.
+        control: the step that wants a group.
+        number: of this peer's searches, in order.
+    """
+
+    def __init__(self, search: GroupSearch, around: Surroundings, control: StepControl, number: int) -> None:
+        self.search, self._around, self.control, self.number = search, around, control, number
+        self.group: asyncio.Future[GroupInfo] = asyncio.get_running_loop().create_future()
+        """Done when there is a group, or when the search broke."""
+        self.started: StartedGroup | None = None
+        self.left: list[bytes] = []
+        """The ids of groups that count this peer as a member, although it does not take part."""
+        self.declared = asyncio.Event()
+        """The table shows this peer."""
+        self.declared_until = -math.inf
+        """The latest promised time of this peer that the table shows to others."""
+        self._redeclare = asyncio.Event()
+        self._tasks, self._calls = TaskSet(), OpenCalls()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- events and actions -------------------------------------------------------------------------------------------
+
+    def on(self, event: Event) -> None:
+        """Tell the search what has happened, and perform what follows."""
+        self.search.terms, now = Terms.of(self.control), get_dht_time()
+        for action in self.search.on(event, now):
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, moment = None, self.search.next_moment(now)
+        if moment is not None:
+            pause = max(SHORTEST_PAUSE, moment - now)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.on(Tick())
+        except Exception as e:
+            self._break(e)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Ask(peer, on_offer):
+                offer = self._calls.offers.get(peer) if on_offer else None
+                self._calls.asking = self._start(self._ask(peer, offer))
+            case StopAsking():
+                if self._calls.asking is not None:
+                    self._calls.asking.cancel()
+            case Tell(expected):
+                self._start(self._tell(self._calls.asked, expected))
+            case Invite(peer):
+                self._calls.invitations[peer] = self._around.background.start(self._invite(peer))
+            case Release(peer, leader, promised):
+                if (offer := self._calls.offers.get(peer)) is not None:
+                    offer.close(None if leader is None else (leader, promised))
+            case Reply(peer):
+                self._calls.followers[peer].put_nowait(self._message_of(action))
+            case Declare():
+                self._redeclare.set()
+            case Judge(leader, seconds, started):
+                self._around.p2p.behaviour.note_lead(leader, seconds, started=started)
+            case Waste(leader, seconds):
+                if self._around.trust.note_waste is not None:
+                    self._around.trust.note_waste(leader, seconds)
+            case Start(followers):
+                self.start_group(followers)
+            case Adopt(group):
+                self._adopt(group)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.start(work)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        """A task that should never fail has ended. If it has failed, the search is broken."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self.group.done():
+            self.group.set_exception(error)
+
+    # --- the life of a search -----------------------------------------------------------------------------------------
+
+    async def run(self) -> GroupInfo:
+        """Search until there is a group."""
+        self._start(self._discover())
+        self._start(self._watch_terms())
+        if self.search.settings.leads:
+            self._start(self._declare())
+        try:
+            self.on(Seen(self._around.members.take_invitations(self.search.key, get_dht_time())))
+            return await self.group
+        finally:
+            self._end()
+            await self._tasks.cancel()
+
+    def _end(self) -> None:
+        """Answer all that wait. Nobody may join from now on.
+
+        Members of the group have ended their searches, too, and end the calls of invitations themselves. They get a
+        moment for that: cutting a call cuts its connection, and the round would need a new one.
+        """
+        self.on(Ends())
+        has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
+        members = self.group.result().peer_ids if has_group else ()
+        for peer, task in self._calls.invitations.items():
+            if peer in members:
+                asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
+            else:
+                task.cancel()
+
+    async def _watch_terms(self) -> None:
+        while True:
+            await self.control.changed.wait()
+            self.control.changed.clear()
+            self.on(Tick())
+
+    async def _declare(self) -> None:
+        while True:
+            self.declared_until = max(self.declared_until, self.search.promise)
+            await self._around.keys.declare_averager(self.search.key, self._around.p2p.peer_id, self.declared_until)
+            self.declared.set()
+            await self._redeclare.wait()
+            self._redeclare.clear()
+
+    async def _discover(self) -> None:
+        """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
+        lookups: dict[asyncio.Task[None], None] = {}
+        search, pause = self.search, 0.0
+        has_declared = not search.settings.leads
+        try:
+            while True:
+                if has_declared:
+                    await asyncio.sleep(
+                        pause * (0.75 + 0.5 * self._around.p2p.rng.random())
+                    )  # peers must not look in step
+                else:
+                    # A peer declares itself before it looks. So of two peers at least one sees the other.
+                    await first_completed(self.declared.wait(), timeout=max(pause, FIRST_LOOKUP_PAUSE))
+                    has_declared = self.declared.is_set()
+                is_free = search.asking is None or not search.asking.follows
+                if is_free and len(lookups) < MAX_LOOKUPS:
+                    lookup = asyncio.ensure_future(self._look(quickly=pause < MAX_LOOKUP_PAUSE))
+                    lookups[lookup] = None
+                    await asyncio.wait([lookup], timeout=MAX_LOOKUP_PAUSE)
+                for done in [lookup for lookup in lookups if lookup.done()]:
+                    del lookups[done]
+                    done.result()
+                now = get_dht_time()
+                if not self._around.keys.group_bits:
+                    recent = self._around.members.recent(now)
+                    self.on(Remembered(self._around.p2p.rng.sample(recent, len(recent))))
+                pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), search.longest_pause(MAX_LOOKUP_PAUSE, now))
+        finally:
+            await cancel_and_wait(*lookups)
+
+    async def _look(self, quickly: bool) -> None:
+        search, key = self.search, self.search.key
+        gone: list[tuple[PeerID, float]] = []
+        found = await self._around.keys.get_averagers(key, True, quickly or search.sees_group(get_dht_time()), gone)
+        self.on(Seen(found, gone))
+        other = key if quickly else await self._around.keys.find_more(key, len(found))
+        if other != key and search.may_move(other):
+            search.key = other
+            self._redeclare.set()
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def _request(self) -> JoinRequest:
+        control, own = self.control, self.search.settings
+        return JoinRequest(
+            group_key=self.search.key,
+            settings=own.agreed,
+            expiration=self.search.promise if own.leads else min(control.deadline, MOST),
+            mode=int(own.mode),
+            gathered=control.data_for_gather,
+            bandwidth=own.bandwidth,
+            reach=int(own.reach),
+            relay_rate=own.relay_rate,
+            expected_group_size=control.expected_group_size,
+            search=self.number,
+        )
+
+    async def _ask(self, leader: PeerID, offer: HeldOffer | None) -> None:
+        """Ask a peer to lead this one, on the call on which it has offered to, if it has."""
+        asking, reply = self.search.asking, None
+        assert asking is not None
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self.search.settings.request_timeout):
+                    way = self._around.get_stub(leader).rpc_join_group() if offer is None else offer.taken()
+                    call = await stack.enter_async_context(way)
+                    request = self._request()
+                    await call.send(request if offer is None else InvitationReply(request=request))
+                    self._calls.asked = call
+                    self.on(Sent(leader, request.expected_group_size))
+                    reply = await receive_answer(call)
+                if reply.code == Code.ACCEPTED:
+                    self.on(Accepts(leader, reply.expiration))
+                    assert asking.starts_by is not None
+                    reply = await self._wait_for_start(call, asking.starts_by)
+                # If the leader has left already, its answer still holds.
+                with suppress(StreamClosedError):
+                    await call.send_end()
+        except asyncio.CancelledError:
+            if reply is not None and reply.group is not None:
+                self.left.append(reply.group.group_id)
+            raise
+        except (P2PHandlerError, ProtocolError) as e:
+            logger.debug("asked %s to lead: %r", leader, e)
+            self.on(Fails(leader, Failure.NONSENSE))
+        except CALL_FAILURES as e:
+            logger.debug("asked %s to lead: %r", leader, e)
+            if not asking.is_guess:
+                self._note_uncalled(leader, e, asking.promised)
+            self.on(Fails(leader, _failure_of(e)))
+        else:
+            self._take_answer(leader, reply, asking.accepted_at)
+
+    async def _wait_for_start(self, call: Call, starts_by: float) -> JoinReply:
+        """Wait for the leader's last answer. If this peer gives up meanwhile, it tells the leader."""
+        # Cancelling a reader closes its connection, and then no goodbye could be sent on it. So a task reads.
+        last_word = asyncio.ensure_future(receive_answer(call))
+        try:
+            patience = max(0.0, starts_by - get_dht_time()) + self.search.settings.request_timeout
+            async with asyncio.timeout(patience):
+                return await asyncio.shield(last_word)
+        except asyncio.CancelledError:
+            with suppress(*CALL_FAILURES):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await call.send(Expectation(leaves=True), end=True)
+                    await asyncio.wait([last_word])
+                    # If the group has started at this very moment, its members must not wait for this peer.
+                    if (group := last_word.result().group) is not None:
+                        self.left.append(group.group_id)
+            raise
+        finally:
+            # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
+            if not last_word.done():
+                await cancel_and_wait(last_word)
+
+    @staticmethod
+    async def _tell(call: Call | None, expected: int | None) -> None:
+        """Tell the leader how many members this peer expects."""
+        # If the call is broken, the task that waits for the leader's answer notices it.
+        with suppress(StreamClosedError):
+            if call is not None:
+                await call.send(Expectation(expected_group_size=expected))
+
+    def _take_answer(self, leader: PeerID, reply: JoinReply, accepted_at: float) -> None:
+        words, group, named = one_line(reply.text), None, None
+        try:
+            if reply.code == Code.GROUP_STARTS and reply.group is not None:
+                if (reason := injustice_of(leader, reply.group, self._around.trust)) is not None:
+                    self._around.p2p.metrics.members_untrue += 1
+                    if accepted_at < math.inf:
+                        self._around.p2p.behaviour.note_injustice(leader, get_dht_time() - accepted_at)
+                    self.left.append(reply.group.group_id)
+                    raise ProtocolError(reason)
+                group = read_group(self._around.p2p, reply.group, self.search.settings.total_size, leader)
+            elif reply.better_leader is not None:
+                named = learn(self._around.p2p, reply.better_leader)
+        except ProtocolError as e:
+            self._around.warn_seldom(
+                "peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader
+            )
+            self.on(Misleads(leader) if reply.group is not None else Fails(leader, Failure.NONSENSE))
+            return
+        if reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
+            self._around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
+        logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
+        self.on(Answers(leader, reply.code, words, group, named, reply.expiration))
+
+    def _note_uncalled(self, peer: PeerID, error: Exception, promised: float) -> None:
+        company = self.search.key.partition(".")[0]
+        self._around.p2p.note_uncalled(peer, error, company=company, sign_of_life=promised)
+
+    # --- offers of others ---------------------------------------------------------------------------------------------
+
+    async def hold_offer(self, call: Call, invitation: Invitation) -> None:
+        """Hold the call of a peer that offers to lead, until this peer joins on it or follows another leader."""
+        peer, offers = call.remote, self._calls.offers
+        if (previous := offers.get(peer)) is not None:
+            if previous.is_used:
+                return
+            previous.close(None)
+        offer = offers[peer] = HeldOffer(call, asyncio.get_running_loop().create_future())
+        try:
+            self.on(Offers(peer, invitation.expiration))
+            better = await offer.outcome
+            if better is not None:
+                leader, expiration = better
+                reply = InvitationReply(better_leader=record_of(self._around.p2p, leader), expiration=expiration)
+                await call.send(reply, end=True)
+        finally:
+            if offers.get(peer) is offer:
+                del offers[peer]
+                self.on(OfferEnds(peer))
+
+    # --- leading ------------------------------------------------------------------------------------------------------
+
+    async def _invite(self, peer: PeerID) -> None:
+        """Invite a peer, and let it join on the same call."""
+        search = self.search
+        try:
+            async with self._around.get_stub(peer).rpc_invite() as call:
+                await call.send(Invitation(group_key=search.key, expiration=search.promise), end=False)
+                reply = await call.receive(InvitationReply)
+                named = reply.better_leader if reply is not None else None
+                leader = None if named is None else learn(self._around.p2p, named)
+                self.on(InvitationEnds(peer, leader, 0.0 if reply is None else reply.expiration))
+                if reply is not None and reply.request is not None:
+                    await self._let_in(call, reply.request)
+                else:
+                    await call.send_end()
+        except CALL_FAILURES as e:
+            logger.debug("could not invite %s: %r", peer, e)
+            if (promised := search.looking().get(peer)) is not None:
+                self._note_uncalled(peer, e, promised)
+            self.on(InvitationFails(peer))
+
+    async def _let_in(self, call: Call, request: JoinRequest) -> None:
+        """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""
+        me = asyncio.current_task()
+        assert me is not None
+        # A served call ends its handler when the connection closes. This call is our own, so that is done here.
+        call.connection.stream.on_closed(me.cancel)
+        try:
+            await self.answer_join(call, request, call.remote)
+            await call.drain()
+        finally:
+            call.connection.stream.on_closed(None)
+
+    async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
+        """Answer a peer that asks this one to lead it, and tell it the outcome later."""
+        # A follower whose connection broke asks again: the group has started, but the news did not reach it.
+        if self.started is not None and self.started.is_for(remote, request):
+            await call.send(JoinReply(code=Code.GROUP_STARTS, group=self.started.start), end=True)
+            return
+        nbytes = bytes_of_member(self._around.p2p, remote, request)
+        refusal = self._refusal_of(remote, request, nbytes)
+        if refusal is None and request.mode != AveragingMode.AUX and self._around.trust.admits is not None:
+            admitted = await self._around.trust.admits(remote)
+            refusal = self._refusal_of(remote, request, nbytes)  # the search may have ended meanwhile
+            refusal = refusal if admitted else Reply(remote, Code.OTHER_MODEL)
+        if refusal is not None:
+            await call.send(self._message_of(refusal), end=True)
+            return
+        answers = self._calls.followers[remote] = asyncio.Queue()
+        news = asyncio.ensure_future(self._hear(call, remote, answers))
+        try:
+            self.on(Joins(remote, request, nbytes))
+            is_last = False
+            while not is_last:
+                answer = await answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                is_last = answer.code != Code.ACCEPTED
+                await call.send(answer, end=is_last)
+            await first_completed(asyncio.shield(news), timeout=self.search.settings.request_timeout)
+        finally:  # a follower that leaves cancels this handler
+            await cancel_and_wait(news)
+            if self._calls.followers.get(remote) is answers:
+                del self._calls.followers[remote]
+                self.on(Breaks(remote))
+
+    async def _hear(self, call: Call, follower: PeerID, answers: asyncio.Queue[JoinReply | Exception]) -> None:
+        """Take up the messages of a follower about its expectations, until it ends its side of the call."""
+        try:
+            while (news := await call.receive(Expectation)) is not None:
+                if self._calls.followers.get(follower) is answers:
+                    self.on(Expects(follower, news.expected_group_size, news.leaves))
+        except CALL_FAILURES as e:
+            answers.put_nowait(e)
+
+    def _refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
+        refusal = self.search.refusal_of(peer, request, nbytes, self._around.refusals.reason_of)
+        if refusal is not None and refusal.code is Code.SETTINGS_DIFFER:
+            seen_here = difference_of(request.settings, self.search.settings.agreed)
+            self._around.warn_seldom("peer %s cannot average with this one: %s", peer, seen_here, about=peer)
+        if refusal is not None and refusal.code is Code.REFUSED:
+            self.on(Seen([(peer, request.expiration)]))  # others count it: the group need not wait for it
+        return refusal
+
+    def _message_of(self, reply: Reply) -> JoinReply:
+        leader = None if reply.leader is None else record_of(self._around.p2p, reply.leader)
+        return JoinReply(code=reply.code, text=reply.words, expiration=reply.promised, better_leader=leader)
+
+    def start_group(self, followers: Mapping[PeerID, Follower]) -> None:
+        """Start the group as its leader, and announce it to all followers, including those that may still return."""
+        start = describe_group(self._around.p2p, self.search.settings, followers, self.control, self._around.trust)
+        for peer in followers:
+            if (answers := self._calls.followers.get(peer)) is not None:
+                answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
+        self.started = StartedGroup(start, {peer: each.request for peer, each in followers.items()})
+        self._adopt(read_group(self._around.p2p, start, self.search.settings.total_size))
+
+    def _adopt(self, group: GroupInfo) -> None:
+        causes = self.search.absences(group.peer_ids, get_dht_time())
+        self.group.set_result(replace(group, absent={peer: cause.absence for peer, cause in causes.items()}))
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, TimeoutError):
+        return Failure.SILENT
+    return Failure.BROKEN if isinstance(error, (StreamClosedError, InterruptedDialError)) else Failure.UNREACHABLE
+
+
+async def receive_answer(call: Call) -> JoinReply:
+    """Wait for the next answer of a leader.
+
+    Raises:
+        ProtocolError: the leader has ended the call without one.
+    """
+    reply = await call.receive(JoinReply)
+    if reply is None:
+        raise ProtocolError("the leader ended without an answer")
+    return reply
 
 
 class Matchmaking:
-    """Looks for groups on behalf of one averager, and answers peers that ask it to lead."""
+    """Looks for groups on behalf of one averager, and answers peers that ask it to lead.
+
+    Args:
+        p2p: this peer.
+        keys: the table, as far as it concerns groups.
+        settings: how this averager looks for groups.
+        get_stub: makes a stub of the averager protocol.
+        trust: what this peer knows about others.
+        leave_group: tells the members of a group that this peer does not take part.
+    """
 
     def __init__(
         self,
         p2p: P2P,
         keys: GroupKeyManager,
         settings: MatchmakingSettings,
-        get_stub: Callable[[PeerID], StubBase],
+        get_stub: GetStub,
         trust: Trust | None = None,
         leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
-        self.p2p, self.keys, self.settings = p2p, keys, settings
-        self._get_stub, self._trust, self._leave_group = get_stub, trust or Trust(), leave_group
-        self.refusals, self.former_members = Refusals(), FormerMembers(p2p)
-        self._invitations = Invitations(p2p, get_stub, self.answer_join)
+        self.keys, self.settings, self._leave_group = keys, settings, leave_group
+        self.refusals, self.former_members, self.background = Refusals(), FormerMembers(p2p.peer_id), TaskSet()
+        warn, known = Seldom(logger.warning), (self.refusals, self.former_members, self.background)
+        self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, warn)
         self._one_at_a_time = asyncio.Lock()
-        self.search: GroupSearch | None = None
+        self.current: SearchShell | None = None
         """The search in progress."""
         self._started: StartedGroup | None = None
         self._numbers = itertools.count(1)
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
-        self.background: dict[asyncio.Task[Any], None] = {}
-        """Tasks for which nobody waits. A dictionary keeps their order, so that simulations can be repeated."""
-        self._warn_seldom = Seldom(logger.warning)
-        self._last_refusals: dict[str, str] = {}
-
-    # --- looking ------------------------------------------------------------------------------------------------------
+        self._latest: GroupSearch | None = None
 
     async def look_for_group(self, control: StepControl) -> GroupInfo:
         """Find a group for a step.
@@ -111,389 +667,97 @@ class Matchmaking:
         """
         try:
             async with asyncio.timeout(control.get_timeout()), self._one_at_a_time:
-                return await self._run_search(control)
+                group = await self._run_search(control)
         except TimeoutError:
             raise AllreduceException(self.explain_failure()) from None
+        self.keys.update_key_on_group_assembled(group)
+        self._count(group.absent)
+        return group
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
-        search = GroupSearch(
-            *(self.p2p.peer_id, self.settings.at_this_step(self.p2p), control, self.keys.draw_key(self._trust.depth())),
-            self._promised_time(control),
-            asyncio.get_running_loop().create_future(),
-            next(self._numbers),
-            refused={**dict.fromkeys(self.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()},
-            may_lead=self.p2p.behaviour.may_lead,
-            trust=self._trust,
-        )
-        self.search, self._last_refusals = search, search.refusals
-        self.former_members.tell_invitations(search)
+        now = get_dht_time()
+        self._judge_last_lead(now)
+        self.current = shell = self._begin(control, now)
+        self._latest = shell.search
         try:
-            return await self._work_on(search)
+            return await shell.run()
         except asyncio.CancelledError:
             # The group may have started at this very moment: its members must not wait for this peer.
-            if search.group.done():
-                self._leave_group(search.group.result().group_id)
+            if shell.group.done() and not shell.group.cancelled():
+                shell.left.append(shell.group.result().group_id)
             raise
         finally:
-            self._invitations.end(search)
-            self.send_followers_away(search, None)
-            if search.settings.leads and search.declared.is_set():
-                self._withdrawn_until = math.nextafter(search.declared_until, math.inf)
-                self._in_background(self._withdraw(search))
+            self.current, self._started = None, shell.started or self._started
+            for group_id in shell.left:
+                self._leave_group(group_id)
+            if shell.search.settings.leads and shell.declared.is_set():
+                self._withdrawn_until = math.nextafter(shell.declared_until, math.inf)
+                self.background.start(self._withdraw(shell.search.key, shell.declared_until))
 
-    async def _work_on(self, search: GroupSearch) -> GroupInfo:
-        tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
-        if search.settings.leads:
-            tasks.append(asyncio.ensure_future(self._declare(search)))
-        try:
-            waited: list[asyncio.Future[Any]] = [search.group, *tasks]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done() and not search.group.done():
-                    task.result()  # raises what broke the search
-            return await search.group
-        finally:
-            # From now on nobody may join.
-            self.search = None
-            await cancel_and_wait(*tasks)
+    def _begin(self, control: StepControl, now: float) -> SearchShell:
+        around, terms = self._around, Terms.of(control)
+        settings, key = self.settings.at_this_step(around.p2p), self.keys.draw_key(around.trust.depth())
+        # The table keeps the record with the latest expiration, so this one must outlive the last withdrawal.
+        promise = max(
+            terms.promise(now, settings.min_matchmaking_time), math.nextafter(self._withdrawn_until, math.inf)
+        )
+        opinion = Opinion(around.trust, around.p2p)
+        search = GroupSearch(around.p2p.peer_id, settings, opinion, key, terms, promise, now)
+        refused = {**dict.fromkeys(around.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()}
+        for peer, counts in refused.items():
+            search.refuse(peer, counts=counts)
+        return SearchShell(search, around, control, next(self._numbers))
+
+    def _judge_last_lead(self, now: float) -> None:
+        led, is_led_astray = self.former_members.take_last_lead(), self._around.trust.is_led_astray
+        if led is not None and is_led_astray is not None and is_led_astray(led[0], led[1]):
+            self._around.p2p.behaviour.note_split(led[0], now - led[2])
 
     def explain_failure(self) -> str:
-        refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
-        detail = f"; peers that refused:{refusals}" if refusals else ""
+        """Why no group was found, with what is known about each other peer."""
+        causes = {} if self._latest is None else self._latest.absences((), get_dht_time())
+        detail = "".join(f"\n  {peer}: {cause.words or cause.absence.value}" for peer, cause in causes.items())
         least, key = counted(self.settings.min_group_size, "peer"), self.keys.current_key
-        return f"could not find a group of at least {least} under {key} in time{detail}"
+        found = f"could not find a group of at least {least} under {key} in time"
+        return f"{found}; other peers:{detail}" if detail else found
 
-    def _promised_time(self, control: StepControl) -> float:
-        now = get_dht_time()
-        promised = max(control.scheduled_time, now + self.settings.min_matchmaking_time)
-        promised = min(promised, control.deadline, now + SHORT_LIFETIME_SECONDS)
-        # The table keeps the record with the latest expiration, so this one must outlive the last withdrawal.
-        return max(promised, math.nextafter(self._withdrawn_until, math.inf))
+    def _count(self, absent: Mapping[PeerID, Absence]) -> None:
+        for peer, absence in absent.items():
+            self._around.p2p.metrics.peers_absent[absence.name.lower().replace("_", " ")] += 1
+            logger.debug("peer %s is not in the group: it %s", peer, absence.value)
 
-    async def _declare(self, search: GroupSearch) -> None:
-        while True:
-            search.declared_until = max(search.declared_until, search.expiration)
-            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.declared_until)
-            search.declared.set()
-            await search.redeclare.wait()
-            search.redeclare.clear()
-
-    async def _withdraw(self, search: GroupSearch) -> None:
+    async def _withdraw(self, key: str, declared_until: float) -> None:
         try:
-            record = search.key, self.p2p.peer_id, search.declared_until
-            await self.keys.declare_averager(*record, looking_for_group=False)
+            await self.keys.declare_averager(key, self._around.p2p.peer_id, declared_until, looking_for_group=False)
         except ShoalError as e:
             # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 
-    async def _discover(self, search: GroupSearch) -> None:
-        """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
-        lookups: dict[asyncio.Task[None], None] = {}
-        has_declared, pause = not search.settings.leads, 0.0
-        try:
-            while True:
-                if has_declared:
-                    await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))  # peers must not look in step
-                else:
-                    # A peer declares itself before it looks. So of two peers at least one sees the other.
-                    await first_completed(search.declared.wait(), timeout=max(pause, FIRST_LOOKUP_PAUSE))
-                    has_declared = search.declared.is_set()
-                if search.leader is None and len(lookups) < MAX_LOOKUPS:
-                    lookup = asyncio.ensure_future(self._look(search, quickly=pause < MAX_LOOKUP_PAUSE))
-                    lookups[lookup] = None
-                    await asyncio.wait([lookup], timeout=MAX_LOOKUP_PAUSE)
-                for done in [lookup for lookup in lookups if lookup.done()]:
-                    del lookups[done]
-                    done.result()
-                if not self.keys.group_bits:
-                    self.former_members.ask(search, self._invitations)
-                pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), search.longest_pause(MAX_LOOKUP_PAUSE))
-        finally:
-            await cancel_and_wait(*lookups)
-
-    async def _look(self, search: GroupSearch, quickly: bool) -> None:
-        gone: list[tuple[PeerID, float]] = []
-        found = await self.keys.get_averagers(search.key, True, quickly or search.sees_group(), gone)
-        search.note_candidates(found, gone)
-        self._invitations.invite_followers(search)
-        search.move_to(search.key if quickly else await self.keys.find_more(search.key, len(found)))
-
-    async def _lead_or_follow(self, search: GroupSearch) -> None:
-        while not search.group.done():
-            search.control.changed.clear()
-            candidate = search.best_candidate()
-            # The clock is read once for this pass. If its time came between two reads, this peer would send its
-            # followers away instead of starting.
-            now = get_dht_time()
-            if self.may_start(search, now):
-                self.start_group(search)
-            elif candidate is not None:
-                await self._ask_until_start(search, candidate)
-            elif search.go_before_unfit_leaders():
-                self._invitations.invite_followers(search)
-            else:
-                await self._wait_for_news(search, now)
-
-    def may_start(self, search: GroupSearch, now: float) -> bool:
-        """Whether this peer may start its group now, as the leader."""
-        size = 1 + len(search.followers)
-        if not search.settings.leads or size < self.settings.min_group_size:
-            return False
-        full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
-        is_time = not search.control.keep_open and now >= search.start_time()
-        return full or search.is_complete() or is_time
-
-    async def _wait_for_news(self, search: GroupSearch, now: float) -> None:
-        # Too few peers came by the promised time, so this peer makes a new promise.
-        if search.settings.leads and now >= search.start_time():
-            self.send_followers_away(search, None)
-            search.lost.clear()
-            search.expiration = self._promised_time(search.control)
-            search.redeclare.set()
-        until = search.next_moment()
-        timeout = None if until is None else max(0.001, until - get_dht_time())
-        await first_completed(search.control.changed.wait(), timeout=timeout)
-
-    # --- following ----------------------------------------------------------------------------------------------------
-
-    async def _ask_until_start(self, search: GroupSearch, leader: PeerID) -> None:
-        """Ask a leader; but as long as it has not accepted, stop when this peer may start a group itself."""
-        ask = asyncio.ensure_future(self._ask(search, leader))
-        try:
-            while not ask.done():
-                search.control.changed.clear()
-                until_start = search.start_time() - get_dht_time() if search.settings.leads else MAX_LOOKUP_PAUSE
-                await first_completed(
-                    asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
-                )
-                is_open = search.leader is None and not ask.done()
-                if is_open and (self.may_start(search, get_dht_time()) or search.has_shorter_way()):
-                    return
-                await self._tell_expectation(search)
-            ask.result()
-        finally:
-            await cancel_and_wait(ask)
-
-    async def _ask(self, search: GroupSearch, leader: PeerID) -> None:
-        """Ask a peer to lead this one. Returns when there is a group, or when that peer will not lead this one now."""
-        promised, is_known = search.candidates.get(leader, -math.inf), leader not in search.supposed
-        search.asked = None
-        offer = search.offers.get(leader)
-        reply, accepted_at = None, None
-        try:
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self.settings.request_timeout):
-                    way = self._get_stub(leader).rpc_join_group() if offer is None else offer.taken()
-                    call = await stack.enter_async_context(way)
-                    request = search.request()
-                    await call.send(request if offer is None else InvitationReply(request=request))
-                    search.asked, search.told_expectation = call, request.expected_group_size
-                    reply = await receive_answer(call)
-                if reply.code == Code.ACCEPTED:
-                    start, accepted_at = search.note_acceptance(leader, reply.expiration), get_dht_time()
-                    self.send_followers_away(search, leader)
-                    await self._tell_expectation(search)
-                    reply = await self._wait_for_start(call, start)
-                    note_lead(self.p2p, search, leader, reply, start, accepted_at)
-                search.asked = None
-                # If the leader has left already, its answer still holds.
-                with suppress(StreamClosedError):
-                    await call.send_end()
-        except asyncio.CancelledError:
-            if reply is not None and reply.group is not None:
-                self._leave_group(reply.group.group_id)
-            raise
-        except (P2PHandlerError, ProtocolError) as e:
-            logger.debug("asked %s to lead: %r", leader, e)
-            search.spent[leader] = promised
-        except CALL_FAILURES as e:
-            logger.debug("asked %s to lead: %r", leader, e)
-            if accepted_at is not None and (lost := search.seconds_lost(accepted_at)) > 0:
-                self.p2p.behaviour.note_lead(leader, lost, started=False)
-            search.note_failure(leader, e)
-            if is_known:
-                self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)
-        else:
-            try:
-                self._take_answer(search, leader, promised, reply)
-            except ProtocolError as e:
-                self._warn_seldom(
-                    "peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader
-                )
-        finally:
-            search.leader = None
-            search.note_end_of_lead(leader, reply, accepted_at)
-
-    async def _wait_for_start(self, call: Call, expiration: float) -> JoinReply:
-        """Wait for the leader's last answer. If this peer gives up meanwhile, it tells the leader."""
-        # Cancelling a reader closes its connection, and then no goodbye could be sent on it. So a task reads.
-        last_word = asyncio.ensure_future(receive_answer(call))
-        try:
-            async with asyncio.timeout(max(0.0, expiration - get_dht_time()) + self.settings.request_timeout):
-                return await asyncio.shield(last_word)
-        except asyncio.CancelledError:
-            with suppress(*CALL_FAILURES):
-                async with asyncio.timeout(GOODBYE_SECONDS):
-                    await call.send(Expectation(leaves=True), end=True)
-                    await asyncio.wait([last_word])
-                    # If the group has started at this very moment, its members must not wait for this peer.
-                    if (group := last_word.result().group) is not None:
-                        self._leave_group(group.group_id)
-            raise
-        finally:
-            # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
-            if not last_word.done():
-                await cancel_and_wait(last_word)
-
-    async def _tell_expectation(self, search: GroupSearch) -> None:
-        """Tell the leader how many members this peer expects, whenever that has changed."""
-        expected = search.control.expected_group_size
-        if search.leader is not None and search.asked is not None and expected != search.told_expectation:
-            search.told_expectation = expected
-            # If the call is broken, the task that waits for the leader's answer notices it.
-            with suppress(StreamClosedError):
-                await search.asked.send(Expectation(expected_group_size=expected))
-
-    def _take_answer(self, search: GroupSearch, leader: PeerID, promised: float, reply: JoinReply) -> None:
-        search.note_answer(leader, promised, reply.code)
-        if reply.code == Code.GROUP_STARTS and reply.group is not None:
-            if (reason := injustice_of(leader, reply.group, self._trust)) is not None:
-                self.p2p.metrics.members_untrue += 1
-                search.refuse(leader)
-                self._leave_group(reply.group.group_id)
-                raise ProtocolError(reason)
-            search.group.set_result(self._adopt(reply.group, leader))
-            return
-        if reply.better_leader is not None:
-            if (better := learn(self.p2p, reply.better_leader)) != self.p2p.peer_id:
-                search.note_redirection(better, reply.expiration)
-        elif reply.code == Code.BAD_EXPIRATION_TIME:
-            search.note_candidate(leader, reply.expiration)
-        elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
-            search.refusals[str(leader)] = reason = one_line(reply.text)
-            self._warn_seldom("peer %s refuses to average with this one: %s", leader, reason, about=leader)
-        logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
-
-    # --- leading ------------------------------------------------------------------------------------------------------
+    # --- what others call ---------------------------------------------------------------------------------------------
 
     async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
         """Answer a peer that asks this one to lead it, and tell it the outcome later."""
-        search, started = self.search, self._started
-        # A follower whose connection broke asks again: the group has started, but the news did not reach it.
-        if started is not None and started.is_for(remote, request):
-            await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
-            return
-        refusal = self._reason_to_refuse(search, request, remote)
-        if refusal is None and request.mode != AveragingMode.AUX and self._trust.admits is not None:
-            admitted = await self._trust.admits(remote)
-            search = self.search  # it may have ended meanwhile
-            refusal = self._reason_to_refuse(search, request, remote)
-            refusal = refusal if admitted else JoinReply(code=Code.OTHER_MODEL)
-        if refusal is not None or search is None:
-            await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
-            return
-        follower = follower_of(self.p2p, remote, request, self._trust)
-        search.followers[remote] = follower
-        search.lost.pop(remote, None)
-        news = asyncio.ensure_future(self._hear(search, call, follower))
-        try:
-            await call.send(JoinReply(code=Code.ACCEPTED, expiration=search.expiration))
-            search.control.changed.set()
-            await call.send(await follower.outcome, end=True)
-            await first_completed(asyncio.shield(news), timeout=self.settings.request_timeout)
-        finally:  # a follower that leaves cancels this handler
-            await cancel_and_wait(news)
-            if search.followers.get(remote) is follower:
-                del search.followers[remote]
-                search.note_loss(remote, follower)
-                search.control.changed.set()
-
-    async def _hear(self, search: GroupSearch, call: Call, follower: Follower) -> None:
-        """Note the messages of a follower about its expectations, until it ends its side of the call."""
-        try:
-            while (news := await call.receive(Expectation)) is not None:
-                follower.expected_group_size, follower.has_left = news.expected_group_size, news.leaves
-                if news.leaves and not follower.outcome.done():
-                    follower.outcome.set_result(JoinReply(code=Code.GROUP_DISBANDED))
-                search.control.changed.set()
-        except CALL_FAILURES as e:
-            if not follower.outcome.done():
-                follower.outcome.set_exception(e)
-
-    def _reason_to_refuse(self, search: GroupSearch | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
-        if not (self.settings if search is None else search.settings).leads:
-            return JoinReply(code=Code.PROTOCOL_VIOLATION)
-        if search is None or search.group.done() or request.group_key != search.key:
-            return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
-        if remote in search.refused:
-            search.turn_away(remote)
-            return JoinReply(code=Code.REFUSED, text=self.refusals.reason_of(remote))
-        if difference := difference_of(self.settings.agreed, request.settings):
-            seen_here = difference_of(request.settings, self.settings.agreed)
-            self._warn_seldom("peer %s cannot average with this one: %s", remote, seen_here, about=remote)
-            return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
-        if search.leader is not None:
-            leader, expiration = search.leader
-            return JoinReply(code=Code.NOT_A_LEADER, better_leader=record_of(self.p2p, leader), expiration=expiration)
-        if search.expiration > request.expiration:
-            return JoinReply(code=Code.BAD_EXPIRATION_TIME, expiration=search.expiration)
-        if remote == self.p2p.peer_id or remote in search.followers:
-            return JoinReply(code=Code.DUPLICATE_PEER_ID)
-        if is_full(search, self.p2p, remote, request):
-            return JoinReply(code=Code.GROUP_IS_FULL)
-        return None
+        if self.current is not None:
+            await self.current.answer_join(call, request, remote)
+        elif self._started is not None and self._started.is_for(remote, request):
+            await call.send(JoinReply(code=Code.GROUP_STARTS, group=self._started.start), end=True)
+        else:
+            code = Code.NOT_LOOKING_FOR_GROUP if self.settings.leads else Code.PROTOCOL_VIOLATION
+            await call.send(JoinReply(code=code), end=True)
 
     async def answer_invitation(self, call: Call, invitation: Invitation) -> None:
         """Answer a peer that offers to lead. Its call is held until this peer joins on it or has decided otherwise."""
-        search = self.search
-        if search is None or invitation.group_key != search.key:
+        current = self.current
+        if current is None or current.search.is_over or invitation.group_key != current.search.key:
             self.former_members.note_invitation(call.remote, invitation)
-        elif call.remote in search.refused:
-            search.turn_away(call.remote)
-            await call.send(InvitationReply(), end=True)
         else:
-            await self._invitations.hold(search, call, invitation)
-
-    def send_followers_away(self, search: GroupSearch, leader: PeerID | None) -> None:
-        """Release all followers, and name another leader to them if one is given."""
-        reply = JoinReply(code=Code.GROUP_DISBANDED)
-        if leader is not None and search.leader is not None:
-            reply.better_leader, reply.expiration = record_of(self.p2p, leader), search.leader[1]
-        for follower in search.followers.values():
-            if not follower.outcome.done():
-                follower.outcome.set_result(reply)
-        search.followers.clear()
-
-    def start_group(self, search: GroupSearch) -> None:
-        """Start the group as its leader, and announce it to all followers, including those that may still return."""
-        take_back_lost(search, self.p2p)
-        start = describe_group(self.p2p, search, self._trust)
-        for follower in search.followers.values():
-            if not follower.outcome.done():
-                follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
-        self._started = StartedGroup(start, {peer: each.request for peer, each in search.followers.items()})
-        search.followers.clear()
-        search.group.set_result(self._adopt(start))
-
-    def _adopt(self, start: GroupStart, leader: PeerID | None = None) -> GroupInfo:
-        group = read_group(self.p2p, start, self.settings.total_size, leader)
-        self.keys.update_key_on_group_assembled(group)
-        return group
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.ensure_future(work)
-        self.background[task] = None
-        task.add_done_callback(self.background.pop)
+            await current.hold_offer(call, invitation)
 
     async def close(self) -> None:
         """Finish background work, such as withdrawing from the DHT, within a second."""
         with suppress(TimeoutError):
             # A cancelled search begins its withdrawal when it ends, so the lock is awaited first.
             async with asyncio.timeout(1.0), self._one_at_a_time:
-                running = [*self.background, *self._invitations.tasks]
-                if running:
-                    await asyncio.wait(running)
-        await cancel_and_wait(*self.background, *self._invitations.tasks)
+                await self.background.wait()
+        await self.background.cancel()

@@ -31,7 +31,7 @@ from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
 from shoal.net.tcp.proxies import Proxies, ProxyError, connect_through
 from shoal.net.tcp.stream import close_socket
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.joining import advise_on_private, explain_unreachable
+from shoal.p2p.joining import explain_unreachable
 from shoal.reach.checkup import (
     CALL_BACK_SECONDS,
     MAX_BULK_BYTES,
@@ -145,7 +145,7 @@ async def _connect(p2p: P2P, address: Multiaddr) -> Finding | None:
         return fail("connection", explain(error), "see docs/proxies.md; NO_PROXY names what can be reached directly")
     except OSError as error:
         advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
-        return fail("connection", explain(error), advise_on_private(p2p, address).removeprefix(". ") or advice)
+        return fail("connection", explain(error), p2p.advise(address).removeprefix(". ") or advice)
     seconds = time.perf_counter() - began
     close_socket(connection)
     way = "TCP" if proxy is None else f"TCP through the proxy {proxy.host}"

@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import socket
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,8 +23,6 @@ from shoal.net.limits import more_files
 from shoal.net.tcp.stream import AcceptedSocket, TcpSocket, disown_socket, own_socket
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-
-MAX_HOSTS = 4096
 
 
 class Guest(Protocol):
@@ -82,34 +79,6 @@ class WaitingRoom(Generic[G]):
             del self._by_host[guest.host]
 
 
-class HostRates:
-    """A token bucket per host, such as for handshakes: a burst at once, and more as time goes by."""
-
-    def __init__(self, per_second: float, burst: float) -> None:
-        self._per_second, self._burst = per_second, burst
-        # By host: what was left, and when.
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Hosts that are remembered."""
-        return len(self._left)
-
-    def is_exhausted(self, host: str, now: float) -> bool:
-        """Whether this host has to wait before it may take more."""
-        return self._left_at(host, now) < 1
-
-    def spend(self, host: str, now: float, amount: float = 1.0) -> None:
-        """Count something that was done for this host, such as a handshake."""
-        self._left[host] = (self._left_at(host, now) - amount, now)
-        self._left.move_to_end(host)
-        while len(self._left) > MAX_HOSTS:
-            self._left.popitem(last=False)
-
-    def _left_at(self, host: str, now: float) -> float:
-        left, since = self._left.get(host, (self._burst, now))
-        return min(self._burst, left + (now - since) * self._per_second)
-
-
 def host_of(address: str) -> str:
     """What counts as one host: an IPv4 address, or the IPv6 /64 network that one subscriber has to itself."""
     ip = ipaddress.ip_address(address.partition("%")[0])
@@ -119,7 +88,7 @@ def host_of(address: str) -> str:
 
 
 def host_charged(seen_at: str, peer: PeerID) -> str:
-    """Whom to charge for what is done for a peer: identities cost nothing, hosts do.
+    """The host to charge for what is done for a peer: identities cost nothing, hosts do.
 
     Args:
         seen_at: the address from which it has connected; empty if that is not known.

@@ -1,19 +1,20 @@
 """Low-communication training: peers make many inner steps of their own between two exchanges.
 
-What all peers agree on are the *outer* parameters. Every so many inner steps each peer tells by how much its own
-parameters have moved away from them; the mean of that is a gradient for an outer optimizer, which all peers step alike.
+What all peers agree on are the *outer* parameters. Each peer sends how far its own parameters have moved from them. The
+mean of that is a gradient for an outer optimizer, which all peers step alike::
 
-- :mod:`~.diloco` has what users hold. :mod:`~.inner` makes inner steps, and :mod:`~.schedule` says when an exchange is
-  due; with steps instead of samples, :mod:`~.slot_tracker` finds out when that is for all.
-- :mod:`~.fragments` divides the parameters. A fragment has outer parameters (:mod:`~.outer_state`), and what this peer
-  has done for their next update (:mod:`~.fragment_updates`, :mod:`~.weights`).
-- :mod:`~.rounds` begins exchanges (each a :mod:`~.in_flight`), and brings their results into the model
-  (:mod:`~.merge_policy`). Before they average, the members find out who lacks updates or trains another model
-  (:mod:`~.outer_averager`, :mod:`~.version_history`). What each brings limits what it may claim
-  (:mod:`~.contributions`).
-- :mod:`~.catching_up` gets what this peer lacks: the whole state, or single updates that others have kept
-  (:mod:`~.update_log`). :mod:`~.checkpoint` saves all this.
-- :mod:`~.extra` has tensors that are averaged as they are. A peer may be several processes (:mod:`~.multi_process`).
+    inner steps ─► end of a slot ─► message ─► round ─► outer update ─► journal and model ─► inner steps
+
+- :mod:`~.diloco` is what users hold, :mod:`~.settings` has its options, and :mod:`~.inner` makes inner steps.
+- :mod:`~.slots`: which fragment is due when, and when a slot is over. :mod:`~.attendance`: which peers come to its
+  round.
+- :mod:`~.fragments` are the parameters as vectors. :mod:`~.contribution` is what this peer has done for their next
+  update, and :mod:`~.outer_state` has the outer parameters.
+- :mod:`~.fragment_updates` brings these together: a message, what the group finds, an update. :mod:`~.messages` is what
+  peers tell each other about updates.
+- :mod:`~.rounds` begins exchanges and applies their results; :mod:`~.outer_averager` runs them.
+- :mod:`~.catching_up` gets what this peer lacks, and gives others what they lack. :mod:`~.checkpoint` saves all this.
+- A peer may be several processes (:mod:`~.multi_process`).
 """
 
 from shoal.optim.diloco.diloco import DiLoCo

@@ -1,8 +1,8 @@
 """How a peer gets what it lacks, and gives others what they lack.
 
-A newcomer downloads the outer parameters with all that belongs to them. So does a peer of a lineage that does not go
-on. A peer that lacks a few updates downloads only these (:mod:`~.update_log`) while it trains, and makes them itself.
-So it does with updates that others have made during a download.
+A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer
+that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself. It does the
+same with updates that others have made during a download.
 """
 
 from __future__ import annotations
@@ -23,25 +23,16 @@ from shoal.base.logs import Seldom
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
-from shoal.optim.diloco.extra import ExtraTensors
+from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.in_flight import PARAMETERS, VersionRelation
+from shoal.optim.diloco.fragments import ExtraTensors, Fragment
 from shoal.optim.diloco.inner import InnerOptimizers
-from shoal.optim.diloco.schedule import SlotCounter
-from shoal.optim.diloco.update_log import (
-    SHARE_FOR_NEWCOMERS,
-    LoggedUpdate,
-    OuterParameters,
-    Wanted,
-    answer,
-    parse_answer,
-    parse_request,
-    request_for,
-)
-from shoal.optim.diloco.version_history import MOST
-from shoal.optim.history.epochs import usual_lag
-from shoal.optim.recovery.state_holder import first_accepted, refusing_nonsense
+from shoal.optim.diloco.messages import OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
+from shoal.optim.diloco.slots import SlotCounter
+from shoal.optim.history.journal import MOST, SHARE_FOR_NEWCOMERS, Update
+from shoal.optim.history.window import Relation, window_of
+from shoal.optim.recovery.download import first_accepted, refusing_nonsense
+from shoal.optim.recovery.when import needs_state
 from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.training_state import OlderStateError
 
@@ -56,7 +47,7 @@ MOST_STATISTICS = 8
 STATISTICS = b"inner"
 # That of the part that has the extra tensors.
 EXTRA = b"extra"
-# If nobody has had single updates so many times in a row, the whole state is downloaded.
+# After this many attempts in a row without the missing updates, the whole state is downloaded.
 MOST_IN_VAIN = 2
 # Of the tensors of a fragment, that of the first one and that of all others.
 ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
@@ -111,14 +102,14 @@ class Giving:
                 return OwnedState(described, copies, infos)
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole, is_far_behind = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters](), False
+        found, whole, is_far_behind = dict[int, list[Update]](), dict[int, OuterParameters](), False
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             for number, (version, known) in wanted.items():
                 each = self.fragments[number]
-                if updates := each.kept.since(version):
+                if updates := each.journal.since(version):
                     found[number] = updates
-                elif known is not None and known in each.chain.links:
+                elif known is not None and known in each.journal.entries:
                     metadata, tensors = each.dump()
                     whole[number] = metadata, copies_of(tensors)
                 else:
@@ -161,23 +152,21 @@ class CatchingUp:
     extra: ExtraTensors
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
-    """So many times in a row nobody had the updates that this peer lacks."""
+    """How many times in a row nobody had the updates that this peer lacks."""
     _warn_seldom: Seldom = field(default_factory=lambda: Seldom(logger.warning))
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        if self._in_vain >= MOST_IN_VAIN or any(
-            each.standing is VersionRelation.LOST for each in self.rounds.fragments
-        ):
-            return True
-        return self.rounds.counter.slot < self._least_slot
+        rounds = self.rounds
+        has_lost = any(each.standing is Relation.ELSEWHERE for each in rounds.fragments)
+        must_download = has_lost or self._in_vain >= MOST_IN_VAIN
+        return needs_state(rounds.counter.slot, rounds.tracker.global_epoch, self._most_behind, has_lost=must_download)
 
     @property
-    def _least_slot(self) -> int:
-        """A peer before this slot has missed something."""
+    def _most_behind(self) -> int:
+        """How many slots a peer may be behind the swarm without having missed anything."""
         rounds = self.rounds
-        lag = usual_lag(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
-        return rounds.tracker.global_epoch - lag
+        return int(window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained).behind)
 
     def is_needed_before_round(self) -> bool:
         """The same, when this peer is about to end a slot.
@@ -188,7 +177,7 @@ class CatchingUp:
         if self.is_needed():
             return True
         rounds = self.rounds
-        if rounds.tracker.knows_others and not rounds.whom_to_expect():
+        if rounds.tracker.knows_others and not rounds.attendance.expected(rounds.counter.slot):
             rounds.tracker.believe_as_a_newcomer()
             return self.is_needed()
         return False
@@ -197,31 +186,31 @@ class CatchingUp:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
-        lost = [each for each in rounds.fragments if each.standing is VersionRelation.LOST]
-        if lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
+        lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
+        if lost:  # the peers that it has believed so far are of its own branch, and so would be its donors
             rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
-            behind = {each.number for each in rounds.fragments if each.standing is VersionRelation.BEHIND}
+            behind = {each.number for each in rounds.fragments if each.standing is Relation.BEHIND}
             missed = self._missed()
             if missed is None or not (lost or behind or missed):
                 return self.download()
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
                 made = [self._make(self._begin_to_fetch(numbers)) for numbers in parts]
-            if None in made:  # whoever has more keeps no updates so old, or nobody was reached
+            if None in made:  # the others keep no updates so old, or nobody was reached
                 return self.download()
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
 
     def _go_over(self, lost: Sequence[FragmentUpdates]) -> bool:
-        """Take over the outer parameters with which the swarm goes on; returns whether others have given them all."""
+        """Take over the outer parameters of the winning branch; returns whether others have given all of them."""
         versions = max(each.state.version for each in lost)
         with self.rounds.tracker.pause_updates():
             self._make(self._begin_to_fetch([each.number for each in lost]))
-        if any(each.standing is VersionRelation.LOST for each in lost):
+        if any(each.standing is Relation.ELSEWHERE for each in lost):
             return False
         self._tell_what_is_lost(versions)
         return True
@@ -235,12 +224,12 @@ class CatchingUp:
         """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
         rounds, schedule = self.rounds, self.rounds.counter.schedule
         slots = range(rounds.counter.slot, rounds.tracker.global_epoch)
-        if len(slots) > rounds.settings.max_staleness * schedule.fragments:
+        if len(slots) > rounds.settings.rules.max_staleness * schedule.fragments:
             return None
         return {schedule.fragment_of(slot) for slot in slots}
 
     def keep_up(self) -> None:
-        """Get single updates that this peer lacks, while it goes on training. Called in each step."""
+        """Get single updates that this peer lacks, while it trains. Called in each step."""
         fragments = self.rounds.fragments
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
@@ -256,8 +245,8 @@ class CatchingUp:
         fragments = [self.rounds.fragments[number] for number in numbers]
         for each in fragments:
             each.may_lack_updates = False
-        # Who has lost does not continue what it has: no updates would do.
-        versions = [MOST if each.standing is VersionRelation.LOST else each.state.version for each in fragments]
+        # A peer that has lost does not continue what it has: no updates would do.
+        versions = [MOST if each.standing is Relation.ELSEWHERE else each.state.version for each in fragments]
         pairs = zip(fragments, versions, strict=True)
         part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
@@ -265,7 +254,7 @@ class CatchingUp:
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
         """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
         fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
-        updates, whole = dict[int, list[LoggedUpdate]](), dict[int, OuterParameters]()
+        updates, whole = dict[int, list[Update]](), dict[int, OuterParameters]()
         try:
             if found is not None:
                 with refusing_nonsense():
@@ -298,7 +287,7 @@ class CatchingUp:
         rounds.end_flights()
         timeout, is_new = options.pop("timeout", self.load_state_timeout), not rounds.has_trained
         # A donor may be a newcomer itself, and know of nobody yet.
-        least_slot = self._least_slot if self.is_needed() else 0
+        least_slot = rounds.tracker.global_epoch - self._most_behind if self.is_needed() else 0
 
         def find_state() -> bool:
             return first_accepted(
@@ -324,12 +313,12 @@ class CatchingUp:
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
-                for each in rounds.fragments:  # nobody is left who has more
-                    each.standing = VersionRelation.GOOD
+                for each in rounds.fragments:  # nobody that has more is left
+                    each.standing = Relation.WITH
             return False
 
     def _take_over_statistics(self) -> None:
-        """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
+        """Begin with the statistics of another peer's inner optimizers. Training continues without them, too."""
         rounds = self.rounds
         download = rounds.averager.load_part_from_peers
         found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import RoundResult
-from shoal.optim.diloco.compressor import Contribution
-from shoal.optim.diloco.in_flight import Flight, VersionRelation
-from shoal.optim.diloco.schedule import Schedule
-from shoal.optim.diloco.weights import Effort
+from shoal.optim.diloco.contribution import Effort, Encoded, Outgoing
+from shoal.optim.diloco.fragment_updates import Flight, GroupFinding
+from shoal.optim.diloco.slots import Schedule
+from shoal.optim.history.window import Relation
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class SavedFragment:
         Args:
             vector: for the result of a round.
         """
-        own.restore(self.metadata, self.tensors, self.effort, self.age, is_fresh=self.is_fresh)
-        own.flight = self.flight
-        if own.compressor is not None:
-            own.compressor.load_state_dict({"error": self.error})
+        own.restore(self.metadata, self.tensors)
+        own.flight, contribution = self.flight, own.contribution
+        contribution.effort, contribution.age, contribution.is_fresh = self.effort, self.age, self.is_fresh
+        if contribution.compressor is not None:
+            contribution.compressor.load_state_dict({"error": self.error})
         if self.vector is not None:
             vector.copy_(self.vector)
 
@@ -127,21 +128,22 @@ class OuterCheckpoint:
         except (KeyError, TypeError) as e:
             raise ValueError(f"the checkpoint is malformed, or of another version of shoal: {e!r}") from e
         told = [f"{name} was {before} and is {now}" for name, before, now in lengths if before != now]
-        if any(each.error is not None for each in saved) and all(own.compressor is None for own in fragments):
+        keeps_errors = any(own.contribution.compressor is not None for own in fragments)
+        if any(each.error is not None for each in saved) and not keeps_errors:
             told.append("there was error feedback and is none, so that what messages had left out is lost")
         return cls(position, saved, ", ".join(told))
 
 
 def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any]:
-    metadata, tensors = each.dump()
+    (metadata, tensors), own = each.dump(), each.contribution
     return {
         **metadata,
         "tensors": tensors,
         "layout": _layout_of(each),
-        "effort": list(astuple(each.effort)),
-        "age": each.age,
-        "is_fresh": each.is_fresh,
-        "error": None if each.compressor is None else each.compressor.error,
+        "effort": list(astuple(own.effort)),
+        "age": own.age,
+        "is_fresh": own.is_fresh,
+        "error": None if own.compressor is None else own.compressor.error,
         "flight": _dump_flight(each, vector),
     }
 
@@ -155,17 +157,19 @@ def _layout_of(each: FragmentUpdates) -> list[Any]:
 
 def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] | None:
     flight = each.flight
-    if flight is None or not flight.has_arrived or flight.standing is not VersionRelation.GOOD:
+    if flight is None or not flight.has_arrived or flight.standing is not Relation.WITH:
         return None
     result = flight.result
-    if result is not None and not flight.has_most(result.weights):
+    if result is not None and not flight.group.has_most(result.weights):
         return None  # this peer makes no update of it, now or later
-    names = ("slot", "left", "is_finite", "weight", "steps_since", "samples", "sent")
+    message = flight.message
     return {
-        **{name: getattr(flight, name) for name in names},
-        "effort": list(astuple(flight.effort)),
-        "own": each.own if flight.own is None else flight.own.to_bytes(),
-        "left_out": None if flight.outgoing is None else flight.outgoing.left,
+        **{name: getattr(flight, name) for name in ("slot", "left", "steps_since")},
+        **{name: getattr(message, name) for name in ("is_finite", "weight", "sent")},
+        "samples": flight.group.samples,
+        "effort": list(astuple(message.effort)),
+        "own": each.own if flight.saved is None else flight.saved[1].to_bytes(),
+        "left_out": None if message.encoded is None else message.encoded.left,
         "vector": vector,
         "round": None if result is None else _dump_result(result),
     }
@@ -201,19 +205,11 @@ def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Fligh
     vector, left_out = _own_copy(state["vector"], own), _own_copy(state["left_out"], own)
     if vector is None:
         raise ValueError("a round in the checkpoint has no result")
-    flight = Flight(
-        state["slot"],
-        Effort(*state["effort"]),
-        _own_copy(state["sent"], own),
-        state["left"],
-        state["is_finite"],
-        state["weight"],
-        Contribution(vector, None, left_out),
-        steps_since=state["steps_since"],
-        samples=state["samples"],
-        saved_result=None if state["round"] is None else _parse_result(state["round"]),
-        own=PeerID(state["own"]),
-    )
+    sent, encoded = _own_copy(state["sent"], own), Encoded(vector, None, left_out)
+    message = Outgoing(Effort(*state["effort"]), state["weight"], state["is_finite"], sent, encoded)
+    result = None if state["round"] is None else _parse_result(state["round"])
+    flight = Flight(state["slot"], message, state["left"], state["steps_since"])
+    flight.group, flight.saved = GroupFinding(samples=state["samples"]), (result, PeerID(state["own"]))
     return flight, vector
 
 

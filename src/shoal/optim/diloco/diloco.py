@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging import Aggregation
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.clock import get_dht_time
@@ -17,31 +18,28 @@ from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
+from shoal.optim.consistency import OtherTensors
+from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.catching_up import CatchingUp, Giving
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragments
-from shoal.optim.diloco.in_flight import OuterRound
+from shoal.optim.diloco.contribution import Contribution, Staleness
+from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.fragments import ExtraTensors, Fragments
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager
-from shoal.optim.diloco.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
-from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
-from shoal.optim.diloco.schedule import Schedule, SlotCounter
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.diloco.slot_tracker import make_tracker
-from shoal.optim.diloco.version_history import OuterVersion, hash_of
-from shoal.optim.diloco.weights import Staleness
-from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
+from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
-from shoal.optim.progress.company import Company, check_on_mismatch
-from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.recovery.synchronization import Retries
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.optimizer_state import zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
-from shoal.optim.setup.training_setup import Parameters, ParamGroups, SchedulerFactory, default_silence
+from shoal.optim.setup.training_setup import Parameters, ParamGroups, SchedulerFactory
 from shoal.optim.setup.training_state import OWN
 
 if TYPE_CHECKING:
@@ -58,9 +56,9 @@ FIRST_LOOK_SECONDS = 5.0
 class DiLoCo(JointOptimizer):
     """Trains a model together with all peers of a run, and exchanges little.
 
-    Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
-    have moved away from the *outer* parameters, on which all agree. The mean of that is a gradient for the outer
-    optimizer, which all peers step alike, and from its result they go on.
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, each sends how far its parameters have
+    moved from the *outer* parameters, on which all agree. The mean is a gradient for the outer
+    optimizer. All peers take the same outer step and continue from the result.
 
     Args:
         dht: connected DHT of this peer.
@@ -77,8 +75,9 @@ class DiLoCo(JointOptimizer):
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
-        fragments: exchange the parameters in so many fragments, one after another; or for each fragment its parameters.
-        fragment_sync_delay: apply the result of an exchange only after so many further inner steps, and train on
+        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each
+            fragment.
+        fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
             meanwhile. ``None``: as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
@@ -88,7 +87,7 @@ class DiLoCo(JointOptimizer):
         error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
             with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
         sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
-        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
+        check_every: updates after which peers compare the bits of their outer parameters; the majority wins.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
@@ -108,11 +107,17 @@ class DiLoCo(JointOptimizer):
             without loss, whenever the first fragment is exchanged.
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
+        model: the module that the parameters belong to. Its buffers, and its parameters that the optimizer does not
+            have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
+            home: load the same in all peers.
+        aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
+            It needs a codec whose averages are encoded anew: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
+        frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -126,6 +131,8 @@ class DiLoCo(JointOptimizer):
     """
 
     kind = "DiLoCo"
+    steps_each_batch = True
+    options: OuterSettings
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
@@ -171,24 +178,62 @@ class DiLoCo(JointOptimizer):
         performance_ema_alpha: float = 0.1,
         shutdown_timeout: float = 5.0,
         verbose: bool = False,
+        model: torch.nn.Module | None = None,
+        aggregation: Aggregation | None = None,
+        frozen_base: str | None = None,
         guard: str = "members",
         on_mismatch: str = "raise",
     ) -> None:
         check_dht(dht)
         check_may_train(dht)
-        self._on_mismatch = check_on_mismatch(on_mismatch)
-        client_mode = dht.client_mode if client_mode is None else client_mode
-        if target_batch_size is not None:
-            target_batch_size = count_of_samples("target_batch_size", target_batch_size)
-        self.settings = settings = OuterSettings.resolve(locals())
+        self.options = options = OuterSettings.resolve(
+            run_id=run_id,
+            sync_every=sync_every,
+            target_batch_size=target_batch_size,
+            batch_size_per_step=batch_size_per_step,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            compression=compression,
+            return_compression=return_compression,
+            error_feedback=error_feedback,
+            sparse_mean=sparse_mean,
+            average=average,
+            weighting=weighting,
+            straggler_patience=straggler_patience,
+            staleness=staleness,
+            max_staleness=max_staleness,
+            check_every=check_every,
+            matchmaking_time=matchmaking_time,
+            averaging_timeout=averaging_timeout,
+            allreduce_timeout=allreduce_timeout,
+            next_chunk_timeout=next_chunk_timeout,
+            load_state_timeout=load_state_timeout,
+            load_state_compression=load_state_compression,
+            client_mode=dht.client_mode if client_mode is None else client_mode,
+            auxiliary=auxiliary,
+            averager_opts=averager_opts,
+            tracker_opts=tracker_opts,
+            performance_ema_alpha=performance_ema_alpha,
+            shutdown_timeout=shutdown_timeout,
+            verbose=verbose,
+            aggregation=aggregation,
+            frozen_base=frozen_base,
+            guard=guard,
+            on_mismatch=on_mismatch,
+        )
         self.inner = InnerOptimizers(optimizer, params, scheduler)
         """The optimizers that make the inner steps."""
-        parts = Fragments(self.inner.parameters, fragments, settings.codec.block or 1)
-        self.schedule = Schedule(len(parts), sync_every, target_batch_size)
+        parts = Fragments(self.inner.parameters, fragments, options.codec.block or 1)
+        self.schedule = Schedule(len(parts), sync_every, options.target_batch_size)
+        others = OtherTensors() if model is None else OtherTensors.find(model, self.inner.parameters, extra_tensors)
+        if frozen_base is not None:
+            others.leave_at_home(frozen_base, buffers=model is None)
+        extra_tensors = [*extra_tensors, *(tensor for _, tensor in others.take_what_changes())]
         extra = ExtraTensors(extra_tensors, self.inner.parameters)
+        if model is not None:
+            self.inner.name_parameters(model)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
-        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self._shutdown_timeout, self._closing = shutdown_timeout, threading.Event()
+        self.dht, self._closing = dht, threading.Event()
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
         self.inner_steps = 0
         """Inner steps of this peer."""
@@ -198,60 +243,49 @@ class DiLoCo(JointOptimizer):
         self._set_aside: list[torch.Tensor] | None = None
         self._has_looked = False
         self._retries = Retries(self._closing)
-        factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
+        factory = outer_optimizer or default_outer_optimizer(average, is_sparse=options.is_sparse)
         self._fragments = [
             FragmentUpdates(
                 number,
                 part,
                 OuterState(part.read(), factory, outer_scheduler),
-                settings.mixing,
-                average,
-                settings.staleness,
-                max_staleness,
+                options.rules,
                 lock,
-                settings.compressor(part.length),
-                check_every,
+                Contribution(options.compressor(part.length)),
                 dht.peer_id.to_bytes(),
             )
             for number, part in enumerate(parts)
         ]
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
-        warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
-        defaults: dict[str, Any] = {
-            "client_mode": client_mode,
-            "start": False,
-            "performance_ema_alpha": performance_ema_alpha,
-            "guard": guard,
-        }
-        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
+        warn_of_momentum(self.outer_optimizers, average, is_sparse=options.is_sparse)
+        tracker_options = {"client_mode": options.client_mode, "start": False, **options.for_tracker()}
+        target = options.target_batch_size
+        if target is None:
+            target = self.schedule.steps_of(0)
+            rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
+            tracker_options = {"rule": rule, **tracker_options}
+        self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
-        if next_chunk_timeout is None:
-            next_chunk_timeout = default_silence(matchmaking_time, averaging_timeout)
         self.averager = OuterAverager(
             [part.length for part in parts],
             extra.length,
-            settings.agreement(self.schedule, parts.fingerprint),
+            options.agreement(self.schedule, parts.fingerprint),
             self._fragments,
             giving.everything,
             giving.part,
             giving.check,
             dht,
             prefix=f"{run_id}_outer_averager",
-            start=False,
-            compression=extra.codec(settings.codec) if extra else settings.codec,
+            compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
-            min_matchmaking_time=matchmaking_time,
-            allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-            next_chunk_timeout=next_chunk_timeout,
-            shutdown_timeout=shutdown_timeout,
-            client_mode=self.client_mode,
-            auxiliary=auxiliary,
-            **(averager_opts or {}),
+            **options.for_averagers(),
+            aggregation=aggregation,
+            **options.own_averager_opts(),
         )
         self._rounds = OuterRounds(
-            dht,
-            settings,
+            dht.peer_id,
+            options,
             self._counter,
             self._fragments,
             self.inner,
@@ -259,14 +293,12 @@ class DiLoCo(JointOptimizer):
             self.averager,
             extra,
             lock,
-            matchmaking_time,
-            logging.INFO if verbose else logging.DEBUG,
+            Attendance(self.tracker, options, len(parts), is_client=options.client_mode),
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
-        rounds = self._rounds
-        target = target_batch_size or 0
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target)
+        target = options.target_batch_size or 0
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=target)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -276,11 +308,9 @@ class DiLoCo(JointOptimizer):
             self.averager.run_in_background()
             sharing = self.averager.node.state_sharing
             for each in self._fragments:
-                each.kept.serves_newcomers = lambda: sharing.is_busy
+                each.journal.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            if self.tracker.guard == "open":
-                self._rounds.deeds.advise(self.averager.node)
-            self._company = Company(self.run_id, self._describe(), self._on_mismatch)
+            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
             self.tracker.compare_settings(self._company)
             self.tracker.run_in_background()
         except BaseException:
@@ -289,7 +319,7 @@ class DiLoCo(JointOptimizer):
 
     def _describe(self) -> RunSettings:
         """What other peers must have in common with this one."""
-        settings, schedule = self.settings, self.schedule
+        options, schedule = self.options, self.schedule
         outer = self._fragments[0].state
         shared = {
             "sync_every": schedule.sync_every,
@@ -305,11 +335,11 @@ class DiLoCo(JointOptimizer):
             self.inner.names,
             {},
             needed={
-                "average": settings.average,
+                "average": options.average,
                 "fragments": schedule.fragments,
-                "weighting": settings.weighting,
+                "weighting": options.rules.weighting,
             },
-            shared={} if self.auxiliary else shared,
+            shared={} if self.options.auxiliary else shared,
         )
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -336,10 +366,9 @@ class DiLoCo(JointOptimizer):
         """
         self._check_open()
         self.tracker.look_at_company()
+        batch_size = self.options.check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
-            if closure is not None or batch_size is not None or grad_scaler is not None:
-                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
-            self._auxiliary.step()
+            self._help_others(self._auxiliary)
             return None
         if self._set_aside is not None:
             raise RuntimeError(
@@ -347,9 +376,6 @@ class DiLoCo(JointOptimizer):
                 "or call show_own_parameters(), before step()"
             )
         self._note_thread()
-        batch_size = self.settings.batch_size(batch_size)
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         loss = None
         if closure is not None:
@@ -372,6 +398,9 @@ class DiLoCo(JointOptimizer):
             self._reporting.note_step(0.0 if done is None else done.samples / len(self._fragments))
         return loss
 
+    def _follow(self, epoch: int) -> None:
+        self._counter.go_to(epoch)
+
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:
             samples = batch_size if self.inner.step(self, scaler) else 0
@@ -385,7 +414,7 @@ class DiLoCo(JointOptimizer):
         self._rounds.report()
 
     def _is_awaited(self) -> bool:
-        return self._set_aside is None and self.tracker.is_awaited(self.settings.straggler_patience)
+        return self._set_aside is None and self.tracker.is_awaited(self.options.straggler_patience)
 
     def _slot_is_over(self) -> bool:
         if self._counter.is_full:
@@ -393,7 +422,7 @@ class DiLoCo(JointOptimizer):
             deadline = get_dht_time() + FIRST_LOOK_SECONDS
             while not self.tracker.is_introduced and get_dht_time() < deadline and not self._closing.wait(0.01):
                 pass
-        return self.tracker.should_stop(self.settings.straggler_patience)
+        return self.tracker.should_stop(self.options.straggler_patience)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
@@ -456,6 +485,10 @@ class DiLoCo(JointOptimizer):
         """The outer update that was applied last."""
         return self._rounds.last
 
+    @property
+    def _latest_round(self) -> OuterRound | None:
+        return self._rounds.last
+
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -491,10 +524,10 @@ class DiLoCo(JointOptimizer):
             each.fragment.write(values)
         self._set_aside = None
 
-    def outer_versions(self) -> list[tuple[OuterVersion, bytes]]:
+    def outer_versions(self) -> list[tuple[Entry, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
         tell the same hash."""
-        return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
+        return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
         return self.inner.param_groups
@@ -538,14 +571,14 @@ class DiLoCo(JointOptimizer):
             raise ValueError(f"it is of another model: fragments of {given} values, and this peer's has {lengths}")
         self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
-            self._rounds.restore(saved, self._shutdown_timeout)
+            self._rounds.restore(saved, self.options.shutdown_timeout)
             self.inner_steps = saved.position.inner_steps
             self.inner.move_schedules(self._counter.position)
             self._set_aside = model
             self.show_own_parameters()
 
     def __repr__(self) -> str:
-        return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self.inner.optimizers!r})"
+        return f"DiLoCo(run_id={self.options.run_id!r}, slot={self.local_epoch}, inner={self.inner.optimizers!r})"
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -553,12 +586,12 @@ class DiLoCo(JointOptimizer):
         return self.averager.is_alive()
 
     def _leave(self) -> None:
-        """Rounds under way go on without this peer."""
+        """Rounds in flight continue without this peer."""
         try:
             self._catching_up.let_go()
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
-            self._rounds.let_go(self._shutdown_timeout)
+            self._rounds.let_go(self.options.shutdown_timeout)
         finally:
-            self.tracker.shutdown(self._shutdown_timeout)
+            self.tracker.shutdown(self.options.shutdown_timeout)
             self.averager.shutdown()

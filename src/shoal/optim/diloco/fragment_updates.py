@@ -1,4 +1,11 @@
-"""One fragment at one peer: what it sends, how that counts, and how the result gets into the model."""
+"""One fragment at one peer: what it sends, how that counts, and how the result gets into the model.
+
+::
+
+    begin ─► judge, for each group that is found ─► land ─► an entry of the journal, and the model
+                                                └─► give_up: what this peer has done counts next time
+    make_up: updates of others that this peer has missed, in the order of their versions
+"""
 
 from __future__ import annotations
 
@@ -7,41 +14,207 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from shoal.averaging import RoundResult
+from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
 from shoal.base.logs import Seldom
 from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.compressor import Compressor
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.in_flight import PARAMETERS, Flight, OuterRound, VersionRelation
-from shoal.optim.diloco.merge_policy import MergePolicy, shift
-from shoal.optim.diloco.outer_state import OuterState
-from shoal.optim.diloco.update_log import KeptResults, LoggedUpdate, OuterParameters, packed, unpacked, who_counted
-from shoal.optim.diloco.version_history import (
+from shoal.optim.diloco.contribution import PARAMETERS, Contribution, Effort, Outgoing, Staleness, discount
+from shoal.optim.diloco.fragments import Fragment, MergePolicy, shift
+from shoal.optim.diloco.messages import (
+    OuterParameters,
     OuterStatement,
-    OuterVersion,
-    VersionHistory,
+    has_counted,
     has_other_bits,
-    hash_of,
-    next_link,
-    parse_links,
-    settle,
-    steps_between,
+    packed,
+    unpacked,
+    who_counted,
 )
-from shoal.optim.diloco.weights import Effort, Staleness, discount
-from shoal.optim.recovery.state_holder import refusing_nonsense
+from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.history.fork_choice import choose_version, compare
+from shoal.optim.history.journal import MOST, Entry, Journal, Update, hash_of, parse_entries
+from shoal.optim.history.window import Relation
+from shoal.optim.recovery.download import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ExpectedMembers:
+    """The peers that are expected in the round at the end of a slot."""
+
+    slot: int
+    peers: Collection[PeerID]
+    since: float
+    """DHT time at which this peer begins to wait."""
+    patience: float
+    """Training may stand still for these peers for this many seconds."""
+
+
+@dataclass(frozen=True)
+class UpdateRules:
+    """How messages count and results are applied, the same in all peers but for ``delay`` and ``merge``."""
+
+    merge: MergePolicy
+    average: str
+    """One of :data:`~shoal.optim.diloco.contribution.AVERAGES`."""
+    weighting: str
+    """See :meth:`~shoal.optim.diloco.contribution.Effort.weight`."""
+    staleness: Staleness
+    """Makes old contributions smaller."""
+    max_staleness: int
+    """Older ones do not count."""
+    check_every: int
+    """Members compare the bits of their outer parameters after this many updates; 0: never."""
+    delay: int | None
+    """Inner steps between sending and applying; ``None``: as many as the round takes."""
+
+
+@dataclass(frozen=True)
+class GroupFinding:
+    """What a peer finds when a group is complete, by what all members have stated."""
+
+    standing: Relation = Relation.WITH
+    """How its outer parameters compare with those of the group."""
+    base: Entry | None = None
+    """What the round updates; ``None``: there is no update."""
+    counting: tuple[int, ...] = ()
+    """The positions of the members whose messages can count, as they say; the same at all members."""
+    samples: int = 0
+    """Of all members."""
+    done: tuple[int, ...] = ()
+    """What each member has done in the slot, as it says."""
+    has_other_bits: bool = False
+    """Its outer parameters are not those of most members, although they are made of the same updates."""
+
+    def has_most(self, weights: Sequence[float]) -> bool:
+        """Whether the messages of most members have counted; of two halves, the one with the first member.
+
+        A round may be split, so that each side takes the other one for dead. Only one of them may make an update. Where
+        parameters are averaged, each peer has its own, and this is not asked.
+        """
+        counted = [n for n in self.counting if weights[n]]
+        return not self.counting or 2 * len(counted) + (tuple(counted[:1]) == self.counting[:1]) > len(self.counting)
+
+
+def look_at_group(
+    statements: Sequence[OuterStatement | None],
+    own: int,
+    clients: Collection[int],
+    before: Relation,
+    heard_of: Entry | None,
+) -> GroupFinding:
+    """Compare this peer's outer parameters with those of its group. Of a round that averages these.
+
+    Args:
+        statements: of all members; ``None``: this one counts for nothing.
+        own: position of this peer.
+        clients: positions of members from which nobody can download anything.
+        before: how this peer stood before.
+        heard_of: the newest version that it lacks, by what groups have told.
+    """
+    said = {n: each for n, each in enumerate(statements) if each is not None}
+    told = {n: each.entries for n, each in said.items()}
+    heard = {n: each.known for n, each in said.items() if each.known is not None}
+    choice = choose_version(told, heard, clients)
+    assert choice is not None, "this peer has said what it has"
+    base, behind = choice.base, choice.behind.get(own)
+    counting = tuple(n for n, each in said.items() if each.samples > 0 and each.entries[-1] == base)
+    others_bits = behind == 0 and has_other_bits(statements, own, clients)
+    if behind is None or others_bits:
+        standing = Relation.ELSEWHERE
+    elif behind:
+        standing = Relation.BEHIND
+    elif heard_of is not None and base.version < heard_of.version:
+        # All members lack what others have: an update of what they have would be a second one. Or this peer has it by
+        # now, and its statement is older than that.
+        return GroupFinding(Relation.BEHIND if before is Relation.WITH else before, None, counting)
+    else:
+        standing = Relation.WITH
+    return GroupFinding(standing, base, counting, has_other_bits=others_bits)
+
+
+@dataclass
+class Flight:
+    """A round of a fragment in flight: the message, what is known of the group, and when the result is applied."""
+
+    slot: int
+    message: Outgoing
+    left: int | None
+    """After this many further inner steps the result is applied; ``None``: as soon as it is there."""
+    steps_since: int = 0
+    """Inner steps since the message was made."""
+    control: StepControl | None = None
+    """``None``: nobody else is there."""
+    expected: ExpectedMembers | None = None
+    """The peers that were expected when it began."""
+    group: GroupFinding = GroupFinding()
+    """Of the latest group."""
+    attempts: set[bytes] = field(default_factory=set)
+    """The ids of the groups in which the message may have counted."""
+    known: Entry | None = None
+    """The newest version that members of its groups had and this peer lacked; ``None``: it lacked none."""
+    began_at: float = field(default_factory=time.monotonic)
+    saved: tuple[RoundResult | None, PeerID] | None = None
+    """From a checkpoint: the result, and this peer's id in the round, for it may have another one by now."""
+
+    @property
+    def standing(self) -> Relation:
+        """How this peer's outer parameters compare with those of its group."""
+        return self.group.standing
+
+    @property
+    def weight(self) -> float:
+        """Of this peer's message."""
+        return self.message.weight
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is a result: the round is over and has not failed, or nobody else is there."""
+        return self.control is None or (self.control.done() and self.control.round is not None)
+
+    @property
+    def result(self) -> RoundResult | None:
+        """The result of the round, if there is one; ``None``: nobody else is there."""
+        if self.control is not None:
+            return self.control.round
+        return None if self.saved is None else self.saved[0]
+
+
+@dataclass(frozen=True)
+class OuterRound:
+    """What a round has done, as this peer saw it."""
+
+    slot: int
+    fragment: int
+    version: int
+    """Of the outer parameters after it."""
+    peers: tuple[PeerID, ...]
+    weights: tuple[float, ...]
+    staleness: int
+    """By how many versions this peer's contribution was old."""
+    contributed: bool
+    """Whether this peer's contribution counted."""
+    share: float
+    """Of the vector that was averaged."""
+    seconds: float
+    norm: float
+    """Of the mean pseudo-gradient."""
+    bytes_sent: int = 0
+    """Of the encoded values that this peer has sent to the others."""
+    bytes_received: int = 0
+    samples: int = 0
+    """Of all members, since the last round of this fragment."""
+
+
 class FragmentUpdates:
-    """A fragment, its outer parameters, and what this peer has done for its next update.
+    """A fragment, its outer parameters, and what this peer has done for their next update.
 
     The training thread calls its methods, except for :meth:`judge`.
 
@@ -49,13 +222,9 @@ class FragmentUpdates:
         number: of the fragment.
         fragment: the parameters of the model.
         state: the outer parameters.
-        mixing: how results get into the model.
-        average: one of :data:`~shoal.optim.diloco.in_flight.AVERAGES`.
-        staleness: makes old contributions smaller.
-        max_staleness: older ones do not count.
+        rules: how messages count and results are applied.
         lock: held while outer parameters change, so that newcomers get whole states.
-        compressor: keeps what messages leave out; ``None``: that is lost.
-        check_every: members compare the bits of their outer parameters after so many updates; 0: never.
+        contribution: what counts next time.
         own: id of this peer.
     """
 
@@ -64,45 +233,29 @@ class FragmentUpdates:
         number: int,
         fragment: Fragment,
         state: OuterState,
-        mixing: MergePolicy,
-        average: str,
-        staleness: Staleness,
-        max_staleness: int,
+        rules: UpdateRules,
         lock: threading.RLock,
-        compressor: Compressor | None = None,
-        check_every: int = 0,
+        contribution: Contribution,
         own: bytes = b"",
     ) -> None:
-        self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
-        self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
-        self._lock, self._check_every = lock, check_every
-        self.own, self.compressor = own, compressor
-        self.chain = VersionHistory.begin(state.values, max_staleness + 1)
-        self.effort = Effort()
-        """Since the last contribution that counted."""
-        self.age = 0
-        """By how many versions the outer parameters have moved since then."""
+        self.number, self.fragment, self.state, self._rules = number, fragment, state, rules
+        self._lock, self.own, self.contribution = lock, own, contribution
+        self.journal = Journal.begin(state.values, rules.max_staleness + 1)
+        """Its newest entry is that of the outer parameters."""
         self.flight: Flight | None = None
-        self.standing = VersionRelation.GOOD
-        """As the last round has shown."""
+        self.standing = Relation.WITH
+        """As the last round has shown. Never ``AHEAD``: the others follow."""
         self.may_lack_updates = False
         """Whether a round has failed here since others were asked for updates: they may have had it all the same."""
-        self._warn_seldom = Seldom(logger.warning)
-        self.is_fresh = False
-        """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
-        self.kept = KeptResults(fragment.length)
-        """For peers that have missed them."""
-        # By version: results of rounds to which this peer has come without what they update.
-        self._later: dict[int, LoggedUpdate] = {}
         # The newest version that this peer lacked, by what its groups have told. Counts while it is behind.
-        self._known: OuterVersion | None = None
+        self._known: Entry | None = None
         # A round that has failed here. Its message may have counted all the same: the others' update tells that.
         self._unsure: Flight | None = None
+        self._warn_seldom = Seldom(logger.warning)
 
     def count(self, samples: int) -> None:
-        """An inner step has been made with so many samples; 0: it has not moved the model."""
-        if samples:
-            self.effort += Effort(1, samples)
+        """An inner step has been made with this many samples; 0: it has not moved the model."""
+        self.contribution.count(samples)
         if self.flight is not None:
             self.flight.steps_since += 1
             if self.flight.left:
@@ -111,45 +264,57 @@ class FragmentUpdates:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, slot: int, vector: torch.Tensor, delay: int | None, weighting: str, least_steps: int = 0) -> Flight:
+    def begin(self, slot: int, vector: torch.Tensor, least_steps: int = 0) -> Flight:
         """Write the message of this peer into a vector. The round may begin.
 
         Args:
-            delay: inner steps until the result is applied; ``None``: as many as the round takes.
-            weighting: see :meth:`~shoal.optim.diloco.weights.Effort.weight`.
             least_steps: with fewer inner steps behind it the message does not count.
         """
         assert self.flight is None, "a fragment has at most one round at a time"
-        if self.age > self._max_staleness:
+        own, rules = self.contribution, self._rules
+        if own.age > rules.max_staleness:
             logger.warning(
                 "fragment %d: %d inner steps of this peer have not counted for %d updates of the others, and are lost. "
-                "It goes on from the outer parameters",
+                "It continues from the outer parameters",
                 self.number,
-                self.effort.steps,
-                self.age,
+                own.effort.steps,
+                own.age,
             )
             self.reset_model()
         local = self.fragment.read()
-        if self._average == PARAMETERS:
+        if rules.average == PARAMETERS:
             vector.copy_(local)
         else:
             vector.copy_(self.fragment.rounded(self.state.values)).sub_(local)
         is_finite = all_finite(vector)
-        counts = is_finite and self.effort.steps >= least_steps
-        weight = self.effort.weight(weighting) if counts else 0.0
-        sent = local if self._mixing.is_rebase and delay != 0 else None
-        outgoing = self.compressor.prepare(vector) if self.compressor is not None and is_finite else None
-        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight, outgoing)
+        counts = is_finite and own.effort.steps >= least_steps
+        self.flight = Flight(
+            slot,
+            Outgoing(
+                own.effort,
+                own.effort.weight(rules.weighting) if counts else 0.0,
+                is_finite,
+                local if rules.merge.is_rebase and rules.delay != 0 else None,
+                own.prepare(vector) if is_finite else None,
+            ),
+            rules.delay,
+        )
         return self.flight
 
     def statement(self, expected: int, done: int = 0) -> OuterStatement:
-        """What this peer tells its group; it expects so many members, and has done so much in the slot."""
-        newest, every = self.chain.newest, self._check_every
-        is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
+        """What this peer states in its group.
+
+        Args:
+            expected: how many members it expects.
+            done: what it has done in the slot.
+        """
+        newest, every = self.journal.newest, self._rules.check_every
+        is_compared = every and newest.version and newest.version % every == 0 and self._rules.average != PARAMETERS
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
         # No samples: this message will not count, and is not missed when it is asked whether most have counted.
-        effort = self.effort if self.flight is None or self.flight.weight else Effort()
-        return OuterStatement(self.chain.links, effort.steps, effort.samples, expected, digest, done, self.heard_of)
+        effort = self.contribution.effort if self.flight is None or self.flight.weight else Effort()
+        entries = self.journal.entries
+        return OuterStatement(entries, effort.steps, effort.samples, expected, digest, done, self.heard_of)
 
     def judge(
         self,
@@ -172,60 +337,51 @@ class FragmentUpdates:
         Raises:
             AllreduceException: too few members have come for an update that all will have.
         """
-        flight, mine = self.flight, statements[own]
-        if flight is None or mine is None:
+        flight = self.flight
+        if flight is None or statements[own] is None:
             raise AllreduceException("this peer has given up the round")
         told = [statement for statement in statements if statement is not None]
-        flight.hear(statements)
-        if self._average == PARAMETERS:
+        samples = min(MOST, sum(each.samples for each in told))
+        done = tuple(0 if each is None else each.done for each in statements)
+        if self._rules.average == PARAMETERS:
+            flight.group = GroupFinding(samples=samples, done=done)
             return True, 1.0
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
         if 2 * len(told) <= expected:
             raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
-        verdict = settle(statements, clients)
-        behind, base = verdict.behind.get(own), verdict.base
-        assert base is not None, "this peer has said what it has"
-        flight.begin_from(base, statements)
-        flight.standing = (
-            VersionRelation.LOST if behind is None else VersionRelation.BEHIND if behind else VersionRelation.GOOD
-        )
-        if behind == 0 and has_other_bits(statements, own, clients):
+        found = look_at_group(statements, own, clients, self.standing, self.heard_of)
+        flight.group = replace(found, samples=samples, done=done)
+        if found.has_other_bits:
             self._warn_seldom(
                 "fragment %d is not that of most others after the same updates: this peer takes theirs. Machines "
                 "round differently; outer SGD does not",
                 self.number,
                 about="bits",
             )
-            flight.standing = VersionRelation.LOST
-        if flight.standing is VersionRelation.GOOD and (heard_of := self.heard_of) and base.version < heard_of.version:
-            # All members lack what others have: an update of what they have would be a second one. Or this peer has it
-            # by now, and its statement is older than that.
-            flight.base = None
-            flight.standing = VersionRelation.BEHIND if self.standing is VersionRelation.GOOD else self.standing
-        elif flight.standing is VersionRelation.BEHIND:
-            flight.known = max(base, flight.known or base)
-        elif flight.standing is VersionRelation.LOST:  # what it has heard of before is not what goes on
-            flight.known, self._known = base, None
-        if flight.standing is not VersionRelation.GOOD:
+        if found.standing is Relation.BEHIND and found.base is not None:
+            flight.known = max(found.base, flight.known or found.base)
+        elif found.standing is Relation.ELSEWHERE and found.base is not None:
+            flight.known, self._known = found.base, None  # what it has heard of before is not of the winning branch
+        if found.standing is not Relation.WITH:
             return False, 1.0
         flight.attempts.add(group_id)
-        if flight.factor is not None:  # this is another attempt, with the same vector
+        if flight.message.factor is not None:  # this is another attempt, with the same vector
             return True, 1.0
-        flight.factor = discount(self._staleness, self.age)
-        return True, flight.factor
+        flight.message.factor = discount(self._rules.staleness, self.contribution.age)
+        return True, flight.message.factor
 
     @property
-    def heard_of(self) -> OuterVersion | None:
+    def heard_of(self) -> Entry | None:
         """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
-        earlier = None if self.standing is VersionRelation.GOOD else self._known
+        earlier = None if self.standing is Relation.WITH else self._known
         now = None if self.flight is None else self.flight.known
         return max(filter(None, [earlier, now]), default=None)
 
     def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
         """Make this peer's message smaller, because it is old. Called in a worker thread while a round begins."""
-        flight = self.flight
-        if flight is not None and flight.outgoing is not None and self.compressor is not None:
-            flight.outgoing = self.compressor.reduced(flight.outgoing, factor)
+        message, compressor = None if self.flight is None else self.flight.message, self.contribution.compressor
+        if message is not None and message.encoded is not None and compressor is not None:
+            message.encoded = compressor.reduced(message.encoded, factor)
         else:
             vector.mul_(factor)
 
@@ -234,12 +390,12 @@ class FragmentUpdates:
     def give_up(self) -> None:
         """The round has failed: all is as it was, and what this peer has done counts next time."""
         flight, heard_of, self.flight = self.flight, self.heard_of, None
-        self.may_lack_updates = self._average != PARAMETERS
-        if flight is not None and flight.standing is not VersionRelation.GOOD:
+        self.may_lack_updates = self._rules.average != PARAMETERS
+        if flight is not None and flight.standing is not Relation.WITH:
             self._known, self.standing = heard_of, flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
-            flight.sent = flight.sent if flight.steps_since else self.fragment.read()
+            flight.message.sent = flight.message.sent if flight.steps_since else self.fragment.read()
 
     @torch.no_grad()
     def land(self, vector: torch.Tensor, result: RoundResult | None, own: PeerID) -> OuterRound | None:
@@ -254,50 +410,47 @@ class FragmentUpdates:
         """
         flight = self.flight
         assert flight is not None, "there is no round whose result could be applied"
-        own = flight.own or own
-        weights = () if result is None else result.weights
-        has_most = result is None or flight.has_most(weights)
+        own = own if flight.saved is None else flight.saved[1]
+        message, weights = flight.message, () if result is None else result.weights
+        has_most = result is None or flight.group.has_most(weights)
         is_whole = result is None or (result.share_averaged == 1 and any(weights) and has_most)
         if not has_most:
             self._warn_seldom(
                 "the messages of most members of a round did not count, so it may have been split: no update is made, "
                 "and what this peer has done counts next time"
             )
-        if flight.standing is not VersionRelation.GOOD or not is_whole or not all_finite(vector):
-            is_behind = flight.standing is VersionRelation.BEHIND and flight.base is not None
+        if flight.standing is not Relation.WITH or not is_whole or not all_finite(vector):
             self.give_up()
-            if is_behind:
-                self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
+            if flight.standing is Relation.BEHIND and flight.group.base is not None:
+                self._keep_for_later(flight.group, vector if is_whole and all_finite(vector) else None, result)
                 self.make_up()  # it may have what it lacked by now
             return None
-        if result is None:
-            samples, names, contributed = flight.effort.samples, b"", flight.weight > 0
-        else:
-            weight = dict(zip(result.peers, weights, strict=True))[own]
-            round_id, samples, names = result.group_id, flight.samples, who_counted(result)
-            contributed = weight > 0 and not result.late
-        mean = self.state.values - vector if self._average == PARAMETERS else vector
+        mean = self.state.values - vector if self._rules.average == PARAMETERS else vector
         norm = float(torch.linalg.vector_norm(mean))
         if result is None:
-            # With the norm: a peer that goes on from an older checkpoint comes to this slot again, with another update.
+            # With the norm: a peer that continues from an older checkpoint comes to this slot again, with another
+            # update.
             round_id = own.to_bytes() + flight.slot.to_bytes(8) + struct.pack("d", norm)
+            samples, names, contributed = message.effort.samples, b"", flight.weight > 0
+            members, share, traffic = {own: flight.weight}, 1.0, (0, 0)
+        else:
+            round_id, samples, names = result.group_id, flight.group.samples, who_counted(result)
+            members = dict(zip(result.peers, weights, strict=True))
+            contributed = members[own] > 0 and not result.late
+            share, traffic = result.share_averaged, (result.bytes_sent, result.bytes_received)
+            members = {peer: weight for peer, weight in members.items() if peer not in result.auxiliaries}
         with self._lock:
-            if contributed and self.compressor is not None and flight.outgoing is not None:
-                note_sent = self.compressor.alone if result is None else self.compressor.counted
-                note_sent(flight.outgoing)
+            if contributed:
+                self.contribution.note_left_out(message.encoded, is_alone=result is None)
             before = None if contributed else self.fragment.rounded(self.state.values)
             self._step(mean, round_id, samples, names)
-            told_age = self.age
+            told_age = self.contribution.age
             if before is None:
-                self._mix(flight)
+                self._merge(message, flight.steps_since)
             else:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
-                self.age += 1
+                self.contribution.age += 1
         self.flight = None
-        members = {own: flight.weight} if result is None else dict(zip(result.peers, weights, strict=True))
-        for helper in () if result is None else result.auxiliaries:
-            del members[helper]
-        seconds, share = time.monotonic() - flight.began_at, 1.0 if result is None else result.share_averaged
         return OuterRound(
             flight.slot,
             self.number,
@@ -307,36 +460,35 @@ class FragmentUpdates:
             told_age,
             contributed,
             share,
-            seconds,
+            time.monotonic() - flight.began_at,
             norm,
-            0 if result is None else result.bytes_sent,
-            0 if result is None else result.bytes_received,
+            *traffic,
             samples,
         )
 
     def _step(self, mean: torch.Tensor, round_id: bytes, samples: int, names: bytes) -> None:
-        self._unsure = None
-        if self._average != PARAMETERS:
-            version, after = self.state.version + 1, self.chain.newest.hash
-            self.kept.add(LoggedUpdate(version, after, round_id, samples, packed(mean), names))
+        self._unsure, last = None, self.journal.newest
+        each_has_its_own = self._rules.average == PARAMETERS
+        update = (
+            None if each_has_its_own else Update(last.version + 1, last.hash, round_id, samples, packed(mean), names)
+        )
         # Where parameters are averaged, a layer that nobody trains may still differ between peers.
-        left_alone = () if self._average == PARAMETERS else self.fragment.unchanged(mean)
+        left_alone = () if each_has_its_own else self.fragment.unchanged(mean)
         with torch.enable_grad():
             self.state.step(mean, left_alone)
-        self.chain.extend(round_id + names, samples)
+        self.journal.append(last.followed_by(round_id + names, samples), update)
 
-    def _mix(self, flight: Flight) -> None:
-        self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
+    def _merge(self, message: Outgoing, steps_since: int) -> None:
+        self._rules.merge.apply(self.fragment, self.state.values, message.sent if steps_since else None)
         # What was done since the message was made is part of the next one, if the model has kept it as it is.
-        self.effort = self.effort - flight.effort if self._mixing.is_rebase else Effort()
-        self.age = 0
+        left = self.contribution.effort - message.effort
+        self.contribution.effort, self.contribution.age = left if self._rules.merge.is_rebase else Effort(), 0
 
     def reset_model(self) -> None:
         """Put the outer parameters into the model; what this peer has done since is lost."""
         self.fragment.write(self.state.values)
-        self.effort, self.age, self._unsure = Effort(), 0, None
-        if self.compressor is not None:
-            self.compressor.forget()
+        self.contribution.forget()
+        self._unsure = None
 
     @torch.no_grad()
     def begin_run(self) -> None:
@@ -345,14 +497,14 @@ class FragmentUpdates:
         if not torch.equal(values, self.state.values):
             with self._lock:
                 self.state.values.copy_(values)
-                self.chain = VersionHistory.begin(values, self._max_staleness + 1)
+                self.journal.adopt(Journal.begin(values, 1).entries)
 
     # --- for newcomers, and for peers that were away ------------------------------------------------------------------
 
     def dump(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Outer parameters and what belongs to them, as plain values and tensors. The tensors are not copied."""
         metadata, tensors = self.state.dump()
-        return {**metadata, "chain": self.chain.dump()}, tensors
+        return {**metadata, "chain": self.journal.dump()}, tensors
 
     def check(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
         """Check a state from :meth:`dump` of another peer.
@@ -361,14 +513,14 @@ class FragmentUpdates:
             ValueError: it does not fit.
         """
         self.state.check(metadata, tensors)
-        if parse_links(metadata.get("chain"))[-1].version != metadata["version"]:
+        if parse_entries(metadata.get("chain"))[-1].version != metadata["version"]:
             raise ValueError("the chain of a fragment ends at another version")
 
     def take_over(self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], *, is_new: bool) -> int:
         """Take over a state that :meth:`check` has passed, unless this peer's own one is as new.
 
-        A peer that only lacks updates keeps what it has done, and makes it up in the next round. One of another lineage
-        begins anew.
+        A peer that only lacks updates keeps what it has done, and makes it up in the next round. One of another branch
+        starts over.
 
         Args:
             is_new: this peer has done nothing yet.
@@ -376,51 +528,50 @@ class FragmentUpdates:
         Returns:
             How many versions of its own it has given up.
         """
-        links = parse_links(metadata["chain"])
-        own, is_lost, self.standing = self.chain.links, self.standing is VersionRelation.LOST, VersionRelation.GOOD
-        has_other_bits = is_lost and links[-1] == own[-1]
-        if not is_new and not has_other_bits and (self._average == PARAMETERS or links[-1] in own):
+        theirs, own = parse_entries(metadata["chain"]), self.journal.entries
+        has_lost, self.standing = self.standing is Relation.ELSEWHERE, Relation.WITH
+        has_other_bits = has_lost and theirs[-1] == own[-1]
+        if not is_new and not has_other_bits and (self._rules.average == PARAMETERS or theirs[-1] in own):
             return 0
-        missed = None if is_new else steps_between(own, links)
-        given_up = 0 if is_new or missed is not None else self.state.version
+        follows = not is_new and own[-1] in theirs
+        given_up = 0 if is_new or follows else self.state.version
         with self._lock:
             before = self.fragment.rounded(self.state.values)
             self.state.load(metadata, tensors)
-            self.chain = VersionHistory(links, self._max_staleness + 1)
-            self.kept.clear()
-            if missed is None:
-                self._later.clear()
-                self.reset_model()
-                self.is_fresh = True
-            else:
+            self.journal.adopt(theirs, keep_inbox=follows)
+            if follows:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
-                self.age, self._unsure = self.age + missed, None
+                self.contribution.age += theirs[-1].version - own[-1].version
+                self._unsure = None
+            else:
+                self.reset_model()
+                self.contribution.is_fresh = True
         return given_up
 
     @property
     def lacks_updates(self) -> bool:
         """Whether others have updates that this peer lacks. It is known as soon as a group is complete."""
         flight = self.flight
-        if flight is not None and flight.standing is VersionRelation.BEHIND:
-            return flight.base is not None and flight.base.version > self.state.version
-        return self.standing is VersionRelation.BEHIND
+        if flight is not None and flight.standing is Relation.BEHIND:
+            return flight.group.base is not None and flight.group.base.version > self.state.version
+        return self.standing is Relation.BEHIND
 
     @property
     def is_being_updated(self) -> bool:
-        """Whether a round is under way that updates what this peer has now."""
+        """Whether a round is in flight that updates what this peer has now."""
         flight = self.flight
-        if flight is None or flight.standing is not VersionRelation.GOOD:
+        if flight is None or flight.standing is not Relation.WITH:
             return False
         return flight.control is None or flight.control.began_allreduce
 
     @torch.no_grad()
-    def make_up(self, updates: Iterable[LoggedUpdate] = (), whole: OuterParameters | None = None) -> int:
+    def make_up(self, updates: Iterable[Update] = (), whole: OuterParameters | None = None) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
             updates: from others. Those that do not continue this peer's own ones are left out.
             whole: the outer parameters of another peer, see :meth:`dump`. They are taken over if they continue this
-                peer's own ones, or if this peer has lost and they are those that go on.
+                peer's own ones, or if this peer has lost and they are of the winning branch.
 
         Returns:
             How many were made.
@@ -428,85 +579,70 @@ class FragmentUpdates:
         Raises:
             ValueError: something does not fit. Updates before it have been made.
         """
+        theirs: tuple[Entry, ...] = ()
         if whole is not None:
             with refusing_nonsense():
                 self.check(*whole)
-        links = () if whole is None else parse_links(whole[0]["chain"])
-        if whole is not None and self.standing is VersionRelation.LOST and self.heard_of in links:
-            self.take_over(*whole, is_new=False)
-            return 1
+            theirs = parse_entries(whole[0]["chain"])
+            if self.standing is Relation.ELSEWHERE and self.heard_of in theirs:
+                self.take_over(*whole, is_new=False)
+                return 1
         before, updates = self.state.version, list(updates)
         if self.is_being_updated:
             self.may_lack_updates = True
             return 0
-        flight, newest = self.flight, self.chain.newest
-        if flight is not None and flight.control is not None and flight.standing is VersionRelation.GOOD:
-            if newest not in links[:-1] and not any(
-                each.version == newest.version + 1 and each.after == newest.hash for each in updates
-            ):
+        follows = bool(theirs) and compare(self.journal.entries[-1:], theirs) is Relation.BEHIND
+        flight = self.flight
+        if flight is not None and flight.control is not None and flight.standing is Relation.WITH:
+            if not follows and not any(map(self.journal.continues, updates)):
                 return 0
             flight.control.cancel()  # it looks for a group to update what the others no longer have
             self.give_up()
             self.may_lack_updates = False
-        if whole is not None and newest in links[:-1]:
+        if whole is not None and follows:
             standing = self.standing
             self.take_over(*whole, is_new=False)
             self.standing = standing  # there may be newer updates
-        self._later.update((each.version, each) for each in updates)
-        while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
+        self.journal.receive(updates)
+        while (each := self.journal.take_next()) is not None:
             mean = unpacked(each.tensors, self.fragment.length)
             with self._lock:
                 self._follow(each, mean)
-        self._later = {version: each for version, each in self._later.items() if version > self.state.version}
-        if self.standing is VersionRelation.BEHIND and (
-            self._known is None or self.state.version >= self._known.version
-        ):
-            self.standing = VersionRelation.GOOD
+        if self.standing is Relation.BEHIND and (self._known is None or self.state.version >= self._known.version):
+            self.standing = Relation.WITH
         return self.state.version - before
 
-    def _follow(self, update: LoggedUpdate, mean: torch.Tensor) -> None:
+    def _follow(self, update: Update, mean: torch.Tensor) -> None:
         """Make an update of others."""
-        unsure, outer = self._unsure, self.fragment.rounded(self.state.values)
+        own, unsure, outer = self.contribution, self._unsure, self.fragment.rounded(self.state.values)
         self._step(mean, update.round_id, update.samples, update.names)
-        if unsure is not None and update.round_id in unsure.attempts and update.counts(self.own):
-            if self.compressor is not None and unsure.outgoing is not None:
-                self.compressor.counted(unsure.outgoing)
-            if unsure.sent is None:
-                self._mix(unsure)
-            else:  # the model has moved on since, whatever the mixing rule is
-                shift(self.fragment, self.fragment.rounded(self.state.values), unsure.sent)
-                self.effort, self.age = self.effort - unsure.effort, 0
-        elif self.effort.steps:
+        if unsure is not None and update.round_id in unsure.attempts and has_counted(update, self.own):
+            own.note_left_out(unsure.message.encoded)
+            if unsure.message.sent is None:
+                self._merge(unsure.message, unsure.steps_since)
+            else:  # the model has moved on since, whatever the merge policy is
+                shift(self.fragment, self.fragment.rounded(self.state.values), unsure.message.sent)
+                own.effort, own.age = own.effort - unsure.message.effort, 0
+        elif own.effort.steps:
             shift(self.fragment, self.fragment.rounded(self.state.values), outer)
-            self.age += 1
+            own.age += 1
         else:
             self.fragment.write(self.state.values)
 
-    def _keep_for_later(self, flight: Flight, mean: torch.Tensor | None, result: RoundResult | None) -> None:
+    def _keep_for_later(self, group: GroupFinding, mean: torch.Tensor | None, result: RoundResult | None) -> None:
         """This peer has come to a round without what the round updates: keep the result until it has that."""
-        assert flight.base is not None
-        known = flight.base
+        known = group.base
+        assert known is not None
         if mean is not None and result is not None:
-            names = who_counted(result)
-            known = next_link(flight.base, result.group_id + names, flight.samples)
-            kept = LoggedUpdate(known.version, flight.base.hash, result.group_id, flight.samples, packed(mean), names)
-            self._later[kept.version] = kept
-            for version in sorted(self._later)[: -self._max_staleness - 1]:
-                del self._later[version]
+            names, after = who_counted(result), known.hash
+            known = known.followed_by(result.group_id + names, group.samples)
+            update = Update(known.version, after, result.group_id, group.samples, packed(mean), names)
+            self.journal.receive([update], self._rules.max_staleness + 1)
         self._known = max(known, self._known or known)
 
-    def restore(
-        self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], effort: Effort, age: int, *, is_fresh: bool
-    ) -> None:
-        """Go on from a state that :meth:`check` has passed. The model is not changed.
-
-        Args:
-            effort, age, is_fresh: as they were then.
-        """
+    def restore(self, metadata: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Continue from a state that :meth:`check` has passed. The model is not changed."""
         with self._lock:
             self.state.load(metadata, tensors)
-            self.chain = VersionHistory(parse_links(metadata["chain"]), self._max_staleness + 1)
-            self.kept.clear()
-        self.effort, self.age, self.is_fresh = effort, age, is_fresh
-        self.flight, self.standing, self._known, self._unsure = None, VersionRelation.GOOD, None, None
-        self._later.clear()
+            self.journal.adopt(parse_entries(metadata["chain"]))
+        self.flight, self.standing, self._known, self._unsure = None, Relation.WITH, None, None

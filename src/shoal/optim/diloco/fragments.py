@@ -1,14 +1,24 @@
-"""Parameters divided into fragments, each of which is exchanged as one flat vector of float32 numbers on the CPU."""
+"""The model's parameters as flat vectors of float32 numbers on the CPU.
+
+Parameters are exchanged one *fragment* at a time. A :class:`MergePolicy` brings the result back into the model. Tensors
+that are not trained, such as the running means of batch norms, are averaged as they are (:class:`ExtraTensors`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from shoal.compression import CompressionBase, NoCompression, RoleAdaptiveCompression, TensorRole
+from shoal.compression.one_result import OneResult
 from shoal.optim.setup.training_setup import check_parameters
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,8 @@ class Fragment:
         """Lay parameters out in a vector, in their order.
 
         Args:
-            block: codecs encode this many values together. A parameter with at least so many begins at a multiple of
-                it, so that its blocks hold no values of others; smaller ones stand behind each other.
+            block: codecs encode this many values together. A parameter with at least that many begins at a multiple of
+                it, so that its blocks hold no values of others; smaller ones follow each other.
         """
         parameters, offsets, end = tuple(parameters), [], 0
         for parameter in parameters:
@@ -195,3 +205,134 @@ def strided_fragments(modules: Iterable[torch.nn.Module], fragments: int) -> lis
                 placed.add(id(parameter))
                 chosen[index % fragments].append(parameter)
     return chosen
+
+
+ROLE = TensorRole.UNSPECIFIED
+"""Of their vector. That of a fragment is for gradients."""
+
+
+class ExtraTensors:
+    """Some tensors, which go with the rounds of the first fragment as one flat vector of float32 numbers.
+
+    Args:
+        tensors: in the same order at all peers.
+        trained: the parameters that are exchanged anyhow.
+
+    Raises:
+        TypeError, ValueError: they cannot be averaged.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], trained: Iterable[torch.Tensor] = ()) -> None:
+        given, known = tuple(tensors), {id(parameter) for parameter in trained}
+        for index, tensor in enumerate(given):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"extra_tensors must be tensors, but number {index} is a {type(tensor).__name__}")
+            if id(tensor) in known:
+                raise ValueError(
+                    f"extra tensor {index} is a parameter that the inner optimizer has, too, so that it is exchanged "
+                    "anyhow: leave it out"
+                )
+            if tensor.is_complex() or tensor.dtype == torch.bool:
+                raise ValueError(f"extra tensor {index} is of type {tensor.dtype}: only real numbers can be averaged")
+            if tensor.grad_fn is not None:
+                raise ValueError(f"extra tensor {index} is a result of a computation: give .detach() of it")
+        self._fragment = Fragment.of(given)
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+    @property
+    def length(self) -> int:
+        """Of the vector."""
+        return self._fragment.length
+
+    def read(self, vector: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the tensors into a vector, by default a new one, and return it."""
+        return self._fragment.read(vector)
+
+    @torch.no_grad()
+    def write(self, vector: torch.Tensor) -> None:
+        """Copy a vector into the tensors, rounded to their types."""
+        for view, tensor in zip(self._fragment.views_of(vector), self._fragment.parameters, strict=True):
+            tensor.copy_(view if tensor.is_floating_point() else view.round())
+
+    def load(self, tensors: list[torch.Tensor]) -> None:
+        """Take over the vector of another peer.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        match tensors:
+            case [vector] if vector.shape == (self.length,) and bool(torch.isfinite(vector).all()):
+                self.write(vector)
+            case _:
+                raise ValueError(f"the extra tensors are not {self.length} finite numbers")
+
+    def codec(self, of_fragments: CompressionBase) -> CompressionBase:
+        """The codec of all vectors, if fragments have this one. These values lose nothing: nobody keeps the rest."""
+        return RoleAdaptiveCompression(gradient=of_fragments, default=OneResult(NoCompression()))
+
+
+REBASE = "rebase"
+
+
+@dataclass(frozen=True)
+class MergePolicy:
+    """The rule.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+
+    alpha: float | str
+    """The weight of the local values: 0 replaces them, 1 leaves the model alone. ``"rebase"``: the model moves by what
+    the exchange has changed, and keeps the progress that it has made meanwhile."""
+
+    def __post_init__(self) -> None:
+        if self.alpha == REBASE:
+            return
+        is_number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
+        if not is_number or not 0 <= self.alpha <= 1:  # type: ignore[operator]
+            raise ValueError(f'fragment_update_alpha must be a number from 0 to 1, or "{REBASE}": got {self.alpha!r}')
+
+    @classmethod
+    def choose(cls, alpha: float | str | None, delay: int | None) -> MergePolicy:
+        """The user's rule, or by default the one that suits.
+
+        Args:
+            alpha: the rule; ``None``: the default.
+            delay: the inner steps between sending and applying; ``None``: as many as the exchange takes.
+        """
+        if alpha is None:
+            alpha = 0.0 if delay == 0 else REBASE
+        return cls(alpha)
+
+    @property
+    def is_rebase(self) -> bool:
+        """Whether local progress since sending is kept as it is."""
+        return self.alpha == REBASE
+
+    @torch.no_grad()
+    def apply(self, fragment: Fragment, outer: torch.Tensor, sent: torch.Tensor | None) -> None:
+        """Bring new outer parameters into the model.
+
+        Args:
+            outer: the outer parameters.
+            sent: the parameters of the model when they were sent; ``None``: they are the same now. Only ``"rebase"``
+                needs them.
+        """
+        if self.alpha == 0 or (self.is_rebase and sent is None):
+            fragment.write(outer)
+        elif self.is_rebase:
+            assert sent is not None
+            shift(fragment, fragment.rounded(outer), sent)
+        elif self.alpha != 1:
+            assert isinstance(self.alpha, (int, float))
+            local = fragment.read()
+            fragment.write(local.mul_(self.alpha).add_(fragment.rounded(outer).mul_(1 - self.alpha)))
+
+
+@torch.no_grad()
+def shift(fragment: Fragment, to: torch.Tensor, start: torch.Tensor) -> None:
+    """Move the model by the difference of two vectors."""
+    fragment.write(fragment.read().add_(to - start))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.finite import first_not_finite
-from shoal.optim.setup.missing_gradients import MissingGradients
+from shoal.optim.gradient_accumulator import MissingGradients
 from shoal.optim.setup.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,

@@ -19,8 +19,8 @@ from shoal.averaging.state.multi_source import MAX_VOTERS
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
-from shoal.optim.diloco.extra import ROLE as EXTRA_ROLE
-from shoal.optim.diloco.version_history import OuterStatement
+from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
+from shoal.optim.diloco.messages import OuterStatement
 from shoal.p2p import PeerID
 
 
@@ -60,7 +60,7 @@ class OuterAverager(DecentralizedAverager):
     Args:
         lengths: of these vectors.
         extra_length: of one more vector, which is averaged with the first one; 0: there is none.
-        agreement: what all peers must have in common, in words. Others do not form groups with this one.
+        phases: what all peers must have in common, in words. Others do not form groups with this one.
         contributors: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
         get_part: a part of the state by its name, or ``None`` to refuse it, likewise.
@@ -72,7 +72,7 @@ class OuterAverager(DecentralizedAverager):
         self,
         lengths: Sequence[int],
         extra_length: int,
-        agreement: str,
+        phases: str,
         contributors: Sequence[Contributor],
         get_state: Callable[[], OwnedState],
         get_part: Callable[[bytes], OwnedState | None],
@@ -80,7 +80,7 @@ class OuterAverager(DecentralizedAverager):
         *args: Any,
         **options: Any,
     ) -> None:
-        self.phases = agreement
+        self.phases = phases
         self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
         self._contributors, self._get_state, self._get_part = tuple(contributors), get_state, get_part
@@ -124,7 +124,7 @@ class OuterAverager(DecentralizedAverager):
 
     @property
     def group_size(self) -> int | None:
-        """How many peers meet, if groups can be drawn beforehand; ``None``: who comes first makes a group."""
+        """How many peers meet, if groups can be drawn beforehand; ``None``: the first to come make a group."""
         node = self.node
         is_free = not node.config.initial_group_bits and not node.trust.depth()
         return node.config.target_group_size if is_free else None

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.averaging import StepControl
 from shoal.base.clock import get_dht_time
-from shoal.base.logs import Seldom
 from shoal.errors import AllreduceException
-from shoal.optim.auxiliary import Auxiliary
+from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
-from shoal.optim.diloco.contributions import OuterContributions
-from shoal.optim.diloco.extra import ExtraTensors
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.in_flight import ANY_SLOT, PARAMETERS, ExpectedMembers, Flight, OuterRound
+from shoal.optim.diloco.contribution import PARAMETERS
+from shoal.optim.diloco.fragment_updates import ExpectedMembers, FragmentUpdates, OuterRound
+from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.inner import InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
-from shoal.optim.diloco.schedule import SlotCounter, group_of
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.history.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
-from shoal.optim.progress.records import LocalTrainingProgress
-from shoal.optim.round_watch import RoundWatch
-from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.diloco.slots import SlotCounter, group_of
+from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT
-    from shoal.optim.diloco.slot_tracker import OuterTracker
+    from shoal.optim.progress_tracker import ProgressTracker
 
 logger = logging.getLogger(__name__)
 
@@ -43,48 +35,42 @@ logger = logging.getLogger(__name__)
 class OuterRounds:
     """Makes rounds of fragments. Used only by the training thread."""
 
-    dht: DHT
+    own: PeerID
     settings: OuterSettings
     counter: SlotCounter
     fragments: Sequence[FragmentUpdates]
     inner: InnerOptimizers
-    tracker: OuterTracker
+    tracker: ProgressTracker
     averager: OuterAverager
     extra: ExtraTensors
     """What is averaged as it is, with the first fragment."""
     lock: threading.RLock
     """Held while outer parameters change."""
-    matchmaking_time: float
-    loglevel: int
+    attendance: Attendance
+    """Which peers come."""
     last: OuterRound | None = None
     """The outer update that was applied last."""
     has_trained: bool = False
     """This peer has made inner steps, or has taken over a state."""
-    # The slot that this peer could have ended, and since when.
-    _held: tuple[int, float] = (-1, 0.0)
-    # The slot of others to which this peer went back the last time.
-    _went_back_to: int = -1
-    # Of each fragment, who was expected in its latest round.
-    _expected: dict[int, ExpectedMembers] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.deeds = OuterContributions(self.tracker.board)
-        self._warn_seldom = Seldom(logger.warning)
 
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one; or leave that to a later step."""
-        slot, overlaps = self.counter.slot, self.settings.overlaps
-        if self._goes_back_to_others(slot) or (overlaps and self._lets_others_catch_up(slot)):
+        slot, overlaps, attendance = self.counter.slot, self.settings.overlaps, self.attendance
+        if (earlier := attendance.slot_to_go_back_to(slot)) is not None:
+            with self.tracker.pause_updates():
+                self.go_to(earlier)
+            return
+        if attendance.lets_others_catch_up(slot):
             return
         each = self.fragments[self.counter.schedule.fragment_of(slot)]
         self._land(each)  # the round before, if it is still under way
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over(self.settings.straggler_patience)
-            expected, group = self.whom_to_expect(), self._draw_group(each.number)
-            last = self._last_slot if overlaps or group is not None else None
+            expected, group = attendance.expected(slot), self._draw_group(each.number)
+            last = attendance.last_slot(slot) if overlaps or group is not None else None
             coming = expected if group is None else group
-            # If there are others, but none that comes, an update would be one that nobody else has.
-            if coming or self.settings.average == PARAMETERS or not self._others_are_there(slot):
+            # If others train but none comes, nobody else would have the update.
+            if coming or self.settings.average == PARAMETERS or not attendance.others_are_there(slot):
                 try:
                     self._take_off(each, slot, coming, last, is_drawn=group is not None)
                 except BaseException:  # such as Ctrl-C: what has begun without a control would be an update alone
@@ -93,109 +79,17 @@ class OuterRounds:
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
-        logger.log(self.loglevel, "slot %d begins", self.counter.slot)
-
-    @property
-    def _last_slot(self) -> int:
-        """A peer beyond this slot does not come to the round that ends this peer's."""
-        return last_epoch_in_first_round(self.counter.slot, overlaps=self.settings.overlaps)
-
-    @property
-    def _reach(self) -> int:
-        """The most slots between two peers that can meet in one round of a fragment.
-
-        Where rounds overlap with training, a peer that begins a round may meet one that has begun its next round of the
-        same fragment. That one is as many slots on as there are fragments, and may have ended one more slot.
-        """
-        return len(self.fragments) + 1 if self.settings.overlaps else 0
-
-    def whom_to_expect(self) -> set[PeerID]:
-        """Other peers that will come to the round at the end of this slot."""
-        coming = self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
-        return self.tracker.whom_to_wait_for(coming)
-
-    def _goes_back_to_others(self, slot: int) -> bool:
-        """Whether this peer is too far ahead of others that do not follow it, and has gone to their slot.
-
-        Nobody follows a client. Nor do peers that are two or more a single one, where rounds overlap with training. Its
-        outer parameters stay as they are: the next round tells whose go on.
-        """
-        if self.averager.client_mode:
-            last = max(self._slots_near(0), default=slot)
-            is_too_far = last < slot - 1
-        else:
-            slots = self.tracker.board.slots_of_companions(get_dht_time()).values()
-            last = max(slots, default=slot)
-            # If they have not moved since this peer waited for them there, they do not train.
-            is_alive = last > self._went_back_to
-            is_too_far = self.settings.overlaps and len(slots) > 1 and last < slot - EPOCHS_AHEAD and is_alive
-        if not is_too_far:
-            return False
-        self._went_back_to = last
-        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, last)
-        with self.tracker.pause_updates():
-            self.go_to(last)
-        return True
-
-    def _lets_others_catch_up(self, slot: int) -> bool:
-        """Whether others are a little behind, and get some time to come to the round that ends this slot.
-
-        Where rounds overlap with training, a peer to whose rounds nobody comes would be the fastest, and leave the run.
-        """
-        near = self._slots_near(slot - EPOCHS_AHEAD)
-        if not near or max(near) >= slot or self.whom_to_expect():
-            return False
-        if self._held[0] != slot:
-            self._held = slot, time.monotonic()
-        return time.monotonic() - self._held[1] < self.settings.straggler_patience
-
-    def _a_slot_behind(self) -> set[PeerID]:
-        """Peers that come to the round at the end of this slot when they have ended the one before.
-
-        Only where training goes on meanwhile, and rounds of two slots are of different fragments. Elsewhere, peers that
-        are a slot apart meet at once. There, two halves of a run could go on side by side, one always a slot ahead.
-        """
-        slot, tracker = self.counter.slot, self.tracker
-        if not self.settings.overlaps or len(self.fragments) == 1 or self.settings.average == PARAMETERS:
-            return set()
-        behind = {PeerID(each.peer_id): slot for each in self._records() if each.epoch == slot - 1}
-        return tracker.still_expected(behind)
-
-    def _records(self) -> list[LocalTrainingProgress]:
-        return self.tracker.board.companions_to_call(get_dht_time())
-
-    def _others_are_there(self, slot: int) -> bool:
-        """Whether others train, who do not come to the round that ends this slot, but make updates before or after.
-
-        Also if this peer only cannot reach them.
-        """
-        tracker = self.tracker
-        if tracker.expected_members(until_epoch=ANY_SLOT):
-            return True
-        if tracker.board.is_cut_off(get_dht_time()):
-            self._warn_seldom(
-                "this peer reaches nobody, although others have not left: it makes no update until they are back, or "
-                "silent for a minute. Is it offline?"
-            )
-            return True
-        if self.averager.client_mode:
-            return bool(self._slots_near(0))  # nobody could download what a client has updated alone
-        return bool(self._slots_near(slot - EPOCHS_AHEAD if self.settings.overlaps else slot))
-
-    def _slots_near(self, earliest: int) -> list[int]:
-        """The slots of others that can be called and are at this slot or beyond it."""
-        near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
-        return [near[peer] for peer in self.tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
+        logger.log(self.settings.status_loglevel, "slot %d begins", self.counter.slot)
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
-        size, board, slot = self.averager.group_size, self.tracker.board, self.counter.slot
+        size, slot = self.averager.group_size, self.counter.slot
         if self.settings.average != PARAMETERS or size is None or self.counter.schedule.sync_every is None:
             return None
-        others = board.everybody(get_dht_time())
+        others = self.attendance.everybody(get_dht_time())
         if len(others) < size:
             return None
-        bits, members = group_of(self.dht.peer_id.to_bytes(), others, slot, size)
+        bits, members = group_of(self.own.to_bytes(), others, slot, size)
         self.averager.meet_under(fragment, bits)
         return {PeerID(member) for member in members}
 
@@ -203,7 +97,7 @@ class OuterRounds:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
         self.counter.go_to(slot)
         if self.counter.schedule.sync_every is not None:
-            self.tracker.board.set_steps(self.counter.schedule.steps_of(slot))
+            self.tracker.board.set_target(self.counter.schedule.steps_of(slot))
         self.tracker.update_epoch(slot, members=list(members))
         if not self.averager.client_mode:
             self.averager.state_sharing_priority = slot
@@ -217,7 +111,7 @@ class OuterRounds:
     def helping(self) -> Auxiliary:
         """What this peer does instead if it has no data."""
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
-        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
+        return Auxiliary(searches, self.settings.averaging_timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -276,20 +170,20 @@ class OuterRounds:
             is_drawn: nobody else can come.
         """
         settings = self.settings
-        delay = settings.fragment_sync_delay
         # A newcomer counts if it was there for half of the steps.
-        least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
-        flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
+        half = -(-(self.counter.schedule.sync_every or 0) // 2)
+        least, each.contribution.is_fresh = half if each.contribution.is_fresh else 0, False
+        flight = each.begin(slot, self.averager.vectors[each.number], least)
         if not expected:
-            self.deeds.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
+            self.attendance.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
             return
         if each.number == 0:
             self.extra.read(self.averager.extra)
         # Where groups are drawn, none of them is most of the run.
         needs_most = not is_drawn and settings.average != PARAMETERS
-        electorate = expected | self.tracker.electorate(slot - self._reach) if needs_most else set()
+        electorate = expected | self.attendance.voters(slot) if needs_most else set()
         timeout = settings.averaging_timeout
-        patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
+        patience = min(settings.straggler_patience + settings.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
             gather=each.statement(1 + len(electorate or expected), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
@@ -301,9 +195,9 @@ class OuterRounds:
         )
         assert not isinstance(control, dict)
         flight.control = control
-        self._expected[each.number] = ExpectedMembers(slot, expected, get_dht_time(), patience)
+        flight.expected = ExpectedMembers(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
-        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
+        watch_search(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self.attendance.reach))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:
@@ -322,13 +216,13 @@ class OuterRounds:
         began_at = time.monotonic()
         if flight.control is not None:
             try:
-                if self._is_passed_over(flight, flight.control):
+                if self.attendance.is_passed_over(flight.slot, flight.control):
                     raise AllreduceException("most others have gone on without it")
                 flight.control.result(self.settings.averaging_timeout)
-            except Exception as e:  # whatever has failed, training goes on
+            except Exception as e:  # whatever has failed, training continues
                 flight.control.cancel()
-                if flight.control.began_allreduce or self._others_are_there(flight.slot):
-                    self.deeds.note(flight, None)
+                if flight.control.began_allreduce or self.attendance.others_are_there(flight.slot):
+                    self.attendance.note(flight, None)
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return
@@ -336,12 +230,12 @@ class OuterRounds:
                 flight.control.cancel()
                 raise
         has_met_others = flight.control is not None and flight.control.round is not None
-        if has_met_others:
+        if has_met_others and flight.expected is not None:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
-            expected = replace(self._expected[each.number], patience=time.monotonic() - began_at)
-            self.deeds.note(flight, expected)
-        done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
-        if not flight.is_finite:
+            expected = replace(flight.expected, patience=time.monotonic() - began_at)
+            self.attendance.note(flight, expected)
+        done = each.land(self.averager.vectors[each.number], flight.result, self.own)
+        if not flight.message.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
             each.reset_model()
             self.inner.forget_what_is_not_finite()
@@ -351,23 +245,9 @@ class OuterRounds:
             self.last = done
             self._tell(done)
 
-    def _is_passed_over(self, flight: Flight, control: StepControl) -> bool:
-        """Whether most others are beyond a round that still looks for a group, after waiting for that a while.
-
-        Else two halves of a run could wait for each other in the rounds of two fragments.
-        """
-        if not self.settings.overlaps or self.settings.average == PARAMETERS:
-            return False
-        concurrent.futures.wait([control], self.matchmaking_time)
-        if control.done() or control.began_allreduce:
-            return False
-        last = flight.slot + (len(self.fragments) if self.settings.fragment_sync_delay is None else 1)
-        others = self.tracker.electorate(flight.slot - self._reach)
-        return 2 * (1 + len(self.tracker.still_expected(dict.fromkeys(others, last)))) <= 1 + len(others)
-
     def _tell(self, done: OuterRound) -> None:
         logger.log(
-            self.loglevel,
+            self.settings.status_loglevel,
             "round %d of fragment %d: %d peers, %.2f s, %.0f kB%s",
             done.slot,
             done.fragment,

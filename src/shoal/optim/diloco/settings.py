@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.averaging.message_means import check_sparse_mean
-from shoal.base.closeable import options_from
 from shoal.compression import (
     BFloat16Compression,
     Blockwise4BitQuantization,
@@ -19,13 +18,18 @@ from shoal.compression import (
 )
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
-from shoal.optim.diloco.compressor import Compressor, default_feedback
-from shoal.optim.diloco.in_flight import AVERAGES, PARAMETERS
-from shoal.optim.diloco.merge_policy import MergePolicy
-from shoal.optim.diloco.schedule import Schedule
-from shoal.optim.diloco.weights import Staleness, check_weighting, usual_staleness
-from shoal.optim.joint_optimizer import check_run_id
-from shoal.optim.progress.records import count_of_samples
+from shoal.optim.diloco.contribution import (
+    AVERAGES,
+    PARAMETERS,
+    Compressor,
+    check_weighting,
+    default_feedback,
+    usual_staleness,
+)
+from shoal.optim.diloco.fragment_updates import UpdateRules
+from shoal.optim.diloco.fragments import MergePolicy
+from shoal.optim.diloco.slots import Schedule
+from shoal.optim.options import SwarmOptions, resolve_shared
 
 # Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
 # others have short messages, which reducers may pass on, and need memory of what they have left out.
@@ -33,42 +37,31 @@ _FINE = (NoCompression, Float16Compression, BFloat16Compression, BlockwiseQuanti
 _COARSE = (Blockwise4BitQuantization, TopKCompression)
 
 
-@dataclass(frozen=True)
-class OuterSettings:
-    """The resolved options."""
+@dataclass(frozen=True, kw_only=True)
+class OuterSettings(SwarmOptions):
+    """The options, resolved. There are as many fields as there are options."""
 
-    batch_size_per_step: int | None
-    averaging_timeout: float
     straggler_patience: float
-    """For so many seconds the first peer that is ready waits for others."""
+    """How long the first peer that is ready waits for others, in seconds."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
-    mixing: MergePolicy
+    rules: UpdateRules
+    """How messages count and results are applied."""
     codec: CompressionBase
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
     """The share of what a message has left out that is added to the next one."""
-    check_every: int
-    """Peers compare the bits of their outer parameters after so many updates of a fragment."""
     average: str
-    weighting: str
-    staleness: Staleness
-    max_staleness: int
-    auxiliary: bool
-    """Only help others, without batches of its own."""
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any]) -> OuterSettings:
-        """Resolve the user's options.
-
-        Args:
-            given: the arguments of the constructor.
+    def resolve(cls, **given: Any) -> OuterSettings:
+        """Resolve the arguments of the :class:`~shoal.optim.diloco.diloco.DiLoCo`.
 
         Raises:
             TypeError, ValueError: options contradict each other.
         """
-        check_run_id(given["run_id"])
+        shared = resolve_shared(given)
         average, averager_opts = given["average"], given["averager_opts"] or {}
         if average not in AVERAGES:
             raise ValueError(f"average must be one of {AVERAGES}, got {average!r}")
@@ -100,20 +93,26 @@ class OuterSettings:
         check_every = given["check_every"]
         if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1:
             raise ValueError(f"check_every must be a number of updates from 1, got {check_every!r}")
-        batch_size, patience = given["batch_size_per_step"], given["straggler_patience"]
+        patience = given["straggler_patience"]
         messages, back = given["compression"] or NoCompression(), given["return_compression"]
         codec = _codec(messages, back, given["sparse_mean"])
-        return options_from(
-            cls,
-            given,
-            batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
+        return cls(
+            **shared,
+            fragment_sync_delay=delay,
+            average=average,
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
-            mixing=MergePolicy.choose(given["fragment_update_alpha"], delay),
+            rules=UpdateRules(
+                MergePolicy.choose(given["fragment_update_alpha"], delay),
+                average,
+                check_weighting(given["weighting"]),
+                given["staleness"] or usual_staleness,
+                given["max_staleness"],
+                check_every,
+                delay,
+            ),
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),
-            weighting=check_weighting(given["weighting"]),
-            staleness=given["staleness"] or usual_staleness,
         )
 
     @property
@@ -129,17 +128,6 @@ class OuterSettings:
         """
         return self.overlaps or self.average == PARAMETERS
 
-    def batch_size(self, batch_size: int | None) -> int:
-        """The number of samples of a step; 0: none.
-
-        Raises:
-            TypeError, ValueError: it is not given, or impossible.
-        """
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
-        return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
-
     @property
     def is_sparse(self) -> bool:
         """Whether messages leave most values out."""
@@ -153,7 +141,8 @@ class OuterSettings:
         """What all peers of a run must have in common, in words."""
         every = schedule.sync_every
         length = f"{schedule.target_batch_size} samples per slot" if every is None else f"sync_every {every}"
-        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {self.weighting}"
+        weighting = self.rules.weighting
+        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {weighting}"
 
 
 def _check_auxiliary(given: Mapping[str, Any], averager_opts: Mapping[str, Any]) -> None:

@@ -1,3 +1,6 @@
-"""What has happened to the model: the last rounds of each peer (:mod:`~.round_history`), and the choice between two
-partitions that have both trained on (:mod:`~.fork_choice`). :mod:`~.epochs` says how many epochs peers may be apart.
+"""What has happened to the model. Both optimizers use it.
+
+- :mod:`~.window` says how far apart two peers may be, and how one stands to another (behind, with, ahead, elsewhere).
+- :mod:`~.journal` has the latest versions of what a peer trains, and the rounds or updates that made them.
+- :mod:`~.fork_choice` chooses between branches of a run that have trained without each other.
 """

@@ -1,22 +1,23 @@
-"""Which side of a run goes on when the run was split and each part has trained without the others.
+"""Which branch of a run survives when parts of it have trained without each other.
 
-Each peer keeps the ids of the latest rounds behind its parameters (:mod:`shoal.optim.history.round_history`) and sends
-them with its progress. Two peers are *apart* if each has made rounds that the other lacks, and more of them than
-parameter averaging is left to repair, or epochs so different that one would download the other's state anyway. A peer
-whose rounds are all known to another one has merely fallen behind, and is not apart from it.
+Each peer keeps a journal (:mod:`shoal.optim.history.journal`). Two peers are on different branches if each has entries
+that the other lacks. A peer whose entries are all known to another one has merely fallen behind. Of two branches the
+winner is, in this order, the one with
 
-Peers that share rounds and are not apart form a *side*. One side goes on, and the peers of the others take over its
-state; so it must have a peer that others can call. Of two such sides, that one goes on which has, in this order:
+1. a peer that others can call, because the peers of the other one take over its state,
+2. more support,
+3. more progress,
+4. the smaller hash.
 
-1. more weight in the last common round; without a common round, more hosts,
-2. the higher epoch, if they differ by more than one,
-3. the smaller id of its round after the common one; without a common round, of its latest round.
+With :class:`~shoal.DiLoCo` the members of a round choose, from what each states before it (:func:`choose_version`).
+Support is the number of members, and progress is samples.
 
-All of this follows from the records, so all peers that see the same records agree. What a peer says about a round costs
-nothing, though: if two sides claim more of its weight together than there was, one of them lies, or both know the round
-from a common donor. Then hosts are counted instead.
-
-Until the losers have taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
+With :class:`~shoal.Optimizer` each peer chooses, from the records of all (:func:`settle`). Support is weight in the
+last common round; without a common round, hosts. Progress is the epoch. Averaging of parameters repairs small
+differences, so these do not count: neither a single round nor a single epoch. All peers that see the same records
+agree. What a peer says about a round costs nothing, though: if two branches claim more of its weight together than
+there was, one of them lies, or both know the round from a common donor. Then hosts are counted instead. Until the
+losers have taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
 """
 
 from __future__ import annotations
@@ -24,26 +25,205 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shoal.averaging import RoundResult
-from shoal.optim.history.round_history import BEGINNING, LAST_ROUNDS, WHOLE, ForkPoint, Lineage, RoundHistory
+from shoal.averaging.majorities import PEERS_PER_LIAR
+from shoal.optim.history.journal import BEGINNING, LAST_ROUNDS, WHOLE, Entry, ForkPoint, Lineage, RoundHistory
+from shoal.optim.history.window import EXACT, Relation, Window, relation
 from shoal.optim.progress.records import Companion, LocalTrainingProgress
 
-# A single step of its own may just be a round that failed.
-MIN_STEPS_APART = 2
-# Peers of one side are an epoch apart now and then, and so are two sides of the same speed: that decides nothing.
-EPOCH_TOLERANCE = 1
+# A single step of its own may just be a round that failed; and peers of one branch, or two branches of the same speed,
+# are an epoch apart now and then.
+TOLERANT = Window(1, 1)
+# In groups of at most this many members, one is enough to say that there is a version that no member has.
+MOST_WHO_TRUST_ONE = 3
 # All pairs are compared. In a run of more pieces than this, the most frequent ones of each host are settled first.
 MAX_VARIANTS = 64
-# Others decide how often there is news, so it changes the verdict only after a pause of so many seconds for each pair:
+# Others decide how often there is news, so the choice changes only after a pause of this many seconds for each pair:
 # about twenty times as long as the comparison took.
 _PAUSE_PER_PAIR = 1e-4
 # Few pieces are compared at once.
 _FEW_VARIANTS = 8
+
+
+class Claim(NamedTuple):
+    """What one of two branches has to show."""
+
+    support: int
+    progress: int
+    hash: tuple[bytes, ...]
+
+
+class Branch(Protocol):
+    """Peers that train one model."""
+
+    can_give: bool
+    """Whether others can download its state."""
+
+    def claim_against(self, other: Any) -> Claim:
+        """What it has to show against another branch."""
+        ...
+
+
+AnyBranch = TypeVar("AnyBranch", bound=Branch)
+
+
+def find_branches(relations: Mapping[tuple[int, int], Relation], members: Iterable[int]) -> list[set[int]]:
+    """Group members into branches, in the order of their first members.
+
+    A member that is behind one branch belongs to it. One that is behind several branches belongs to none.
+
+    Args:
+        relations: of each pair, the smaller number first.
+    """
+    group = {member: member for member in sorted(members)}
+    pairs = [(pair, how) for pair, how in relations.items() if pair[0] in group and pair[1] in group]
+    for (one, other), how in pairs:
+        if how is Relation.WITH:
+            _join(group, one, other)
+    ahead: dict[int, set[int]] = {member: set() for member in group}
+    for (one, other), how in pairs:
+        if how is Relation.BEHIND:
+            ahead[one].add(other)
+        elif how is Relation.AHEAD:
+            ahead[other].add(one)
+
+    def ahead_of(member: int) -> set[int]:
+        return {group[other] for other in ahead[member]} - {group[member]}
+
+    for _ in range(len(group)):
+        for member in group:
+            if len(others := ahead_of(member)) == 1:
+                _join(group, member, others.pop())
+    torn = {group[member] for member in group if ahead_of(member)}
+    found: dict[int, set[int]] = {}
+    for member in group:
+        if group[member] not in torn:
+            found.setdefault(group[member], set()).add(member)
+    return list(found.values())
+
+
+def _join(group: dict[int, int], one: int, other: int) -> None:
+    old, new = max(group[one], group[other]), min(group[one], group[other])
+    for index in group:
+        group[index] = new if group[index] == old else group[index]
+
+
+def choose(branches: Sequence[AnyBranch], window: Window = EXACT) -> AnyBranch:
+    """The branch that survives, by the rules in the module's docstring.
+
+    Args:
+        window: a difference of progress within it decides nothing.
+    """
+    # If nobody can give its state, one branch must be chosen all the same.
+    able = [branch for branch in branches if branch.can_give] or branches
+    winner = able[0]
+    for branch in able[1:]:
+        winner = winner if _wins(winner.claim_against(branch), branch.claim_against(winner), window) else branch
+    return winner
+
+
+def _wins(one: Claim, other: Claim, window: Window) -> bool:
+    if one.support != other.support:
+        return one.support > other.support
+    how = relation(one.progress, other.progress, window)
+    return one.hash < other.hash if how is Relation.WITH else how is Relation.AHEAD
+
+
+# --- the members of a round choose ------------------------------------------------------------------------------------
+
+
+class VersionChoice(NamedTuple):
+    """What the members of a round derive from what all have told; the same at all of them."""
+
+    base: Entry
+    """What this round updates."""
+    behind: Mapping[int, int]
+    """How many updates members lack of it, by their positions. Those that are not here have lost."""
+
+
+@dataclass
+class _Members:
+    """Members of a round that are of one branch."""
+
+    members: set[int]
+    newest: Entry
+    samples: int
+    can_give: bool
+
+    def claim_against(self, _: _Members) -> Claim:
+        return Claim(len(self.members), self.samples, (self.newest.hash,))
+
+
+def compare(one: Sequence[Entry], other: Sequence[Entry]) -> Relation:
+    """How a peer stands to another one, by their latest entries. Without a common entry they are on two branches."""
+    known = {*other}
+    common = next(
+        (entry.version for entry in reversed(one) if entry in known), min(one[0].version, other[0].version) - 1
+    )
+    return relation(one[-1].version, other[-1].version, EXACT, common)
+
+
+def choose_version(
+    told: Mapping[int, Sequence[Entry]], heard: Mapping[int, Entry], clients: Collection[int] = ()
+) -> VersionChoice | None:
+    """Choose what a round updates.
+
+    It updates the newest version of the winning branch, so that nobody makes a second update of what others have
+    updated before. Where there are at least five members, more than a fifth of them must have that version, or have
+    heard of it in a round: so a few liars cannot lead the others to a version that does not exist. If some have heard
+    of a newer one that is not here, there is no update: all get that one first. Where there are at least four, two must
+    have heard of it. Nobody could take over a branch or a version that only clients have.
+
+    Args:
+        told: the latest entries of members, by their positions.
+        heard: for some members, the newest version that they have heard of and still lack.
+        clients: positions of members from which nobody can download anything.
+
+    Returns:
+        ``None`` if nobody has told anything.
+    """
+    numbers = sorted(told)
+    pairs = [(one, other) for other in numbers for one in numbers if one < other]
+    branches = [
+        _Members(
+            members,
+            max((told[member][-1] for member in members), key=lambda entry: (entry.version, entry.hash)),
+            max(told[member][-1].samples for member in members),
+            bool(members.difference(clients)),
+        )
+        for members in find_branches({pair: compare(told[pair[0]], told[pair[1]]) for pair in pairs}, numbers)
+    ]
+    if not branches:
+        return None
+    winner = choose(branches)
+    stragglers = {n for n in told if any(compare(told[n], told[m]) is Relation.BEHIND for m in winner.members)}
+    winners = winner.members | stragglers
+    holders = {entry: member for member in winners for entry in told[member]}
+
+    def heard_of(member: int) -> set[Entry]:
+        known = heard.get(member)
+        if known not in holders:
+            return {*told[member]}
+        return {*told[member], *(entry for entry in told[holders[known]] if entry <= known)}
+
+    votes = Counter(entry for member in winners for entry in heard_of(member))
+    common = [entry for entry, count in votes.items() if count > len(winners) // PEERS_PER_LIAR]
+    to_be_had = {entry for member in winners.difference(clients) for entry in told[member]}
+    base = max([entry for entry in common if entry in to_be_had] or common or holders)
+    newer = Counter(heard[member] for member in winners if member in heard)
+    liars = max(len(winners) // PEERS_PER_LIAR, 1 if len(winners) > MOST_WHO_TRUST_ONE else 0)
+    ahead = max((entry for entry, count in newer.items() if count > liars), default=base)
+    if ahead.version > base.version:  # nobody here has it
+        return VersionChoice(ahead, {n: max(1, ahead.version - told[n][-1].version) for n in sorted(winners)})
+    known = {entry for member in winners if base in told[member] for entry in told[member] if entry <= base}
+    return VersionChoice(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
+
+
+# --- each peer chooses ------------------------------------------------------------------------------------------------
 
 
 class PeerStanding(NamedTuple):
@@ -58,12 +238,12 @@ class PeerStanding(NamedTuple):
 
 @dataclass(frozen=True)
 class ForkChoice:
-    """Which peers go on and which give way. Peers in neither set are newcomers, or have fallen behind."""
+    """Which peers win and which give way. Peers in neither set are newcomers, or have fallen behind."""
 
     winners: frozenset[bytes] = frozenset()
     losers: frozenset[bytes] = frozenset()
     epoch: int = 0
-    """The epoch of the side that goes on."""
+    """The epoch of the winning branch."""
     common: bytes = BEGINNING
     """The last round that the winners have in common with another side, as far as both know."""
 
@@ -89,27 +269,19 @@ def _steps_without(mine: _Variant, other: _Variant) -> int:
     return len(mine.lineage.rounds)
 
 
-class _Relation(Enum):
-    KIN = 1
-    BEHIND = 2
-    """The other one has all rounds of the first one, and more."""
-    AHEAD = 3
-    APART = 4
-    UNKNOWN = 5
-    """They share no round, but have made only a few: perhaps the first rounds have failed."""
+def _relation(one: _Variant, other: _Variant) -> tuple[Relation | None, bool]:
+    """How peers stand to others, and whether they are apart: more than averaging of parameters repairs.
 
-
-def _relation(one: _Variant, other: _Variant) -> _Relation:
-    steps = _steps_without(one, other), _steps_without(other, one)
-    # Averaging of parameters repairs smaller differences.
-    is_long = max(steps) >= LAST_ROUNDS or abs(one.epoch - other.epoch) > EPOCH_TOLERANCE
-    if is_long and min(steps) >= MIN_STEPS_APART:
-        return _Relation.APART
-    if steps == (len(one.lineage.rounds), len(other.lineage.rounds)):
-        return _Relation.UNKNOWN
-    if min(steps) >= MIN_STEPS_APART or max(steps) < MIN_STEPS_APART:
-        return _Relation.KIN
-    return _Relation.BEHIND if steps[0] < steps[1] else _Relation.AHEAD
+    ``None``: they share no round, but have made only a few; perhaps the first rounds have failed.
+    """
+    lacks, extra = _steps_without(other, one), _steps_without(one, other)
+    how = relation(extra, lacks, TOLERANT, 0)
+    is_long = max(extra, lacks) >= LAST_ROUNDS or relation(one.epoch, other.epoch, TOLERANT) is not Relation.WITH
+    if how is Relation.ELSEWHERE and is_long:
+        return how, True
+    if (extra, lacks) == (len(one.lineage.rounds), len(other.lineage.rounds)):
+        return None, False
+    return Relation.WITH if how is Relation.ELSEWHERE else how, False
 
 
 class _Side:
@@ -122,6 +294,16 @@ class _Side:
         self.partings = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.partings)]
         """The partings of all its peers, the latest ones of each first."""
 
+    def claim_against(self, other: _Side) -> Claim:
+        """Its weight in the last common round, or its hosts; its epoch; its next round after that, and its latest."""
+        common = _last_common_round(self, other)
+        if common is None:
+            return Claim(self.hosts, self.epoch, (self.last_id,))
+        ours, theirs = self.parting(common), other.parting(common)
+        # Both shares are rounded, so together they may be one too large.
+        is_true = common != BEGINNING and ours.kept + theirs.kept <= WHOLE + 1
+        return Claim(ours.kept if is_true else self.hosts, self.epoch, (ours.next_id, self.last_id))
+
     def parting(self, round_id: bytes) -> ForkPoint:
         """What the side says about a round. Its peers may differ: the greatest share and the smallest next id count."""
         same = [parting for parting in self.partings if parting.round_id == round_id]
@@ -132,7 +314,7 @@ def settle(
     standings: Iterable[PeerStanding],
     host_of: Callable[[bytes], Hashable] = bytes,
 ) -> ForkChoice:
-    """Find the sides of a run, and the one that goes on.
+    """Find the branches of a run, and the one that wins.
 
     Args:
         standings: what is known of each peer that can be reached, in any order.
@@ -144,11 +326,7 @@ def settle(
     sides = _sides(_variants(standings, host_of), host_of)
     if len(sides) < 2:
         return ForkChoice()
-    # If nobody can give its state, one side must be chosen all the same.
-    able = [side for side in sides if side.can_give] or sides
-    winner = able[0]
-    for side in able[1:]:
-        winner = _better(winner, side)
+    winner = choose(sides, TOLERANT)
     others = [side for side in sides if side is not winner]
     losers = frozenset(peer for side in others for peer in side.peers)
     common = _last_common_round(winner, others[0]) or BEGINNING
@@ -184,58 +362,10 @@ def _sides(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -
         return []
     pairs = [(i, j) for j in range(len(variants)) for i in range(j)]
     relations = {(i, j): _relation(variants[i], variants[j]) for i, j in pairs}
-    concerned = sorted({index for pair in pairs if relations[pair] is _Relation.APART for index in pair})
-    group = {index: index for index in concerned}
-    for i, j in pairs:
-        if i in group and j in group and relations[i, j] is _Relation.KIN:
-            _join(group, i, j)
-    ahead: dict[int, set[int]] = {index: set() for index in concerned}
-    for (i, j), relation in relations.items():
-        if i in group and j in group and relation in (_Relation.BEHIND, _Relation.AHEAD):
-            behind, before = (i, j) if relation is _Relation.BEHIND else (j, i)
-            ahead[behind].add(before)
-    # A peer that is behind one side belongs to it; a peer that is behind several sides belongs to none.
-    for _ in concerned:
-        for index in concerned:
-            others = {group[other] for other in ahead[index]} - {group[index]}
-            if len(others) == 1:
-                _join(group, index, others.pop())
-    torn = {group[index] for index in concerned if {group[other] for other in ahead[index]} - {group[index]}}
-    concerned = [index for index in concerned if group[index] not in torn]
-    members: dict[int, list[_Variant]] = {}
-    for index in concerned:
-        members.setdefault(group[index], []).append(variants[index])
-    return sorted((_Side(each, host_of) for each in members.values()), key=lambda side: side.peers)
-
-
-def _join(group: dict[int, int], one: int, other: int) -> None:
-    old, new = max(group[one], group[other]), min(group[one], group[other])
-    for index in group:
-        group[index] = new if group[index] == old else group[index]
-
-
-def _better(one: _Side, other: _Side) -> _Side:
-    """Which of two sides goes on, by the rules in the module's docstring."""
-    common = _last_common_round(one, other)
-    first, second = _worth(one, other, common)
-    if first != second:
-        return one if first > second else other
-    if common is not None:
-        ours, theirs = one.parting(common), other.parting(common)
-    if abs(one.epoch - other.epoch) > EPOCH_TOLERANCE:
-        return one if one.epoch > other.epoch else other
-    if common is not None and ours.next_id != theirs.next_id:
-        return one if ours.next_id < theirs.next_id else other
-    return one if one.last_id < other.last_id else other
-
-
-def _worth(one: _Side, other: _Side, common: bytes | None) -> tuple[int, int]:
-    """How much each of two sides counts: its weight in the last common round, or its number of hosts."""
-    if common is None or common == BEGINNING:
-        return one.hosts, other.hosts
-    # Both shares are rounded, so together they may be one too large.
-    claims = one.parting(common).kept, other.parting(common).kept
-    return claims if sum(claims) <= WHOLE + 1 else (one.hosts, other.hosts)
+    apart = {index for pair, (_, is_apart) in relations.items() if is_apart for index in pair}
+    found = find_branches({pair: how for pair, (how, _) in relations.items() if how is not None}, apart)
+    sides = [_Side([variants[index] for index in sorted(members)], host_of) for members in found]
+    return sorted(sides, key=lambda side: side.peers)
 
 
 def _last_common_round(one: _Side, other: _Side) -> bytes | None:
@@ -260,7 +390,7 @@ class ForkTracker:
         self._history: RoundHistory | None = None
         self._verdict = ForkChoice()
         self.changed = False
-        """Whether there was news since the last verdict that may change it: to settle is too slow for every look."""
+        """Whether there was news since the last verdict that may change it: settling is too slow for every look."""
         # When the last verdict was found, and for how many seconds it holds whatever others say.
         self._settled_at, self._pause, self._own_epoch = -math.inf, 0.0, -1
 
@@ -332,7 +462,7 @@ class ForkTracker:
     # --- others -------------------------------------------------------------------------------------------------------
 
     def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> ForkChoice:
-        """Which side goes on, if the run was split."""
+        """Which branch wins, if the run was split."""
         with self._lock:
             if self.changed and (own.epoch != self._own_epoch or not 0 <= now - self._settled_at < self._pause):
                 self._verdict, self.changed = self._settle(own, companions, now), False

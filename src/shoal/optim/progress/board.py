@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
 from shoal.optim.members import Members
 from shoal.optim.progress.records import (
     MAX_CALLED,
@@ -39,6 +39,49 @@ JOIN_SHARE = 1 / 3
 MAX_DEPARTED = 1024
 
 
+class EpochRule:
+    """When an epoch is over: when all peers together have made the samples of the target."""
+
+    adds_up = True
+    """Whether what peers have done is added up."""
+
+    def share(self, target: int, num_peers: int) -> float:
+        """What one peer does in an epoch."""
+        return target / max(1, num_peers)
+
+    def summary(
+        self, progress: GlobalTrainingProgress, records: Collection[LocalTrainingProgress], now: float
+    ) -> GlobalTrainingProgress:
+        """The swarm's progress.
+
+        Args:
+            progress: as the sum over all peers.
+            records: of the peers at that epoch that can be reached, as far as they are believed, this one included.
+        """
+        return progress
+
+    def end(
+        self,
+        progress: GlobalTrainingProgress,
+        own: LocalTrainingProgress,
+        called_end: Callable[[float], float],
+        now: float,
+    ) -> float:
+        """DHT time at which this peer should end its epoch.
+
+        Args:
+            called_end: takes the time at which the epoch ends by this peer's estimate, and returns the earliest one at
+                which it ends according to others.
+        """
+        if progress.epoch > own.epoch or progress.samples_accumulated >= progress.target_batch_size:
+            return now
+        return max(now, min(progress.eta_next_epoch, called_end(progress.eta_next_epoch)))
+
+    def declared_end(self, end: float, own: LocalTrainingProgress, target: int, now: float, patience: float) -> float:
+        """Until when others may continue after this peer has declared its epoch over, by default until ``end``."""
+        return end
+
+
 class ProgressBoard:
     """This peer's progress, the records of other peers, and the signs of life behind them.
 
@@ -51,6 +94,7 @@ class ProgressBoard:
         now: DHT time, in seconds, as in all methods.
         host_of: the host of a peer. All peers of one host have one vote together about the epoch of the run.
         make_guard: makes what decides how far others are believed.
+        rule: when an epoch is over; default: by the samples of all.
     """
 
     def __init__(
@@ -64,7 +108,9 @@ class ProgressBoard:
         host_of: Callable[[bytes], Hashable] = bytes,
         is_callable: Callable[[], bool] = lambda: True,
         make_guard: Callable[[bytes, Callable[[bytes], Hashable], float], Members] = Members,
+        rule: EpochRule | None = None,
     ) -> None:
+        self.rule = rule or EpochRule()
         self._is_client: Callable[[], bool] = lambda: client_mode or not is_callable()
         self.lock, self._contributed, self.batch_size = threading.RLock(), False, 0
         self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
@@ -107,6 +153,15 @@ class ProgressBoard:
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
+    def set_target(self, samples: int) -> None:
+        """The epoch that begins has this target."""
+        self._target_batch_size = samples
+
+    @property
+    def companions(self) -> Mapping[bytes, Companion]:
+        """All other peers that are known. To be used under :attr:`lock`."""
+        return self._companions
+
     # --- the swarm ----------------------------------------------------------------------------------------------------
 
     def global_progress(self, now: float) -> GlobalTrainingProgress:
@@ -148,7 +203,7 @@ class ProgressBoard:
     def is_misjudged(self, told: LocalTrainingProgress) -> bool:
         """Whether peers that have this record of this peer, and nothing newer, are wrong about it by now."""
         with self.lock:
-            share = self._target_batch_size / max(1, self._global.num_peers)
+            share = self.rule.share(self._target_batch_size, self._global.num_peers)
             return estimate_is_off(told, self.own, share, self.batch_size)
 
     def calling_period(self) -> float:
@@ -166,10 +221,11 @@ class ProgressBoard:
         with self.lock:
             kin = self._kin(now)
             progress = self._global = self._summary_of(kin, now)
-            if progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size:
-                return now
-            end = progress.eta_next_epoch
-            return max(now, min(end, self.guard.called_end(kin, self.own.epoch, end, now)))
+
+            def called_end(estimate: float) -> float:
+                return self.guard.called_end(kin, self.own.epoch, estimate, now)
+
+            return self.rule.end(progress, self.own, called_end, now)
 
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
@@ -203,6 +259,8 @@ class ProgressBoard:
 
         Their peers may have paused since, as on a machine with other work, and the step would have too few samples.
         """
+        if not self.rule.adds_up:
+            return False
         with self.lock:
             kin = self._kin(now)
             progress = self._summary_of(kin, now)
@@ -407,7 +465,8 @@ class ProgressBoard:
             in_advance: it waits elsewhere, and only contributes to the round of gradients.
         """
         self.contributed_in_advance = in_advance
-        self._declared_end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
+        end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
+        self._declared_end = self.rule.declared_end(end, self.own, self._target_batch_size, now, patience)
         expected = self.expected_members(now)
         with self.lock:
             self.guard.begin_to_wait(expected, now, patience)
@@ -566,6 +625,10 @@ class ProgressBoard:
             companions = {peer: each for peer, each in companions.items() if peer not in foreign}
         return self.kinship.verdict(self.own, companions, now)
 
+    def kin(self, now: float) -> Mapping[bytes, Companion]:
+        """The peers that count. To be used under :attr:`lock`."""
+        return self._kin(now)
+
     def _kin(self, now: float) -> dict[bytes, Companion]:
         """The peers that count: without those that train another model and will give way, or claim false epochs."""
         verdict = self._settled(now)
@@ -596,7 +659,7 @@ class ProgressBoard:
         stopped = {c.record.peer_id for c in valid if c.unreachable_since is not None}
 
         def summary() -> GlobalTrainingProgress:
-            return summarize(
+            progress = summarize(
                 own,
                 records,
                 published=self.published,
@@ -607,6 +670,8 @@ class ProgressBoard:
                 is_sketchy=len(valid) > MAX_CALLED,
                 num_others=self.num_others,
             )
+            present = [own, *(each for each in records if each.peer_id not in stopped)]
+            return self.rule.summary(progress, [each for each in present if each.epoch == progress.epoch], now)
 
         def read() -> Iterable[tuple[LocalTrainingProgress, float]]:
             expirations = {c.record.peer_id: c.expiration for c in valid}

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.dht.key_sharding import TOO_MANY, KeySharding, key_at
 from shoal.dht.validation import is_short_lived
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
-from shoal.net.addresses import Notes
-from shoal.optim.history.round_history import Lineage
+from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.progress.recent_peers import RecentPeers
@@ -140,7 +140,7 @@ class ProgressExchange(ServicerBase):
         self._told = board.own
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
-        self._heard_at: Notes[float] = Notes()  # by these calls, of either side
+        self._heard_at: Bounded[PeerID, float] = Bounded(4096)  # by these calls, of either side
         self._call_again: set[PeerID] = set()
         self.company: Company | None = None
         """The settings of other peers; ``None``: they are not compared."""
@@ -498,7 +498,7 @@ class ProgressExchange(ServicerBase):
             ValueError: its numbers are impossible.
         """
         now = get_dht_time()
-        self._heard_at.note(peer, now)
+        self._heard_at[peer] = now
         progress = message.progress_of(peer)
         try:
             check_time(progress, now)
@@ -510,11 +510,12 @@ class ProgressExchange(ServicerBase):
             self.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
         if message.leaving:
             self.acquaintances.forget(peer)
-            self._p2p.departed.note(peer, progress.time)
+            self._p2p.book[peer].goodbye_at = progress.time
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
-            if self._p2p.departed.get(peer, math.inf) < progress.time:  # else this message is older than the goodbye
-                self._p2p.departed.note(peer, -math.inf)
+            goodbye_at = self._p2p.book.find(peer).goodbye_at
+            if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
+                self._p2p.book[peer].goodbye_at = None
             if not message.client_mode:
                 self.acquaintances.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in

@@ -8,7 +8,7 @@ import msgspec
 
 from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from shoal.net.transport import Count, Moment
-from shoal.optim.history.round_history import MAX_LINEAGE_BYTES
+from shoal.optim.history.journal import MAX_LINEAGE_BYTES
 from shoal.optim.progress.records import LocalTrainingProgress, Speed
 from shoal.optim.progress.run_settings import DIGEST_BYTES
 from shoal.p2p import Header, PeerID

@@ -23,11 +23,10 @@ from shoal.base.logs import one_line
 from shoal.dht.key_sharding import Depth
 from shoal.dht.storage import ValueWithExpiration
 from shoal.net.transport import Count, Moment, PeerIDBytes
-from shoal.optim.history.epochs import takes_part
-from shoal.optim.history.round_history import MAX_LINEAGE_BYTES, Lineage
+from shoal.optim.history.journal import MAX_LINEAGE_BYTES, Lineage
+from shoal.optim.history.window import takes_part
 from shoal.p2p import PeerID
-from shoal.peers.identity import Identity, verify_signature
-from shoal.peers.names import Name
+from shoal.peers.identity import Identity, Name, verify_signature
 
 PlainValues = dict[str, Any]
 """The fields of a record, by name."""
@@ -243,7 +242,7 @@ class ProgressRecord(LocalTrainingProgress, frozen=True):
     endorsement: bytes = b""
     """The peer's signature of the subkey under which this record stands: the subkey is its own."""
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] = b""
-    """The rounds behind its parameters, see :class:`~shoal.optim.history.round_history.Lineage`; empty if it has
+    """The rounds behind its parameters, see :class:`~shoal.optim.history.journal.Lineage`; empty if it has
     none."""
     depth: Depth = 0
     """Depth of the keys among which its peer spreads its records, see :mod:`shoal.dht.key_sharding`."""
@@ -567,7 +566,7 @@ def expected_members(
     Args:
         epoch: this peer's epoch.
         until_epoch: a peer beyond this epoch has finished the round, see
-            :func:`~shoal.optim.history.epochs.last_epoch_in_first_round`.
+            :func:`~shoal.optim.history.window.last_epoch_in_first_round`.
         companions: all other peers.
         last_members: the other members of the last round.
         now: DHT time.

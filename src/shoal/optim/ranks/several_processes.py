@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.base.closeable import Facade
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.optim.consistency import OtherTensors
-from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.grad_scaler import GradScaler, SwarmOptimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.progress.records import count_of_samples
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SeveralProcesses(Facade, torch.optim.Optimizer):
+class SeveralProcesses(SwarmOptimizer):
     """Base of the optimizers that make one peer of several processes, each with its own batches.
 
     The first process has an optimizer of the swarm, which decides everything; the others follow it.
@@ -179,7 +178,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         return loss
 
     def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
-        """Called in the first process: step with a batch of so many samples in all processes together."""
+        """Called in the first process: step with a batch of this many samples, those of all processes together."""
         raise NotImplementedError
 
     def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:

@@ -24,8 +24,8 @@ from shoal.averaging.state.download import OwnedState
 from shoal.base.logs import Seldom, quoted
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of, room_for, stand_in
-from shoal.optim.history.epochs import EPOCHS_AHEAD
-from shoal.optim.history.round_history import Lineage, LineageKeeper
+from shoal.optim.history.journal import Lineage, LineageKeeper
+from shoal.optim.history.window import EPOCHS_AHEAD
 from shoal.optim.setup.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.setup.optimizer_state import (
     check_optimizer_state,
@@ -467,7 +467,8 @@ EPOCH, OWN = "local_epoch", "shoal"
 
 
 def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[str, Any]:
-    """A checkpoint: everything that is needed to go on from here except the model. Tensors are not copied, as in torch.
+    """A checkpoint: everything that is needed to continue from here, except the model. As in torch, tensors are not
+    copied.
 
     Args:
         setup: parameters, optimizer and scheduler.

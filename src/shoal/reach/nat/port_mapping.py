@@ -15,21 +15,17 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shoal.base.bounded import Bounded
 from shoal.base.tasks import cancel_and_wait, run_in_worker, wait_at_most
+from shoal.net.transport import Transport
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.nat.pcp import TRIES, NatPmp, Pcp
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, find_gateways
 from shoal.reach.nat.upnp_search import UpnpIfFound
-from shoal.reach.reachability import is_global
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 
-_MOST_GATEWAYS = 16
 _LONGEST_PAUSE = 86_400.0
 
 
@@ -159,7 +155,7 @@ class PortMapping:
 
 
 class _Keeper:
-    """Keeps the port forwarded for one version of IP."""
+    """Keeps the port forwarded for one version of IP: the state of one conversation with one router."""
 
     def __init__(self, mapping: PortMapping, is_ipv6: bool) -> None:
         self._mapping, self._is_ipv6, self._pace = mapping, is_ipv6, mapping.pace
@@ -171,7 +167,7 @@ class _Keeper:
         self._gateway: Gateway | None = None
         self._renew_at = self._expires_at = math.inf
         # By router: when it may be asked again after a failure.
-        self._not_before: dict[Gateway, float] = {}
+        self._not_before: Bounded[Gateway, float] = Bounded()
         self._woken = asyncio.Event()
         self._is_urgent = False
         self._task: asyncio.Task[None] | None = None
@@ -290,34 +286,26 @@ class _Keeper:
 
     def _rest(self, gateway: Gateway, pause: float) -> None:
         """Leave the router alone for a while, and longer if it asks for that."""
-        while len(self._not_before) >= _MOST_GATEWAYS:
-            del self._not_before[next(iter(self._not_before))]
         self._not_before[gateway] = self._now() + min(max(self._pace.retry, pause), _LONGEST_PAUSE)
 
 
-def forward_port(p2p: P2P) -> PortMapping | None:
-    """Let the router forward the port where a peer listens, in the background, if one may be in front of it."""
-    outlook = p2p.outlook
-    is_wanted = outlook.options.nat_port_map and not outlook.evidence.announcement and outlook.evidence.forced is None
-    port = next((own["tcp"] for own in p2p.transport.addresses() if "tcp" in own and _is_in_network(own)), None)
-    if not (is_wanted and p2p.transport.is_behind_routers and port):
+def forward_port(transport: Transport, on_address: Callable[[list[Multiaddr]], object]) -> PortMapping | None:
+    """Let the router forward the port where a peer listens, in the background; ``None`` if none can be in front of it.
+
+    Args:
+        transport: of that peer.
+        on_address: as for :class:`PortMapping`.
+    """
+    port = next((own["tcp"] for own in transport.addresses() if "tcp" in own and _is_in_network(own)), None)
+    if not (transport.is_behind_routers and port):
         return None
 
     def listens_at(ip: str) -> bool:
-        return any(ip in (own.get("ip4"), own.get("ip6")) for own in p2p.transport.addresses())
-
-    def note(addresses: list[Multiaddr]) -> None:
-        for version in ("ip4", "ip6"):
-            # What a router has from another router leads nowhere.
-            claimed = next((each for each in addresses if version in each and is_global(each)), None)
-            outlook.offer(f"router, {version}", claimed)
-            if claimed in outlook.evidence.own:
-                outlook.check_soon()  # the router has opened its firewall
+        return any(ip in (own.get("ip4"), own.get("ip6")) for own in transport.addresses())
 
     # Only this peer can make this signature, and makes it again at its next start.
-    secret = hashlib.sha256(p2p.identity.sign(b"shoal port mapping")).digest()
-    mapping = PortMapping(int(port), note, listens_at=listens_at, secret=secret)
-    outlook.on_upheaval[mapping.look_again] = None
+    secret = hashlib.sha256(transport.identity.sign(b"shoal port mapping")).digest()
+    mapping = PortMapping(int(port), on_address, listens_at=listens_at, secret=secret)
     mapping.start()
     return mapping
 

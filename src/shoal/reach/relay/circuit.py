@@ -1,17 +1,16 @@
-"""One side of a connection through a relay, from the cookie to the handshake; for who dials and who answers alike."""
+"""One side of a connection through a relay, from the cookie to the handshake; both sides use it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, ProtocolError, StreamClosedError
-from shoal.net.frames import receive_frame
-from shoal.net.transport import Session, Stream, Transport
+from shoal.net.transport import Session, Stream, Transport, receive_frame
 from shoal.peers.identity import PeerID, circuit_address
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.relay.messages import Reach, Ready
@@ -20,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 5.0
 """How long the two sides of a circuit wait for each other."""
-SETBACK_SECONDS = 120.0
-MAX_SETBACK_SECONDS = 3600.0
-MAX_SETBACKS = 4096
+FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
+"""Seconds after the first failure to get through a router, and after many, until it is tried again: routers rarely
+change. Not measured."""
 
 
 class Ends(Protocol):
@@ -54,6 +53,9 @@ class Circuit:
 class Punching(Protocol):
     """Tries for direct connections from the ports of circuits; see :class:`~.outgoing.OutgoingCircuits`."""
 
+    def forget_routers(self) -> None:
+        """This machine is behind other routers."""
+
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether this peer, as the dialler, should ask for it. If so, sessions are opened as punchable."""
 
@@ -76,7 +78,7 @@ class Punching(Protocol):
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
-            ``DialError`` if there is none. Whoever cancels it gives up that port.
+            ``DialError`` if there is none. Cancelling it gives up that port.
         """
 
     async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
@@ -85,7 +87,7 @@ class Punching(Protocol):
         If this side does not want to, it says so in the exchange, for the other one waits for it.
 
         Returns:
-            What goes on meanwhile; it hands what connects to ``transport.receive``.
+            The punch itself; it hands what connects to ``transport.receive``.
         """
 
 
@@ -133,34 +135,6 @@ async def _open_session(
     return await transport.open_session(places[-1], cookie, punchable=punchable)
 
 
-class Setbacks:
-    """What did not work with whom, and when it is worth another attempt: after two minutes, doubling to an hour."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        # By peer: when the pause is over, and how long it was.
-        self._pauses: dict[PeerID, tuple[float, float]] = {}
-
-    def is_over(self, peer: PeerID) -> bool:
-        """Whether another attempt is worth it."""
-        return self._pauses.get(peer, (0.0, 0.0))[0] <= self._now()
-
-    def note(self, peer: PeerID) -> None:
-        """It has not worked."""
-        _, pause = self._pauses.pop(peer, (0.0, SETBACK_SECONDS / 2))
-        pause = min(2 * pause, MAX_SETBACK_SECONDS)
-        self._pauses[peer] = self._now() + pause, pause
-        while len(self._pauses) > MAX_SETBACKS:
-            del self._pauses[next(iter(self._pauses))]
-
-    def forget(self, peer: PeerID | None = None) -> None:
-        """It has worked with a peer; without one: this machine has moved, and nothing that was known is true."""
-        if peer is None:
-            self._pauses.clear()
-        else:
-            self._pauses.pop(peer, None)
-
-
 def mark_relayed(stream: Stream, place: Multiaddr | None, relay: PeerID) -> None:
     """From here the other side is seen behind its relay, and not at the address of the relay."""
     stream.via = relay
@@ -189,7 +163,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
     except BaseException:
         try:
             await cancel_and_wait(*tasks)
-        finally:  # whoever waits may be cancelled once more, but the tasks have ended all the same
+        finally:  # the caller may be cancelled once more, but the tasks have ended all the same
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
                     task.result().abort()

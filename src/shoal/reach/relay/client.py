@@ -5,8 +5,8 @@ is a call that stays open; a relay that says nothing for twelve seconds counts a
 is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
 relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
 
-Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
-long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
+Relays that have given nothing when they were asked come last from then on, and relays that have been silent for long
+come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
 dead one day, and newer ones empty.
 """
 
@@ -18,23 +18,32 @@ import ipaddress
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from shoal.access.badges import ANY_ROLE
+from shoal.base.backoff import Backoff
+from shoal.base.bounded import Bounded
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
 from shoal.net.connection import Call
 from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.endpoint import Endpoint
 from shoal.net.pasted import Target
 from shoal.peers.identity import PeerID, circuit_address, is_circuit
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.messages import Incoming, Notice, Reach, RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import (
+    Ended,
+    Incoming,
+    IncomingReverse,
+    Notice,
+    NotReserved,
+    Reach,
+    Reserve,
+    ReserveAnswer,
+    Reserved,
+)
 from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +62,10 @@ LOOK_SECONDS = 5.0
 SETTLED_SECONDS = 60.0
 # A relay that has said nothing of itself for this long may have left.
 RECENT_SECONDS = 600.0
-MAX_KNOWN = 4096
 # Of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
 
-Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
+Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming | IncomingReverse], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,48 +82,46 @@ class Held:
     """Where the relay can be dialled."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
     """What came of asking a relay."""
 
-    again_at: float
-    """When it may be asked again."""
-    pause: float
-    has_refused: bool
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
+    has_refused: bool = False
     """It has given nothing when it was asked last."""
 
 
 class RelayClient:
     """Keeps this peer reachable through relays, while that is wanted.
 
+    Its attributes are those of one search: what is held, asked and known of each relay, and the tasks that do so.
+
     Args:
-        p2p: the peer.
+        endpoint: of the peer.
         answer: told by which relay, and with what, somebody wants to reach this peer.
+        trusted: relays that are asked before any other one.
+        on_change: called when :meth:`addresses` has changed.
     """
 
-    def __init__(self, p2p: P2P, answer: Answer) -> None:
-        self._p2p = p2p
-        self.answer = answer
-        """Gets what relays say."""
+    def __init__(
+        self, endpoint: Endpoint, answer: Answer, trusted: Sequence[Target], on_change: Callable[[], object]
+    ) -> None:
+        self._endpoint, self.answer, self.trusted, self.on_change = endpoint, answer, trusted, on_change
         self._now = asyncio.get_running_loop().time
         self.candidates: Callable[[], Sequence[PeerID]] = tuple
         """Further peers that may be relays, beside those that have said so."""
-        self.trusted: Sequence[Target] = ()
-        """Relays that are asked before any other one."""
         self.reach = Reach.EASY
         """What relays are told of this peer."""
-        self.on_change: Callable[[], object] | None = None
-        """Called when :meth:`addresses` has changed."""
         self.held: dict[PeerID, Held] = {}
         """The reservations, the oldest first."""
         # When a relay counts as dead unless it says something, and when it has said something.
         self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
         self._doubted_at = -math.inf
         # Whether a peer says that it is a relay, and when it said so last.
-        self._said: dict[PeerID, tuple[bool, float]] = {}
+        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded()
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
-        self._asked: dict[PeerID, _Asked] = {}
+        self._asked: Bounded[PeerID, _Asked] = Bounded()
         self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -124,7 +130,7 @@ class RelayClient:
 
     def want(self, wanted: bool) -> None:
         """Begin or end to hold reservations."""
-        if wanted and self._keeper is None and self._p2p.is_alive:
+        if wanted and self._keeper is None and self._endpoint.is_alive:
             self._keeper = asyncio.get_running_loop().create_task(self._keep())
         elif not wanted and self._keeper is not None:
             self._keeper.cancel()
@@ -149,12 +155,9 @@ class RelayClient:
 
     def note_greeting(self, peer: PeerID, is_relay: bool) -> None:
         """Another peer has told whether it is a relay."""
-        was_relay, _ = self._said.pop(peer, (False, 0.0))
-        is_news = is_relay and not was_relay
+        was_relay, _ = self._said.get(peer, (False, 0.0))
         self._said[peer] = is_relay, self._now()
-        while len(self._said) > MAX_KNOWN:
-            del self._said[next(iter(self._said))]
-        if is_news:
+        if is_relay and not was_relay:
             self._wake.set()
 
     def look(self) -> None:
@@ -180,7 +183,7 @@ class RelayClient:
 
     def _meet_trusted(self) -> None:
         for place, relay in self.trusted:
-            if relay is None and place not in self._p2p.met and place not in self._meeting:
+            if relay is None and place not in self._endpoint.met and place not in self._meeting:
                 task = asyncio.get_running_loop().create_task(self._meet(place))
                 self._meeting[place] = task
                 task.add_done_callback(functools.partial(self._have_met, place))
@@ -191,20 +194,19 @@ class RelayClient:
         self._wake.set()
 
     async def _meet(self, place: Multiaddr) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         while True:
             try:
-                await self._p2p.meet(place)
+                await self._endpoint.meet(place)
             except (ShoalError, ConnectionError) as e:
                 logger.debug("no relay answers at %s: %s", place, e)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                await asyncio.sleep(backoff.fail())
             else:
                 return
 
     def _trusted(self) -> list[tuple[Multiaddr, PeerID]]:
         """Trusted relays, as far as it is known which peers they are."""
-        known = [(place, named or self._p2p.met.get(place)) for place, named in self.trusted]
+        known = [(place, named or self._endpoint.met.get(place)) for place, named in self.trusted]
         return [(place, relay) for place, relay in known if relay is not None]
 
     def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
@@ -219,7 +221,7 @@ class RelayClient:
         if len(self._holding) >= WANTED:
             return None
         now = self._now()
-        ends = [asked.again_at - now for asked in self._asked.values() if asked.again_at > now]
+        ends = [asked.backoff.rests_until - now for asked in self._asked.values() if not asked.backoff.is_due(now)]
         return min([LOOK_SECONDS, *ends])
 
     def _next(self) -> list[PeerID]:
@@ -228,14 +230,14 @@ class RelayClient:
         if missing <= 0:
             return []
         candidates = self._in_order()
-        hosts = {self._p2p.host_of(relay) for relay in self._holding}
+        hosts = {self._endpoint.host_of(relay) for relay in self._holding}
         chosen = [relay for relay in self._ask_again if relay not in self._holding][:missing]
         self._ask_again.clear()
-        hosts.update(self._p2p.host_of(relay) for relay in chosen)
+        hosts.update(self._endpoint.host_of(relay) for relay in chosen)
         for relay in candidates:
-            if len(chosen) < missing and self._p2p.host_of(relay) not in hosts:
+            if len(chosen) < missing and self._endpoint.host_of(relay) not in hosts:
                 chosen.append(relay)
-                hosts.add(self._p2p.host_of(relay))
+                hosts.add(self._endpoint.host_of(relay))
         # Two on one host are better than one: processes end more often than hosts do.
         rest = [relay for relay in candidates if relay not in chosen]
         return [*chosen, *rest][:missing]
@@ -245,7 +247,7 @@ class RelayClient:
         return Reserve(
             reach=int(self.reach),
             others=len({*self._holding, *self.held} - {relay}),
-            # Who has refused is asked again only when there is nobody else.
+            # A relay that has refused is asked again only when there is no other.
             may_go_elsewhere=not is_trusted and not self._has_refused(relay),
         )
 
@@ -257,14 +259,14 @@ class RelayClient:
         now = self._now()
 
         def may_be_asked(relay: PeerID) -> bool:
-            is_free = relay != self._p2p.peer_id and relay not in self._holding
-            return is_free and (relay not in self._asked or self._asked[relay].again_at <= now)
+            is_free = relay != self._endpoint.peer_id and relay not in self._holding
+            return is_free and (relay not in self._asked or self._asked[relay].backoff.is_due(now))
 
         for place, relay in self._trusted():
-            self._p2p.add_addresses(relay, [place])
+            self._endpoint.add_addresses(relay, [place])
         trusted = [relay for _, relay in self._trusted()]
-        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
-        dialled = self._p2p.dialler.direct_addresses
+        # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
+        dialled = self._endpoint.dialler.direct_addresses
         may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
         of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
         have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
@@ -272,7 +274,7 @@ class RelayClient:
         def order(relay: PeerID) -> tuple[bool, int, float]:
             is_recent = have_said.get(relay, -math.inf) > now - RECENT_SECONDS
             doubts = 0 if is_recent else 1 if relay in of_table else 2
-            return self._has_refused(relay), doubts, self._p2p.round_trip_to(relay) or math.inf
+            return self._has_refused(relay), doubts, self._endpoint.round_trip_to(relay) or math.inf
 
         best = sorted(filter(may_be_asked, {**have_said, **of_table}), key=order)
         return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:ASKED]]))
@@ -285,16 +287,16 @@ class RelayClient:
         why, held = "the relay has ended the call", None
         try:
             async with asyncio.timeout(ASK_SECONDS) as limit:
-                async with self._p2p.open_call(
+                async with self._endpoint.open_call(
                     relay, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE
                 ) as call:
                     # What others begin because of this reservation, such as greetings, has this task's context.
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
-                    answer = await call.receive(Reserved)
+                    answer = await call.receive(ReserveAnswer)
                     _check_has_no_payload(relay, call)
-                    if answer is None or answer.code != RelayCode.OK:
-                        why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
+                    if not isinstance(answer, Reserved):
+                        why = f"code {answer.code} {answer.text!r}" if isinstance(answer, NotReserved) else "no answer"
                         return
                     limit.reschedule(None)
                     held = self._begin(relay, answer, call)
@@ -321,7 +323,7 @@ class RelayClient:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
         if relay in self._asked:
-            self._asked[relay] = replace(self._asked[relay], has_refused=False)
+            self._asked[relay].has_refused = False
         self.held.pop(relay, None)  # an older one, which the relay ends now
         self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
         logger.info("peers reach this one through relay %s", relay)
@@ -330,10 +332,10 @@ class RelayClient:
 
     def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
         """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
-        known = self._p2p.address_book.to_dial(relay)
+        known = self._endpoint.address_book.to_dial(relay)
         if connected_at is not None and connected_at not in known:
             known.append(connected_at)
-        usable = [each for each in known if not is_circuit(each) and self._p2p.transport.supports(each)]
+        usable = [each for each in known if not is_circuit(each) and self._endpoint.transport.supports(each)]
         for is_good in (_is_global, lambda address: not is_loopback(address)):
             usable = [each for each in usable if is_good(each)] or usable
         first_of_kind = {address.protocols()[0]: address for address in reversed(usable)}
@@ -372,14 +374,14 @@ class RelayClient:
             if notice is None:
                 return "the relay has ended the call"
             _check_has_no_payload(relay, call)
-            if notice.ends:
-                return repr(notice.ends)
-            if notice.incoming is not None:
+            if isinstance(notice, Ended):
+                return repr(notice.why)
+            if isinstance(notice, Incoming | IncomingReverse):
                 places = held.places
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
                 # IPv4 first, because only there a router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
-                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice)
 
     def doubt(self) -> None:
         """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
@@ -390,26 +392,26 @@ class RelayClient:
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
-        self._p2p.dialler.note_broken(relay)
-        self._p2p.pool.end_idle(relay)
-        self._p2p.pool.drop_via(relay)
-        self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
+        self._endpoint.dialler.note_broken(relay)
+        self._endpoint.pool.end_idle(relay)
+        self._endpoint.pool.drop_via(relay)
+        self._endpoint.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 
     def _note_end(self, relay: PeerID, held: Held | None) -> None:
         """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
         now = self._now()
-        former, pause = self._asked.pop(relay, None), FIRST_PAUSE_SECONDS
-        if former is not None and (held is None or now - held.since < SETTLED_SECONDS):
-            pause = min(2 * former.pause, MAX_PAUSE_SECONDS)
-        self._asked[relay] = _Asked(now + pause, pause, has_refused=held is None)
+        asked = self._asked.get(relay)
+        if asked is None or (held is not None and now - held.since >= SETTLED_SECONDS):
+            asked = _Asked()
+        asked.backoff.fail(now)
+        asked.has_refused = held is None
+        self._asked[relay] = asked
         for place, named in self.trusted:
-            if held is None and named is None and self._p2p.met.get(place) == relay:
-                del self._p2p.met[place]  # another one may be there by now
-        while len(self._asked) > MAX_KNOWN:
-            del self._asked[next(iter(self._asked))]
+            if held is None and named is None and self._endpoint.met.get(place) == relay:
+                del self._endpoint.met[place]  # another one may be there by now
 
     def _tell_change(self) -> None:
-        if self.on_change is not None and self._p2p.is_alive:
+        if self._endpoint.is_alive:
             self.on_change()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Answering those who reach this peer through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
+"""Answering peers that reach this one through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
 
 A relay tells who wants what, and may lie. So what it can make this peer do is bounded: a few attempts at a few
-addresses, and handshakes in which whoever comes has to prove who it is.
+addresses, and handshakes, in which the other side has to prove who it is.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, ShoalError
 from shoal.net.addresses import Judge, may_be_dialled_for
 from shoal.net.dialler import CIRCUIT_SECONDS
+from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID, is_circuit
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import LOWEST_PORT
 from shoal.reach.relay.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
-from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Incoming, Reach
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
+from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Incoming, IncomingReverse, Reach
+from shoal.reach.relay.outgoing import OutgoingCircuits
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class _Answer:
 
     relay: PeerID
     peer: bytes
-    """The one of which the relay says that it wants to reach this peer."""
+    """The peer that wants to reach this one, as the relay says."""
     connections: int
 
 
@@ -53,19 +51,20 @@ class IncomingCircuits:
     """Answers what relays announce.
 
     Args:
-        p2p: whose relays these are.
+        endpoint: of the peer whose relays these are.
+        circuits: knows how to find direct connections on the way.
         most: connections that may be opened for them at the same time.
     """
 
-    def __init__(self, p2p: P2P, most: int) -> None:
-        self._p2p = p2p
+    def __init__(self, endpoint: Endpoint, circuits: OutgoingCircuits, most: int) -> None:
+        self._endpoint, self._circuits = endpoint, circuits
         self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
         self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
-    def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+    def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
         """A relay says that somebody wants to reach this peer.
 
         Args:
@@ -74,8 +73,7 @@ class IncomingCircuits:
             incoming: what it says.
         """
         task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
-        wanted = max(len(incoming.cookies), len(incoming.reverse_cookies))
-        self.tasks[task] = _Answer(relay, incoming.peer, max(1, wanted))
+        self.tasks[task] = _Answer(relay, incoming.peer, max(1, len(incoming.cookies)))
         task.add_done_callback(self._forget)
         while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
             self._warn_seldom(
@@ -111,16 +109,16 @@ class IncomingCircuits:
         self.tasks.pop(task, None)
         self._given_up.pop(task, None)
 
-    async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+    async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
         peer = PeerID(incoming.peer)
         try:
             async with asyncio.timeout(CIRCUIT_SECONDS):
-                if incoming.reverse_cookies:
+                if isinstance(incoming, IncomingReverse):
                     await self._call_in_reverse(relay, places, incoming)
                     return
-                punching = self._p2p.circuits.punching if incoming.punch else None
+                punching = self._circuits.punching if incoming.punch else None
                 circuits = await open_circuits(
-                    self._p2p.transport, relay, places, incoming.cookies, punchable=punching is not None
+                    self._endpoint.transport, relay, places, incoming.cookies, punchable=punching is not None
                 )
                 try:
                     await self._receive(peer, Reach(incoming.reach), circuits, punching)
@@ -145,18 +143,18 @@ class IncomingCircuits:
 
             def accept(stream: Stream, place: Multiaddr | None = place, relay: PeerID = relay) -> None:
                 mark_relayed(stream, place, relay)
-                self._p2p.server.accept(stream)
+                self._endpoint.server.accept(stream)
 
-            self._p2p.transport.receive(circuit.session, accept)
+            self._endpoint.transport.receive(circuit.session, accept)
         if going_on is not None:
             await going_on
 
-    async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
-        cookies, transport = incoming.reverse_cookies, self._p2p.transport
+    async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: IncomingReverse) -> None:
+        cookies, transport = incoming.cookies, self._endpoint.transport
         if incoming.peer == relay.to_bytes():
             wanted = list(places)  # it is the relay itself that wants to be called
         else:
-            told = [address for text in incoming.reverse if (address := parse_told(text)) is not None]
+            told = [address for text in incoming.places if (address := parse_told(text)) is not None]
             allowed = [each for each in told if may_be_dialled(each, places, transport.is_inside, transport.is_here)]
             wanted = transport.worth_dialling(allowed)
         for address in wanted[:MAX_PLACES]:
@@ -174,7 +172,7 @@ class IncomingCircuits:
 
     def _accept_arranged(self, stream: Stream) -> None:
         stream.is_arranged = True
-        self._p2p.server.accept(stream)
+        self._endpoint.server.accept(stream)
 
     async def close(self) -> None:
         """Answer nobody any more."""
@@ -184,7 +182,7 @@ class IncomingCircuits:
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
     """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
 
-    The caller of whom it tells is at most as near as the relay. Where a place of the relay is public, the caller may be
+    The caller is at most as near as the relay. Where a place of the relay is public, the caller may be
     anywhere.
 
     Args:

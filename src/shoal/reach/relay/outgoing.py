@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from shoal.access.badges import ANY_ROLE
+from shoal.base.backoff import Backoffs
 from shoal.base.logs import quoted
 from shoal.errors import (
     DialError,
@@ -27,17 +27,34 @@ from shoal.errors import (
     P2PHandlerError,
     ProtocolError,
 )
+from shoal.net.connection_pool import SPARE
 from shoal.net.dialler import CIRCUIT_SECONDS, DIRECT_ONLY
-from shoal.net.pooled_peer import SPARE
+from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID, relay_of
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.circuit import Circuit, Punching, Setbacks, mark_relayed, open_circuits, successes
-from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Connect, Connected, Reach, RelayCode
+from shoal.reach.relay.circuit import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Circuit,
+    Punching,
+    mark_relayed,
+    open_circuits,
+    successes,
+)
+from shoal.reach.relay.messages import (
+    MAX_AT_ONCE,
+    MAX_PLACES,
+    Connect,
+    ConnectAnswer,
+    Connected,
+    ConnectRequest,
+    ConnectReverse,
+    NotConnected,
+    Reach,
+    RelayCode,
+)
 from shoal.reach.relay.server import RelayServer
-
-if TYPE_CHECKING:
-    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +72,31 @@ class OutgoingCircuits:
     """Dials through relays.
 
     Args:
-        p2p: whose connections these are.
+        endpoint: whose connections these are.
+        own_relay: joins circuits through this peer itself.
+        punching: finds direct connections on the way; without it, all circuits stay relayed.
+        public_addresses: where this peer is known to be callable from outside, so that others may call in reverse.
     """
 
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
-        self.punching: Punching | None = None
-        """Finds direct connections on the way; without it, all circuits stay relayed."""
-        self.public_addresses: Callable[[], Sequence[Multiaddr]] = list
-        """Addresses at which this peer is known to be callable from outside, so that others may call in reverse."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        own_relay: RelayServer,
+        punching: Punching | None,
+        public_addresses: Callable[[], Sequence[Multiaddr]],
+    ) -> None:
+        self._endpoint, self._own_relay = endpoint, own_relay
+        self.punching, self.public_addresses = punching, public_addresses
         self.reach = Reach.EASY
         """What others are told of this peer."""
-        self.reversals = Setbacks(asyncio.get_running_loop().time)
+        self.reversals = Backoffs(FIRST_PAUSE, LONGEST_PAUSE, asyncio.get_running_loop().time)
         """Peers that could not call in reverse."""
+
+    def forget_routers(self) -> None:
+        """This machine is behind other routers: what worked, or did not, says nothing any more."""
+        self.reversals.clear()
+        if self.punching is not None:
+            self.punching.forget_routers()
 
     async def dial(self, address: Multiaddr, target: PeerID, count: int = 1) -> list[Stream]:
         """Connect to a peer through its relay, or with its help.
@@ -106,20 +135,20 @@ class OutgoingCircuits:
         return streams[0]
 
     async def _dial(self, place: Multiaddr, relay: PeerID, target: PeerID, count: int) -> list[Stream]:
-        is_own = relay == self._p2p.peer_id
-        callable_at = list(self._p2p.transport.addresses() if is_own else self.public_addresses())[:MAX_PLACES]
-        if callable_at and (is_own or self.reversals.is_over(target)):
+        is_own = relay == self._endpoint.peer_id
+        callable_at = list(self._endpoint.transport.addresses() if is_own else self.public_addresses())[:MAX_PLACES]
+        if callable_at and (is_own or self.reversals.is_due(target)):
             streams = await self._dial_in_reverse(place, relay, target, count, callable_at)
             if streams:
-                self.reversals.forget(target)
+                self.reversals.succeed(target)
                 return streams
-            self.reversals.note(target)
+            self.reversals.fail(target)
         began_at = asyncio.get_running_loop().time()
         wants_punch = self.punching is not None and not is_own and self.punching.is_worth_it(target)
         request = Connect(target=target.to_bytes(), count=count, punch=wants_punch, reach=int(self.reach))
         answer = await self._ask(place, relay, target, request)
         circuits = await open_circuits(
-            self._p2p.transport, relay, [place], answer.cookies[:count], punchable=wants_punch
+            self._endpoint.transport, relay, [place], answer.cookies[:count], punchable=wants_punch
         )
         try:
             punches: Sequence[asyncio.Future[Stream]] = ()
@@ -134,25 +163,26 @@ class OutgoingCircuits:
             for circuit in circuits:
                 circuit.abort()
 
-    async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: Connect) -> Connected:
+    async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: ConnectRequest) -> Connected:
         """Ask a relay for connections to a peer."""
-        if relay == self._p2p.peer_id:
-            answer = await self._p2p.relay.connect(request, relay)
+        if relay == self._endpoint.peer_id:
+            answer = await self._own_relay.connect(request, relay)
         else:
-            self._p2p.add_addresses(relay, [place])
+            self._endpoint.add_addresses(relay, [place])
             answer = await self.call_relay(relay, "rpc_connect", request)
-        if answer.code in (RelayCode.NO_RESERVATION, RelayCode.NOT_A_RELAY):
+        if isinstance(answer, Connected) and (answer.cookies or isinstance(request, ConnectReverse)):
+            return answer
+        code, text = (answer.code, answer.text) if isinstance(answer, NotConnected) else (None, "")
+        if code in (RelayCode.NO_RESERVATION, RelayCode.NOT_A_RELAY):
             raise NoReservationError(
                 f"relay {relay} holds no reservation of peer {target}: it has left, or has other relays now, which are "
                 "looked up by themselves"
             )
-        if answer.code == RelayCode.BUSY:
-            raise NoRoomError(f"relay {relay} has no room: {quoted(answer.text)}. Run 'shoal dht' on a public machine")
-        if answer.code != RelayCode.OK or not (answer.cookies or request.reverse_cookies):
-            raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(answer.text)}")
-        return answer
+        if code == RelayCode.BUSY:
+            raise NoRoomError(f"relay {relay} has no room: {quoted(text)}. Run 'shoal dht' on a public machine")
+        raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(text)}")
 
-    async def call_relay(self, relay: PeerID, method: str, request: Connect) -> Connected:
+    async def call_relay(self, relay: PeerID, method: str, request: ConnectRequest) -> ConnectAnswer:
         """Call a relay at its own addresses: nothing leads to a relay through another one.
 
         Raises:
@@ -163,13 +193,15 @@ class OutgoingCircuits:
         DIRECT_ONLY.set(True)
         try:
             handle = RelayServer.handle_name(method, None)
-            if self._p2p.pool.count_of(relay):
+            if self._endpoint.pool.count_of(relay):
                 try:
-                    return await self._p2p.call(relay, handle, request, Connected, ANSWER_SECONDS, roles=ANY_ROLE)
+                    return await self._endpoint.call(
+                        relay, handle, request, ConnectAnswer, ANSWER_SECONDS, roles=ANY_ROLE
+                    )
                 except TimeoutError:
                     # The connection may have broken without a sign.
-                    self._p2p.pool.end_idle(relay)
-            return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
+                    self._endpoint.pool.end_idle(relay)
+            return await self._endpoint.call(relay, handle, request, ConnectAnswer, roles=ANY_ROLE)
         except NotAMemberError:
             raise
         except (P2PDaemonError, P2PHandlerError, ProtocolError) as e:
@@ -195,13 +227,13 @@ class OutgoingCircuits:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
         streams = await successes(finishing)
         relayed = sum(stream.is_relayed for stream in streams)
-        self._p2p.metrics.dials_relayed += relayed
-        self._p2p.metrics.dials_punched += len(streams) - relayed
+        self._endpoint.metrics.dials_relayed += relayed
+        self._endpoint.metrics.dials_punched += len(streams) - relayed
         return streams
 
     async def _relayed(self, circuit: Circuit, target: PeerID) -> Stream:
         place = circuit.session.remote_address
-        stream = await self._p2p.transport.authenticate(circuit.session, target)
+        stream = await self._endpoint.transport.authenticate(circuit.session, target)
         mark_relayed(stream, place, circuit.relay)
         return stream
 
@@ -247,10 +279,10 @@ class OutgoingCircuits:
     def _keep_late(self, punch: asyncio.Future[Stream]) -> None:
         """A direct connection that has come too late for the call serves later ones."""
         if _has_worked(punch):
-            if self._p2p.is_alive:
-                self._p2p.metrics.dials_punched += 1
+            if self._endpoint.is_alive:
+                self._endpoint.metrics.dials_punched += 1
                 punch.result().is_arranged = True
-                self._p2p.pool.add(self._p2p.greet(punch.result()))
+                self._endpoint.pool.add(self._endpoint.greet(punch.result()))
             else:
                 punch.result().abort()
 
@@ -262,16 +294,11 @@ class OutgoingCircuits:
         Raises:
             DialError: what the relay has to say. It says nothing about calls in reverse.
         """
-        cookies = [self._p2p.transport.new_cookie() for _ in range(count)]
-        expected = [self._p2p.transport.expect_session(cookie) for cookie in cookies]
+        cookies = [self._endpoint.transport.new_cookie() for _ in range(count)]
+        expected = [self._endpoint.transport.expect_session(cookie) for cookie in cookies]
         try:
-            request = Connect(
-                target=target.to_bytes(),
-                count=count,
-                reach=int(self.reach),
-                reverse=[str(address) for address in callable_at],
-                reverse_cookies=cookies,
-            )
+            places = [str(address) for address in callable_at]
+            request = ConnectReverse(target=target.to_bytes(), places=places, cookies=cookies)
             await self._ask(place, relay, target, request)
             try:
                 async with asyncio.timeout(REVERSE_SECONDS):
@@ -279,7 +306,7 @@ class OutgoingCircuits:
                     # The others are on their way, too.
                     await asyncio.wait(expected, timeout=REVERSE_SECONDS / 4)
                     arrived = [each.result() for each in expected if each.done() and not each.cancelled()]
-                    streams = await successes([self._p2p.transport.authenticate(each, target) for each in arrived])
+                    streams = await successes([self._endpoint.transport.authenticate(each, target) for each in arrived])
             except (TimeoutError, DialError) as e:
                 logger.debug("peer %s, called through %s, does not call in reverse: %r", target, relay, e)
                 return []
@@ -288,7 +315,7 @@ class OutgoingCircuits:
                 each.cancel()
                 if each.done() and not each.cancelled():
                     each.result().abort()
-        self._p2p.metrics.dials_reversed += len(streams)
+        self._endpoint.metrics.dials_reversed += len(streams)
         return streams
 
     async def prepare(self, peer: PeerID, connections: int) -> None:
@@ -297,7 +324,7 @@ class OutgoingCircuits:
         Raises:
             DialError: as by :meth:`dial`.
         """
-        pool, dialler = self._p2p.pool, self._p2p.dialler
+        pool, dialler = self._endpoint.pool, self._endpoint.dialler
         addresses = dialler.circuits(peer)
         if not addresses:
             return
@@ -312,7 +339,7 @@ class OutgoingCircuits:
         missing = min(connections - pool.count_of(peer), MAX_AT_ONCE)
         if missing > 1:
             for stream in await self.dial(addresses[0], peer, missing):
-                pool.add(self._p2p.greet(stream))
+                pool.add(self._endpoint.greet(stream))
 
 
 def _head_start(began_at: float) -> float:

@@ -1,0 +1,198 @@
+"""A group that starts: what its leader announces, and what a member believes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.search import Follower
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust
+from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerRecord
+from shoal.averaging.round.parts import load_balance_peers, rescale_shares
+from shoal.base.logs import quoted
+from shoal.errors import ProtocolError
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p import P2P, PeerID
+from shoal.reach.reachability import Reach
+
+# What a member behind a narrow relay reduces, in parts of what it would reduce otherwise.
+NARROW_SHARE = 0.25
+
+# The bytes that a member takes in the description of a group besides its addresses and its gathered value: its id of 38
+# bytes, numbers, and the names of the fields.
+_MEMBER_BYTES = 100
+
+
+def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
+    """A peer and the addresses under which others can dial it."""
+    return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
+
+
+def learn(p2p: P2P, record: PeerRecord) -> PeerID:
+    """Learn the addresses of a peer from a record, and return the peer.
+
+    Raises:
+        ProtocolError: an address is malformed.
+    """
+    peer = PeerID(record.peer_id)
+    if peer != p2p.peer_id:
+        try:
+            p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
+        except ValueError as e:
+            raise ProtocolError(f"an address of {peer} makes no sense: {e}") from None
+    return peer
+
+
+def bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
+    """The bytes that a member takes in the description of the group."""
+    return _MEMBER_BYTES + len(request.gathered) + sum(len(str(address)) for address in p2p.get_addresses(peer))
+
+
+def describe_group(
+    p2p: P2P, own: MatchmakingSettings, followers: Mapping[PeerID, Follower], control: StepControl, trust: Trust
+) -> GroupStart:
+    """The description of the group that a leader announces. It decides order, modes and shares for all members.
+
+    Args:
+        p2p: this peer, which leads.
+        own: its settings.
+        followers: the other members.
+        control: this peer's step.
+        trust: what this peer knows about others.
+    """
+    links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
+    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, control.data_for_gather)]
+    for peer, follower in followers.items():
+        request = follower.request
+        # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
+        links[peer] = request.reach, request.relay_rate
+        is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
+        entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
+    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance,
+    # but those that are not fit to lead come last.
+    p2p.rng.shuffle(entries)
+    entries.sort(key=lambda entry: not p2p.behaviour.may_lead(entry[0]))
+    wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
+    modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
+    modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
+    shares = _split(own.total_size, modes, wanted, own.min_vector_size)
+    limits = [_limit_of(peer, p2p.peer_id, own.mode, control, trust) for peer, *_ in entries]
+    members = [
+        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
+        for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
+    ]
+    return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
+
+
+def _limit_of(peer: PeerID, own: PeerID, mode: AveragingMode, control: StepControl, trust: Trust) -> float | None:
+    """The most that a member may weigh; ``None``: as much as it likes."""
+    if trust.largest_weight is None:
+        return None
+    if peer == own and mode is AveragingMode.AUX:
+        return 0.0  # it brings nothing
+    if peer == own and control.triggered:  # the leader knows its own weight
+        return max(1.0, control.weight)  # in phases with weights of their own, that of a member is 1
+    return trust.largest_weight(peer)
+
+
+def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
+    """What a leader has done to the members of its group, in words; ``None``: nothing.
+
+    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring; its own if it
+    is far above what it can have made, because then its values would be the average. A leader that is not in the group
+    could lead others to peers that do not exist, and would never be among those that fail.
+    """
+    limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
+    if leader not in limits:
+        return "it leads a group in which it is not itself"
+    if trust.least_limit is not None:
+        for peer, limit in limits.items():
+            if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
+                return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
+    limit = limits[leader]
+    own = math.inf if limit is None else limit
+    if trust.most_limit is not None and own > (most := trust.most_limit(leader)):
+        return f"as the leader it lets itself weigh {own:g}, and can have made {most:g} at most"
+    return None
+
+
+def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | None = None) -> GroupInfo:
+    """Check the group that a leader has announced, and learn the addresses of its members.
+
+    Args:
+        p2p: this peer.
+        start: the leader's announcement.
+        total_size: number of values in the averaged vector.
+        leader: who has announced it, if not this peer.
+
+    Raises:
+        ProtocolError: the announcement is not valid.
+    """
+    peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
+    if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
+        raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
+    shares = tuple(member.share for member in start.members)
+    modes = tuple(member.mode for member in start.members)
+    useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
+    if sum(shares) != total_size or useless:
+        raise ProtocolError(f"the leader published shares {quoted(list(shares))} for a vector of {total_size} values")
+    for member in start.members:
+        learn(p2p, member.peer)
+    limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)
+    gathered = tuple(member.gathered for member in start.members)
+    return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
+
+
+def spare_relays(
+    members: Sequence[tuple[int, float | None]], links: Sequence[tuple[int, float]]
+) -> list[tuple[int, float | None]]:
+    """Let members reduce little whose way to other private members leads through a relay with a limit.
+
+    Args:
+        members: the mode and bandwidth of each member.
+        links: how others call it, and the rate of its relays.
+    """
+    num_private = sum(reach in (Reach.EASY, Reach.HARD) for reach, _ in links)
+    narrow = [
+        bandwidth is None and reach == Reach.HARD and rate > 0 and num_private > 1
+        for (_, bandwidth), (reach, rate) in zip(members, links, strict=True)
+    ]
+    if not any(narrow):
+        return list(members)
+    known = [bandwidth for mode, bandwidth in members if bandwidth and mode != AveragingMode.CLIENT]
+    mean = sum(known) / len(known) if known else 1.0
+    usual = [(mode, mean if bandwidth is None else bandwidth) for mode, bandwidth in members]
+    return [
+        (mode, bandwidth * NARROW_SHARE if is_narrow else bandwidth)
+        for (mode, bandwidth), is_narrow in zip(usual, narrow, strict=True)
+    ]
+
+
+def _split(
+    total_size: int, members: Sequence[tuple[int, float | None]], wanted: Sequence[float], min_size: int
+) -> tuple[int, ...]:
+    """The number of values that each member reduces.
+
+    Args:
+        total_size: number of values in the averaged vector.
+        members: the mode and bandwidth of each member.
+        wanted: for each member, the fraction of its usual share that it gets, see :mod:`shoal.peers.scores`.
+        min_size: a member that would get fewer values gets none.
+    """
+    able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
+    # If all members ask to be spared, somebody still has to reduce: split evenly.
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
+        able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
+    welcome = [bandwidth if part else 0.0 for bandwidth, part in zip(able, wanted, strict=True)]
+    # If only members that have failed before can reduce, they are tried again.
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in welcome):
+        return load_balance_peers(total_size, able, min_size)
+    shares = load_balance_peers(total_size, welcome, min_size)
+    trusted = [share if part == 1 else 0 for share, part in zip(shares, wanted, strict=True)]
+    if trusted == list(shares) or not any(trusted):
+        return shares
+    # Members with a full share take over what members that have failed lose.
+    kept = [int(part * share) for share, part in zip(shares, wanted, strict=True)]
+    more = rescale_shares(trusted, total_size - sum(kept))
+    return tuple(map(sum, zip(kept, more, strict=True)))

@@ -1,0 +1,162 @@
+"""What an averager remembers from one search to the next: former members, and the peers that it refuses.
+
+*Former members.* A node near a key of the table may hide the records under that key. So a peer that looks for a group
+and misses others calls some of the peers with which it averaged in the last minutes. It invites them, as it does with
+peers from the table. A peer that cannot lead asks them to lead it instead. A few calls are enough: an invitation that
+comes too early is remembered, and a peer that is called names the leader that it follows. Peers that change their
+bucket after each round do not do this: their last companions look in other buckets, and nobody can hide all of them.
+
+*Refusals.* A peer that has sent values that are not finite is refused for a while. Honest peers check their values
+before they send them, so they never get here. What this peer has seen itself counts for ``SEEN_SEARCHES`` searches;
+then the other one may show that it has been repaired. What others say counts for one search, and not at all if half of
+the group or more would be accused. Otherwise one liar could scatter the swarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from shoal.averaging.control import AveragingMode, GroupInfo
+from shoal.averaging.messages import Invitation
+from shoal.p2p import PeerID
+
+# A former member is called for this many seconds without having been seen in the table: the time after which a tracker
+# forgets a peer, too.
+REMEMBERED_SECONDS = 600.0
+# As many members as four rounds of 256 peers have. A memory of them takes less than 200 kB.
+MAX_REMEMBERED = 1024
+
+# A peer is refused for this many searches if it has sent bad values to this peer: long enough to see the warning
+# and update it. If only others accuse it, for one, after which they have to say so again.
+SEEN_SEARCHES, TOLD_SEARCHES = 10, 1
+# The most refused peers that are remembered, a full group of the usual size; the one refused first is forgotten first.
+MAX_REFUSED_PEERS = 256
+# Why a peer is refused, for its user to read.
+NOT_FINITE = (
+    "in a round it sent values that are NaN or infinite, which peers leave out before they send. Update it, or look at "
+    "its machine. It is taken again after some rounds"
+)
+UNTRUE = (
+    "in a round it sent other values than it had announced. Its machine may be broken. It is taken again after some "
+    "rounds"
+)
+TOO_SLOW = (
+    "several rounds ended without a result because it sent too slowly. Give all peers a larger allreduce_timeout, a "
+    "codec, or fewer bytes per round. It is taken again after a while"
+)
+
+
+class FormerMembers:
+    """Members of the recent groups of one averager, or of one of its tags.
+
+    Args:
+        own: this peer.
+    """
+
+    def __init__(self, own: PeerID) -> None:
+        self._own = own
+        self.met: dict[PeerID, float] = {}
+        """By peer: when it was last in a round with this one, the latest at the end. Only peers that can be called."""
+        self._led: tuple[PeerID, list[PeerID], float] | None = None
+        self._invitations: dict[PeerID, Invitation] = {}
+
+    def __len__(self) -> int:
+        return len(self.met)
+
+    def note_round(self, group: GroupInfo, failed: Collection[PeerID], now: float) -> None:
+        """Note the members of a round that has ended, except those that failed."""
+        stayed = [peer for peer in group.peer_ids if peer not in failed]
+        self._led = None if group.leader is None else (group.leader, stayed, now)
+        for peer, mode in zip(group.peer_ids, group.modes, strict=True):
+            if mode != AveragingMode.CLIENT and peer not in failed and peer != self._own:
+                self.met.pop(peer, None)
+                self.met[peer] = now
+        while len(self.met) > MAX_REMEMBERED:
+            longest_ago = next(iter(self.met))
+            del self.met[longest_ago]
+            self._invitations.pop(longest_ago, None)
+
+    def take_last_lead(self) -> tuple[PeerID, list[PeerID], float] | None:
+        """The latest round that another peer has led: its leader, its members, and when it ended. Only once."""
+        led, self._led = self._led, None
+        return led
+
+    def note_invitation(self, peer: PeerID, invitation: Invitation) -> None:
+        """Remember an invitation that has come while this peer does not look for a group under its key."""
+        if peer in self.met:
+            self._invitations[peer] = invitation
+
+    def take_invitations(self, key: str, now: float) -> list[tuple[PeerID, float]]:
+        """The peers whose early invitations still hold, with their promises."""
+        held = [(p, i.expiration) for p, i in self._invitations.items() if i.group_key == key and i.expiration > now]
+        self._invitations.clear()
+        return held
+
+    def recent(self, now: float) -> list[PeerID]:
+        """The peers that may be called without having been seen in the table."""
+        return [peer for peer, met_at in self.met.items() if met_at + REMEMBERED_SECONDS > now]
+
+
+class Refusals:
+    """The peers that one averager refuses, or one of its tags."""
+
+    def __init__(self) -> None:
+        self.left: dict[PeerID, int] = {}
+        """By peer: the number of further searches in which it is refused."""
+        self._reasons: dict[PeerID, str] = {}
+        self._auxiliaries: set[PeerID] = set()
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def note(
+        self,
+        seen: Collection[PeerID],
+        told: Collection[PeerID],
+        group: Collection[PeerID],
+        aux: Collection[PeerID],
+        reason: str = NOT_FINITE,
+    ) -> list[PeerID]:
+        """Note members of a round that have sent bad values.
+
+        Args:
+            seen: members that have sent this peer bad values.
+            told: members that others accuse of the same.
+            group: all members.
+            aux: the auxiliaries among them.
+            reason: what they are told when they are refused.
+
+        Returns:
+            The members that are refused from now on and were not before.
+        """
+        others = [peer for peer in group if peer not in seen]
+        believed = [peer for peer in others if peer in told]
+        if 2 * (len(seen) + len(believed)) >= len(group):
+            believed = []
+        accused = {**dict.fromkeys(believed, TOLD_SEARCHES), **dict.fromkeys(seen, SEEN_SEARCHES)}
+        news = [peer for peer in group if peer in accused and peer not in self.left]
+        for peer, searches in accused.items():
+            self.left[peer] = max(searches, self.left.pop(peer, 0))
+            self._reasons.pop(peer, None)
+            self._reasons[peer] = reason
+        self._auxiliaries.update(peer for peer in accused if peer in aux)
+        while len(self.left) > MAX_REFUSED_PEERS:
+            del self.left[next(iter(self.left))]
+        while len(self._reasons) > MAX_REFUSED_PEERS:
+            del self._reasons[next(iter(self._reasons))]
+        self._auxiliaries &= self.left.keys()
+        return news
+
+    def reason_of(self, peer: PeerID) -> str:
+        """Why a peer is refused: for the values that it sent, or because it is too slow."""
+        return self._reasons.get(peer, TOO_SLOW)
+
+    def next_search(self) -> Mapping[PeerID, bool]:
+        """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member.
+
+        Auxiliaries are not counted among the expected members.
+        """
+        refused = {peer: peer not in self._auxiliaries for peer in self.left}
+        self.left = {peer: left - 1 for peer, left in self.left.items() if left > 1}
+        self._auxiliaries &= self.left.keys()
+        return refused

@@ -1,0 +1,1065 @@
+"""One peer's search for one group, as a machine without input or output: events and the time in, actions out.
+
+:class:`GroupSearch` decides which peer to follow, which peers to invite, how long to wait, and when to start. The shell
+(:mod:`~.matchmaking`) performs the actions and reports what came of them as further events. The same events at the same
+times always give the same actions.
+
+Peers are ordered by (promised time, peer id), and the smallest one leads. A peer only ever follows a smaller one, so no
+ring of peers that wait for each other can form::
+
+    LOOKS ── Ask ──> ASKS ── Accepts ──> FOLLOWS ── Answers (the group) ──> OVER
+      ^                │ refused, failed            │ failed, disbanded        ^
+      └────────────────┴────────────────────────────┘                          │
+      └── complete, full, or promised time over ── Start ──────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.settings import MatchmakingSettings, difference_of
+from shoal.averaging.majorities import largest_but_for_liars
+from shoal.averaging.messages import Code, JoinRequest
+from shoal.dht.validation import SHORT_LIFETIME_SECONDS
+from shoal.p2p import PeerID
+
+# A leader waits at most this long for a follower whose connection broke: time to notice, connect and ask again on a
+# line with round trips of 300 ms, with a second dial.
+MAX_RETURN_SECONDS = 2.0
+# It also waits no longer than this part of ``request_timeout``, because followers give up that long after its promise.
+RETURN_SHARE = 2 / 3
+# A candidate that could not be reached rests for this many seconds, twice as long after each further failure. The
+# others that can reach it follow it within a few round trips, and name it again.
+RETRY_PAUSE, MAX_RETRY_PAUSE = 0.5, 2.0
+# A candidate that has given this many answers within ``min_matchmaking_time``, and led nobody, rests for as long. An
+# honest one has news two or three times: it promises anew, it follows another, it lost its leader.
+MOST_ANSWERS = 4
+# A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
+# may be in the middle of a batch.
+PATIENCE_FACTOR = 4
+# A peer that sees enough others for a group looks at the table less often, by this factor: 16 peers then cost the table
+# as much as 4.
+PATIENCE_IN_COMPANY = 4
+# The largest group without a target size: its description with short addresses fits into one message.
+MAX_GROUP_SIZE = 4096
+# The description of a group must fit into one message, which holds 1 MiB (see ``shoal.net.transport``).
+MAX_GROUP_BYTES = 3 * 2**18
+# The most peers that a search remembers: a full group, and as many that will not be members.
+MAX_CANDIDATES = 2 * MAX_GROUP_SIZE
+# Members of recent groups are called only if the table has not shown the members in this many seconds (twice that if it
+# shows some), because a sound table shows most peers at the first looks.
+SECONDS_FOR_TABLE = 1.0
+# How many of them are called at a time.
+ASKED_AT_ONCE = 4
+# A peer that cannot lead asks a former member without knowing when that one starts. It supposes this many seconds from
+# now, and asks again after that.
+SUPPOSED_SECONDS = 2.0
+
+
+class Failure(Enum):
+    """How a call to a candidate failed."""
+
+    NONSENSE = auto()
+    """It answered, but not with an answer."""
+    SILENT = auto()
+    BROKEN = auto()
+    """The connection broke, perhaps by chance."""
+    UNREACHABLE = auto()
+
+
+class Outcall(Enum):
+    """The invitation of this peer to another one."""
+
+    NONE = auto()
+    PENDING = auto()
+    """Without an answer. The group waits a moment for it."""
+    UNSEEN = auto()
+    """The same, to a peer that may not look for a group. Nobody waits for it."""
+    UNREACHED = auto()
+    """It did not arrive, and may be sent again."""
+
+
+class Offering(Enum):
+    """The invitation of another peer to this one."""
+
+    NONE = auto()
+    OPEN = auto()
+    """Its call is held until this peer has decided."""
+    USED = auto()
+    """This peer has asked on that call."""
+
+
+class Cause(NamedTuple):
+    """Why a peer does not lead this one, and what it said itself."""
+
+    absence: Absence
+    words: str = ""
+
+
+@dataclass
+class Follower:
+    """A peer that this one leads."""
+
+    request: JoinRequest
+    nbytes: int
+    """The bytes that it takes in the description of the group."""
+    expected: int | None
+    """The size of group that it expects, by its latest message."""
+    is_proven: bool
+    """Only what proven followers expect keeps a group waiting."""
+    lost_at: float | None = None
+    """When its connection broke. It may return, and is no member until then."""
+
+
+@dataclass
+class Candidate:
+    """What a search knows of one other peer."""
+
+    promised: float | None = None
+    """DHT time at which it starts at the latest, if it leads. ``None``: it is not known to look for a group."""
+    is_guess: bool = False
+    """The promise is a guess. Then this peer cannot lead, and the other one was in a recent group."""
+    asked: float | None = None
+    """The promise with which it was asked in vain. It is not asked again as long as it promises the same."""
+    answers: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
+    """The times of its last answers, in order. It could name another time, or another leader, each time."""
+    failures: int = 0
+    """Calls to it that failed since it last accepted this peer or called itself."""
+    rests_until: float = -math.inf
+    """Others come first until then."""
+    has_accepted: bool = False
+    """It has accepted this peer. If the connection broke, it is asked again, even past its promise."""
+    outcall: Outcall = Outcall.NONE
+    invited: tuple[float, float] | None = None
+    """This peer's promise in the last invitation, and when it was first sent with that promise."""
+    offer: Offering = Offering.NONE
+    follower: Follower | None = None
+    """It follows this peer, or did until its connection broke. Never while this peer follows another one."""
+    refused: bool | None = None
+    """Whether others count it as an expected member, if this peer refuses it; ``None``: it does not. A refused peer is
+    never asked, invited, or a follower."""
+    is_outbid: bool = False
+    """This peer has moved its own promise before that of this unfit leader."""
+    cause: Cause | None = None
+    """Why it does not lead this peer, by the last attempt."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lost if this peer is forgotten."""
+        is_busy = self.outcall in (Outcall.PENDING, Outcall.UNSEEN) or self.offer is not Offering.NONE
+        return not is_busy and self.follower is None and self.refused is None
+
+    def explain(self, absence: Absence, words: str = "") -> None:
+        """Note why it does not lead this peer. What it said itself is not replaced by how a later call ended."""
+        if words or self.cause is None or not self.cause.words:
+            self.cause = Cause(absence, words)
+
+    def talks_too_much(self, since: float) -> bool:
+        """Whether it has given the most answers since then."""
+        return len(self.answers) == MOST_ANSWERS and self.answers[0] > since
+
+
+@dataclass
+class Asking:
+    """This peer asks a leader, or follows it."""
+
+    leader: PeerID
+    promised: float
+    """The promise with which the leader is asked."""
+    is_guess: bool
+    is_sent: bool = False
+    """The leader has the request, or has to get it on an established connection."""
+    told: int | None = None
+    """The expected size of group that the leader was told last."""
+    starts_by: float | None = None
+    """The leader has accepted, and starts until then; ``None``: it has not accepted yet."""
+    accepted_at: float = math.inf
+
+    @property
+    def follows(self) -> bool:
+        return self.starts_by is not None
+
+
+class Terms(NamedTuple):
+    """The step's wishes, as they are now."""
+
+    expected: int | None
+    awaited: Collection[PeerID] | None
+    """The peers that ``expected`` counts, besides this one; ``None``: any."""
+    keep_open: bool
+    released_at: float
+    """When ``keep_open`` ended; never: minus infinity."""
+    scheduled: float
+    deadline: float
+    gathered_bytes: int
+
+    @classmethod
+    def of(cls, control: StepControl) -> Terms:
+        released_at = -math.inf if control.released_at is None else control.released_at
+        counted = control.expected_group_size, control.awaited, control.keep_open, released_at
+        return cls(*counted, control.scheduled_time, control.deadline, len(control.data_for_gather))
+
+    def promise(self, now: float, window: float) -> float:
+        """The time at which this peer promises to start at the latest."""
+        return min(max(self.scheduled, now + window), self.deadline, now + SHORT_LIFETIME_SECONDS)
+
+
+class Policy(Protocol):
+    """What this peer thinks of others. Each answer may change with time."""
+
+    def may_lead(self, peer: PeerID) -> bool:
+        """Whether it is followed as long as there are others."""
+        ...
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        """Whether it may join or lead."""
+        ...
+
+    def is_proven(self, peer: PeerID) -> bool:
+        """Whether it has taken part in rounds."""
+        ...
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class Tick(NamedTuple):
+    """Time has passed, or the terms have changed."""
+
+
+class Seen(NamedTuple):
+    """The table shows these peers, with their promises, and those that have withdrawn."""
+
+    found: Collection[tuple[PeerID, float]]
+    gone: Collection[tuple[PeerID, float]] = ()
+
+
+class Remembered(NamedTuple):
+    """These peers were in recent groups. The first of them are called."""
+
+    peers: Collection[PeerID]
+
+
+class Joins(NamedTuple):
+    """A peer that :meth:`GroupSearch.refusal_of` does not refuse joins. It gets one last :class:`Reply`."""
+
+    peer: PeerID
+    request: JoinRequest
+    nbytes: int
+
+
+class Expects(NamedTuple):
+    """A follower expects another size of group, or leaves on purpose."""
+
+    peer: PeerID
+    expected: int | None
+    leaves: bool = False
+
+
+class Breaks(NamedTuple):
+    """The connection of a follower broke."""
+
+    peer: PeerID
+
+
+class Offers(NamedTuple):
+    """A peer offers to lead this one. Its call is held until :class:`Release`, or an :class:`Ask` uses it."""
+
+    peer: PeerID
+    promised: float
+
+
+class OfferEnds(NamedTuple):
+    """The call of an offer is over."""
+
+    peer: PeerID
+
+
+class InvitationEnds(NamedTuple):
+    """An invitation has its answer: perhaps a leader that the other peer follows instead."""
+
+    peer: PeerID
+    leader: PeerID | None = None
+    promised: float = 0.0
+
+
+class InvitationFails(NamedTuple):
+    peer: PeerID
+
+
+class Sent(NamedTuple):
+    """The candidate is connected and gets the request, which expects this size of group."""
+
+    peer: PeerID
+    expected: int | None
+
+
+class Accepts(NamedTuple):
+    """The candidate leads this peer, and starts by then."""
+
+    peer: PeerID
+    promised: float
+
+
+class Answers(NamedTuple):
+    """The candidate's last answer: a group, or that it does not lead this peer."""
+
+    peer: PeerID
+    code: int
+    words: str = ""
+    group: GroupInfo | None = None
+    leader: PeerID | None = None
+    """The leader that it names instead."""
+    promised: float = 0.0
+
+
+class Misleads(NamedTuple):
+    """The candidate's last answer is a group that cannot be."""
+
+    peer: PeerID
+
+
+class Fails(NamedTuple):
+    """The call to the candidate failed."""
+
+    peer: PeerID
+    failure: Failure
+
+
+class Ends(NamedTuple):
+    """The search is over, with a group or without. Nothing is left without an answer."""
+
+
+Event = (
+    Tick
+    | Seen
+    | Remembered
+    | Joins
+    | Expects
+    | Breaks
+    | Offers
+    | OfferEnds
+    | InvitationEnds
+    | InvitationFails
+    | Sent
+    | Accepts
+    | Answers
+    | Misleads
+    | Fails
+    | Ends
+)
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+class Ask(NamedTuple):
+    """Ask a peer to lead this one. It ends with :class:`Answers`, :class:`Misleads` or :class:`Fails`."""
+
+    peer: PeerID
+    on_offer: bool
+    """On the call on which it has offered to."""
+
+
+class StopAsking(NamedTuple):
+    """End the call to the candidate, which has not accepted."""
+
+
+class Tell(NamedTuple):
+    """Tell the leader that this peer expects another size of group."""
+
+    expected: int | None
+
+
+class Invite(NamedTuple):
+    """Call a peer. It ends with :class:`InvitationEnds` or :class:`InvitationFails`."""
+
+    peer: PeerID
+
+
+class Release(NamedTuple):
+    """Release the call of an offer; tell which leader this peer follows instead, if any."""
+
+    peer: PeerID
+    leader: PeerID | None = None
+    promised: float = 0.0
+
+
+class Reply(NamedTuple):
+    """Answer a peer that asks to join."""
+
+    peer: PeerID
+    code: Code
+    promised: float = 0.0
+    leader: PeerID | None = None
+    words: str = ""
+
+
+class Declare(NamedTuple):
+    """Tell the table the promise of this peer anew."""
+
+
+class Judge(NamedTuple):
+    """A leader that had accepted this peer has started the group, or not, and this peer has lost this many seconds."""
+
+    leader: PeerID
+    seconds: float
+    started: bool
+
+
+class Waste(NamedTuple):
+    """A leader that had accepted this peer has not started the group, past this peer's own promise."""
+
+    leader: PeerID
+    seconds: float
+
+
+class Start(NamedTuple):
+    """Start the group with these followers, and tell them."""
+
+    followers: Mapping[PeerID, Follower]
+
+
+class Adopt(NamedTuple):
+    """The leader has started this group."""
+
+    group: GroupInfo
+
+
+Action = Ask | StopAsking | Tell | Invite | Release | Reply | Declare | Judge | Waste | Start | Adopt
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+_ABSENCE_OF_CODE: dict[int, Absence] = {
+    Code.NOT_LOOKING_FOR_GROUP: Absence.NOT_LOOKING,
+    Code.SETTINGS_DIFFER: Absence.OTHER_SETTINGS,
+    Code.OTHER_MODEL: Absence.OTHER_SETTINGS,
+    Code.REFUSED: Absence.REFUSES,
+    Code.GROUP_IS_FULL: Absence.FULL,
+    Code.NOT_A_LEADER: Absence.FOLLOWS_ANOTHER,
+    Code.GROUP_DISBANDED: Absence.DISBANDED,
+}
+_ABSENCE_OF_FAILURE = {
+    Failure.NONSENSE: Absence.BROKEN,
+    Failure.SILENT: Absence.SILENT,
+    Failure.BROKEN: Absence.BROKEN,
+    Failure.UNREACHABLE: Absence.UNREACHABLE,
+}
+
+
+@dataclass
+class GroupSearch:
+    """The state of one search for a group."""
+
+    own: PeerID
+    settings: MatchmakingSettings
+    policy: Policy
+    key: str
+    """The key of the table under which this peer looks. It changes only while this peer neither leads nor follows."""
+    terms: Terms
+    """As they were at the last event."""
+    promise: float
+    """DHT time at which this peer starts at the latest, if it leads. It moves back only to outbid others."""
+    began_at: float
+    peers: dict[PeerID, Candidate] = field(default_factory=dict)
+    """All other peers that it has heard of, at most :data:`MAX_CANDIDATES`. Never this peer itself."""
+    asking: Asking | None = None
+    """At most one leader at a time."""
+    leader_lost_at: float = -math.inf
+    """When a leader was lost or did not answer. Its other followers are going to look for another leader then."""
+    starts_at: float = -math.inf
+    """This peer does not start earlier, although it has moved its promise forward to outbid others."""
+    is_outdated: bool = False
+    """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
+    is_over: bool = False
+    """No action follows any more, but for what :class:`Ends` still has to answer."""
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
+        if isinstance(event, Ends):
+            return list(self._end())
+        if self.is_over:
+            return []
+        actions = list(self._take_up(event, now))
+        actions += self._decide(now)
+        self._forget()
+        return actions
+
+    def _take_up(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case Seen(found, gone):
+                self._note_candidates(found, gone)
+                yield from self._invite(now)
+            case Remembered(peers):
+                yield from self._call_former_members(peers, now)
+            case Joins(peer, request, nbytes):
+                expected, is_proven = request.expected_group_size, self.policy.is_proven(peer)
+                self._at(peer).follower = Follower(request, nbytes, expected, is_proven)
+                yield Reply(peer, Code.ACCEPTED, self.promise)
+            case Expects(peer, expected, leaves):
+                yield from self._hear(peer, expected, leaves)
+            case Breaks(peer):
+                if (follower := self._at(peer).follower) is not None:
+                    follower.lost_at = now
+            case Offers(peer, promised):
+                yield from self._note_offer(peer, promised)
+            case OfferEnds(peer):
+                self._at(peer).offer = Offering.NONE
+            case InvitationEnds(peer, leader, promised):
+                self._at(peer).outcall = Outcall.NONE
+                if leader is not None:
+                    self._note_candidate(leader, promised)
+            case InvitationFails(peer):
+                # The group does not wait for it a second time: ``invited`` keeps the time of the first call.
+                self._at(peer).outcall = Outcall.UNREACHED
+            case Sent(peer, expected) if self._asks(peer) and self.asking is not None:
+                self.asking.is_sent, self.asking.told = True, expected
+            case Accepts(peer, promised) if self._asks(peer) and self.asking is not None:
+                yield from self._follow(self.asking, promised, now)
+            case Answers(peer) | Misleads(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
+                asking, self.asking = self.asking, None
+                yield from self._judge(asking, event, now)
+                yield from self._learn_from(asking, event, now)
+
+    def _at(self, peer: PeerID) -> Candidate:
+        return self.peers.setdefault(peer, Candidate())
+
+    def _asks(self, peer: PeerID) -> bool:
+        """Whether an event belongs to the present call. One that this peer has ended may have had its answer before."""
+        return self.asking is not None and self.asking.leader == peer
+
+    def _forget(self) -> None:
+        """Drop the peers that were heard of first, as far as nothing is lost with them."""
+        if len(self.peers) > MAX_CANDIDATES:
+            idle = [peer for peer, each in self.peers.items() if each.is_idle and not self._asks(peer)]
+            for peer in idle[: len(self.peers) - MAX_CANDIDATES]:
+                del self.peers[peer]
+
+    # --- which peers there are ----------------------------------------------------------------------------------------
+
+    def looking(self) -> dict[PeerID, float]:
+        """The peers that are believed to look for a group, and their promises."""
+        return {
+            peer: each.promised
+            for peer, each in self.peers.items()
+            if each.promised is not None and each.refused is None
+        }
+
+    @property
+    def followers(self) -> dict[PeerID, Follower]:
+        """The peers that would be members if the group started now."""
+        return {peer: f for peer, each in self.peers.items() if (f := each.follower) is not None and f.lost_at is None}
+
+    def _pending(self) -> list[Candidate]:
+        return [each for each in self.peers.values() if each.outcall is Outcall.PENDING]
+
+    def refuse(self, peer: PeerID, *, counts: bool) -> None:
+        """Refuse a peer for the rest of this search.
+
+        Args:
+            peer: the peer.
+            counts: whether others count it as an expected member.
+        """
+        self._at(peer).refused = counts
+
+    def _note_candidate(self, peer: PeerID, promised: float) -> None:
+        """Note that a peer looks for a group. A known candidate is better than guesses."""
+        if peer == self.own:
+            return
+        for each in () if self.settings.leads else self.peers.values():  # a peer that leads never guesses
+            if each.is_guess:
+                each.promised, each.is_guess = None, False
+        self._at(peer).promised = promised
+
+    def _note_candidates(self, found: Collection[tuple[PeerID, float]], gone: Collection[tuple[PeerID, float]]) -> None:
+        """Note the peers that the table shows, which may include this one, and those that have withdrawn.
+
+        Those whose groups have started have promised the earliest times. They would be asked first, one by one, and
+        nobody would be invited meanwhile.
+        """
+        for peer, withdrawn_until in gone:
+            each = self.peers.get(peer)
+            if each is None or each.promised is None or each.offer is not Offering.NONE:
+                continue
+            if each.promised <= withdrawn_until:
+                each.promised = None
+                each.explain(Absence.NOT_LOOKING)
+        for peer, promised in found:
+            self._note_candidate(peer, promised)
+        self.is_outdated = False
+
+    def sees_group(self, now: float) -> bool:
+        """Whether this peer sees enough others for a full group."""
+        target = self.settings.target_group_size
+        return target is not None and sum(promised > now for promised in self.looking().values()) >= target
+
+    def longest_pause(self, usual: float, now: float) -> float:
+        """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
+        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) and not self.is_outdated else usual
+
+    def may_move(self, key: str) -> bool:
+        """Whether to look under another key that has more peers: this peer neither follows nor leads others."""
+        is_free = self.asking is None or not self.asking.follows
+        return key != self.key and is_free and not self.followers and not self.is_over
+
+    def _counts(self, peer: PeerID) -> bool:
+        """Whether a peer is one of those that this one expects. Others may come as well, but not in their place."""
+        awaited = self.terms.awaited
+        return awaited is None or peer == self.own or peer in awaited
+
+    def _has_seen_enough(self, now: float) -> bool:
+        """Whether this peer has seen as many peers that look for a group as it expects."""
+        known = {peer for peer, promised in self.looking().items() if promised > now} | self.followers.keys()
+        return self.terms.expected is not None and 1 + sum(map(self._counts, known)) >= self.terms.expected
+
+    def absences(self, members: Collection[PeerID], now: float) -> dict[PeerID, Cause]:
+        """Why peers that this one has seen or expected are not among these members.
+
+        If the group is as large as this peer expects, other groups form beside it: that a peer is in one of them is not
+        worth a word then.
+        """
+        wanted = self.settings.target_group_size if self.terms.expected is None else self.terms.expected
+        found = {}
+        for peer, each in self.peers.items():
+            cause = None if peer in members else self._absence_of(each, now)
+            if cause is not None and not (cause.absence.is_usual and len(members) >= (wanted or 0)):
+                found[peer] = cause
+        for peer in self.terms.awaited or ():
+            if peer not in members and peer != self.own:
+                found.setdefault(peer, Cause(Absence.DID_NOT_COME))
+        return found
+
+    def _absence_of(self, each: Candidate, now: float) -> Cause | None:
+        if each.refused is not None:
+            return None if each.promised is None else Cause(Absence.REFUSED)
+        if each.follower is not None:
+            return None if each.follower.lost_at is None else Cause(Absence.BROKEN)
+        if each.cause is not None:
+            return each.cause
+        if each.outcall is Outcall.UNREACHED:
+            return Cause(Absence.UNREACHABLE)
+        if each.promised is None or each.is_guess:
+            return None
+        return Cause(Absence.BACKED_OFF if each.rests_until > now else Absence.DID_NOT_JOIN)
+
+    # --- calling others -----------------------------------------------------------------------------------------------
+
+    def _invite(self, now: float) -> Iterator[Action]:
+        """Invite all peers that should follow this one and have not joined, as far as there is room.
+
+        This peer does so only if it sees no other that should lead it.
+        """
+        follows = self.asking is not None and self.asking.follows
+        if not self.settings.leads or follows or self.best_candidate(now) is not None:
+            return
+        room = (self.settings.target_group_size or MAX_GROUP_SIZE) - 1 - len(self.followers) - len(self._pending())
+        fitting = sorted(
+            (promised, peer.to_bytes(), peer)
+            for peer, promised in self.looking().items()
+            if promised > now and self._may_invite(self.peers[peer]) and self._leads_before(peer, promised)
+        )
+        for _, _, peer in fitting[: max(0, room)]:
+            yield self._call(peer, Outcall.PENDING, now)
+
+    def _may_invite(self, each: Candidate) -> bool:
+        is_member = each.follower is not None and each.follower.lost_at is None
+        is_news = each.invited is None or each.invited[0] != self.promise
+        return not is_member and each.outcall is not Outcall.PENDING and (is_news or each.outcall is Outcall.UNREACHED)
+
+    def _call(self, peer: PeerID, kind: Outcall, now: float) -> Invite:
+        each = self._at(peer)
+        each.outcall = kind
+        if each.invited is None or each.invited[0] != self.promise:
+            each.invited = self.promise, now
+        return Invite(peer)
+
+    def _call_former_members(self, peers: Collection[PeerID], now: float) -> Iterator[Action]:
+        """Call some members of recent groups that this search has not seen, if it still misses members."""
+        patience = SECONDS_FOR_TABLE * (2 if self.looking() else 1)
+        follows = self.asking is not None and self.asking.follows
+        if now < self.began_at + patience or follows or self._has_seen_enough(now):
+            return
+        # A peer that cannot lead asks one peer at a time, and those that are known to look come first.
+        if not self.settings.leads and self.best_candidate(now) is not None:
+            return
+        for peer in [peer for peer in peers if self._may_call_unseen(peer, now)][:ASKED_AT_ONCE]:
+            if self.settings.leads:
+                yield self._call(peer, Outcall.UNSEEN, now)
+            else:
+                each = self._at(peer)
+                each.promised, each.is_guess = now + SUPPOSED_SECONDS, True
+
+    def _may_call_unseen(self, peer: PeerID, now: float) -> bool:
+        each = self.peers.get(peer)
+        if each is None:
+            return peer != self.own
+        is_news = each.invited is None or each.invited[0] != self.promise
+        is_seen = each.promised is not None and each.promised > now
+        return each.is_idle and not is_seen and is_news
+
+    def _note_offer(self, peer: PeerID, promised: float) -> Iterator[Action]:
+        """Take up a peer's offer to lead this one. It is there after all, so its past failures do not count."""
+        self._note_candidate(peer, promised)
+        each = self._at(peer)
+        each.rests_until, each.failures, each.asked = -math.inf, 0, None
+        if each.cause is not None and not each.cause.words:
+            each.cause = None
+        each.offer = Offering.OPEN
+        if each.refused is not None:
+            yield self._release(peer, None)
+        elif self.asking is not None and self.asking.follows:
+            yield self._release(peer, self.asking)
+        elif self.settings.leads and self._leads_before(peer, promised):
+            each.offer = Offering.NONE
+            yield Release(peer, self.own, self.promise)
+
+    def _release(self, peer: PeerID, asking: Asking | None) -> Release:
+        """Release the call of an offer, and name the leader that this peer follows, unless it is the same one."""
+        self._at(peer).offer = Offering.NONE
+        if asking is None or asking.starts_by is None or asking.leader == peer:
+            return Release(peer)
+        return Release(peer, asking.leader, asking.starts_by)
+
+    # --- which peer to follow -----------------------------------------------------------------------------------------
+
+    def _leads_before(self, peer: PeerID, promised: float) -> bool:
+        """Whether this peer comes before another one: the earlier promise leads, then the smaller id."""
+        return (self.promise, self.own.to_bytes()) < (promised, peer.to_bytes())
+
+    def best_candidate(self, now: float) -> PeerID | None:
+        """The peer that this one should ask to lead it; ``None``: there is none."""
+        possible = self._possible_leaders(now)
+        policy = self.policy
+        usable = [each for each in possible if policy.may_lead(each[2]) and policy.has_time_for(each[2])]
+        # A peer that cannot lead has no choice. Nor have two peers that refuse to follow each other and see no others.
+        if not usable and (not self.settings.leads or self._is_left_with(possible)):
+            usable = possible
+        return min(usable)[2] if usable else None
+
+    def _possible_leaders(self, now: float) -> list[tuple[float, bytes, PeerID]]:
+        return [
+            (promised, peer.to_bytes(), peer)
+            for peer, promised in self.looking().items()
+            if self._may_be_asked(peer, self.peers[peer], promised, now)
+        ]
+
+    def _may_be_asked(self, peer: PeerID, each: Candidate, promised: float, now: float) -> bool:
+        if promised + self._patience_with(each) <= now or each.asked == promised or each.rests_until > now:
+            return False
+        if each.follower is not None and each.follower.lost_at is None:
+            return False
+        # If this peer has no time for it, it could not join as a follower either.
+        is_after = self._leads_before(peer, promised) or not self.policy.has_time_for(peer)
+        return not (self.settings.leads and is_after)
+
+    def _is_left_with(self, unfit: list[tuple[float, bytes, PeerID]]) -> bool:
+        """Whether there are no others than unfit leaders that this peer has outbid in vain."""
+        has_others = bool(self.followers) or any(map(self.policy.may_lead, self.looking()))
+        return not has_others and all(self.peers[peer].is_outbid for *_, peer in unfit)
+
+    def _outbid_unfit_leaders(self, now: float) -> bool:
+        """Promise an earlier time than leaders that this peer does not follow, so that they may follow this peer.
+
+        The earliest promise still decides which peer leads, so no ring of peers that follow each other can form. Two
+        peers that refuse to follow each other outbid each other once.
+        """
+        unfit = [each for each in self._possible_leaders(now) if not self.peers[each[2]].is_outbid]
+        if not self.settings.leads or not unfit:
+            return False
+        for *_, peer in unfit:
+            self.peers[peer].is_outbid = True
+        first = min(unfit)[0]
+        latest = first + self.settings.request_timeout * RETURN_SHARE
+        self.starts_at = max(self.starts_at, min(self.promise, latest))
+        self.promise = math.nextafter(min(self.promise, first), -math.inf)
+        return True
+
+    def _patience_with(self, each: Candidate) -> float:
+        """How many seconds past its promised time a peer may still start."""
+        if each.has_accepted:
+            return self.settings.request_timeout
+        return 0.0 if math.isinf(self.leader_lost_at) else self.return_seconds
+
+    def _ask(self, peer: PeerID) -> Ask:
+        each = self.peers[peer]
+        assert each.promised is not None
+        on_offer = each.offer is Offering.OPEN
+        each.offer = Offering.USED if on_offer else each.offer
+        self.asking = Asking(peer, each.promised, each.is_guess)
+        return Ask(peer, on_offer)
+
+    def _has_shorter_way(self, now: float) -> bool:
+        """Whether the best candidate has called, while this peer is still trying to connect to it or to another one."""
+        if self.asking is None or self.asking.is_sent:
+            return False
+        best = self.best_candidate(now)
+        return best is not None and self.peers[best].offer is Offering.OPEN
+
+    def _follow(self, asking: Asking, promised: float, now: float) -> Iterator[Action]:
+        """Follow a leader that has accepted. It may have promised any time, so there is a limit to the wait."""
+        more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.policy.is_proven(asking.leader) else 0.0
+        asking.starts_by, asking.accepted_at = min(promised, max(self.promise, now) + more), now
+        for each in self.peers.values():
+            each.has_accepted = False
+        leader = self._at(asking.leader)
+        leader.has_accepted, leader.failures, leader.cause = True, 0, None
+        yield from self._send_away(asking)
+        for peer, each in list(self.peers.items()):
+            if each.offer is Offering.OPEN:
+                yield self._release(peer, asking)
+
+    def _judge(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
+        """Say whether a leader that had accepted has started the group, and what it has cost if not."""
+        if not asking.follows or asking.starts_by is None:
+            return
+        lost = self.seconds_lost(asking.accepted_at, now)
+        if isinstance(event, Answers):
+            has_started = event.code == Code.GROUP_STARTS
+            # With this peer it has a group of two, and may still wait for a third one that never comes.
+            is_late = now >= asking.starts_by and self.settings.min_group_size <= 2 and event.leader is None
+            if has_started or (is_late and lost > 0):
+                yield Judge(asking.leader, lost, has_started)
+            if event.group is not None:
+                return
+        elif isinstance(event, Fails) and event.failure is not Failure.NONSENSE and lost > 0:
+            yield Judge(asking.leader, lost, started=False)
+        # Waiting costs nothing until this peer's own promised time is over.
+        if self.promise < now and not isinstance(event, Misleads):
+            yield Waste(asking.leader, now - asking.accepted_at)
+
+    def seconds_lost(self, since: float, now: float) -> float:
+        """For how many seconds since then this peer could only wait. Until it is ready itself, it loses none.
+
+        So a leader is not to blame if its followers are in the middle of a batch, too, and the group cannot start.
+        """
+        return 0.0 if self.terms.keep_open else max(0.0, now - max(since, self.terms.released_at))
+
+    def _learn_from(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
+        """Note the end of a call to a candidate."""
+        each = self._at(asking.leader)
+        match event:
+            case Misleads():
+                self.refuse(asking.leader, counts=True)
+            case Fails(_, Failure.NONSENSE):
+                each.asked = asking.promised
+                each.explain(Absence.BROKEN)
+            case Fails(_, failure):
+                self._note_failure(each, asking, failure, now)
+            case Answers(_, Code.GROUP_STARTS, _, GroupInfo() as group):
+                self.is_over = True
+                yield Adopt(group)
+            case Answers():
+                self._note_answer(each, asking, event, now)
+
+    def _note_failure(self, each: Candidate, asking: Asking, failure: Failure, now: float) -> None:
+        """Note that a candidate could not be reached or its connection broke: others come first for a while.
+
+        If the candidate lives, these others follow it and send this peer back to it. Two kinds of candidates are asked
+        again at once: one that has accepted this peer, because it may be about to start, and one whose connection seems
+        to have broken by chance.
+        """
+        each.explain(_ABSENCE_OF_FAILURE[failure])
+        if asking.follows or failure is Failure.SILENT:
+            self.leader_lost_at = now
+        each.failures += 1
+        if each.failures == 1 and (each.has_accepted or failure is Failure.BROKEN):
+            return
+        pause = min(RETRY_PAUSE * 2 ** (each.failures - 1), MAX_RETRY_PAUSE)
+        each.rests_until = now + (MAX_RETRY_PAUSE if failure is Failure.SILENT else pause)
+
+    def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
+        """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""
+        each.asked = asking.promised
+        each.answers.append(now)
+        if (absence := _ABSENCE_OF_CODE.get(answer.code)) is not None:
+            each.explain(absence, answer.words)
+        since = now - self.settings.min_matchmaking_time
+        if each.talks_too_much(since):
+            each.rests_until = now + self.settings.min_matchmaking_time
+        self.is_outdated = self.is_outdated or answer.code == Code.NOT_LOOKING_FOR_GROUP
+        if answer.leader is not None and answer.leader != self.own:
+            named = self._at(answer.leader)
+            # The one that names it follows it, so it can probably be reached after all.
+            is_silent = named.cause is not None and named.cause.absence is Absence.SILENT
+            if not is_silent and not named.talks_too_much(since):
+                named.rests_until = -math.inf
+            self._note_candidate(answer.leader, answer.promised)
+        elif answer.code == Code.BAD_EXPIRATION_TIME:
+            self._note_candidate(asking.leader, answer.promised)
+
+    # --- leading ------------------------------------------------------------------------------------------------------
+
+    def refusal_of(
+        self, peer: PeerID, request: JoinRequest, nbytes: int, words: Callable[[PeerID], str]
+    ) -> Reply | None:
+        """Why a peer cannot join now; ``None``: it can.
+
+        Args:
+            peer: it asks to join.
+            request: with this request.
+            nbytes: the bytes that it takes in the description of the group.
+            words: says why a peer is refused.
+        """
+        each = self.peers.get(peer, Candidate())
+        if not self.settings.leads:
+            return Reply(peer, Code.PROTOCOL_VIOLATION)
+        if self.is_over or request.group_key != self.key:
+            return Reply(peer, Code.NOT_LOOKING_FOR_GROUP)
+        if each.refused is not None:
+            return Reply(peer, Code.REFUSED, words=words(peer))
+        if difference := difference_of(self.settings.agreed, request.settings):
+            return Reply(peer, Code.SETTINGS_DIFFER, words=difference)
+        if self.asking is not None and self.asking.starts_by is not None:
+            return Reply(peer, Code.NOT_A_LEADER, self.asking.starts_by, self.asking.leader)
+        if self.promise > request.expiration:
+            return Reply(peer, Code.BAD_EXPIRATION_TIME, self.promise)
+        if peer == self.own or (each.follower is not None and each.follower.lost_at is None):
+            return Reply(peer, Code.DUPLICATE_PEER_ID)
+        if not self._has_room_for(peer, nbytes, self.followers):
+            return Reply(peer, Code.GROUP_IS_FULL)
+        return None
+
+    def _has_room_for(self, peer: PeerID, nbytes: int, followers: Mapping[PeerID, Follower]) -> bool:
+        """Whether there is room, by the number of members and by the size of the group's description."""
+        if not self.policy.has_time_for(peer) or 1 + len(followers) >= self._most_members():
+            return False
+        taken = self.terms.gathered_bytes + sum(follower.nbytes for follower in followers.values())
+        return taken + nbytes <= MAX_GROUP_BYTES
+
+    def _most_members(self) -> int:
+        return self.settings.target_group_size or MAX_GROUP_SIZE
+
+    def _hear(self, peer: PeerID, expected: int | None, leaves: bool) -> Iterator[Action]:
+        each = self._at(peer)
+        if each.follower is None or each.follower.lost_at is not None:
+            return
+        each.follower.expected = expected
+        if leaves:  # unlike a follower whose connection broke, it will not come back
+            each.follower = None
+            each.explain(Absence.LEFT)
+            yield Reply(peer, Code.GROUP_DISBANDED)
+
+    def _send_away(self, asking: Asking | None = None) -> Iterator[Action]:
+        """Release all followers, and name another leader to them if one is given. Those whose connection broke too."""
+        for peer, each in self.peers.items():
+            follower, each.follower = each.follower, None
+            if follower is not None and follower.lost_at is None:
+                if asking is None or asking.starts_by is None:
+                    yield Reply(peer, Code.GROUP_DISBANDED)
+                else:
+                    yield Reply(peer, Code.GROUP_DISBANDED, asking.starts_by, asking.leader)
+
+    def is_complete(self) -> bool:
+        """Whether as many members as anybody in this group expects are here, without those that only help.
+
+        A refused peer that looks for a group counts as present: the others expect it, and it will never join.
+        """
+        followers = self.followers
+        modes = {self.own: self.settings.mode, **{peer: f.request.mode for peer, f in followers.items()}}
+        here = [peer for peer, mode in modes.items() if mode != AveragingMode.AUX]
+        here += [peer for peer, each in self.peers.items() if each.refused and each.promised is not None]
+        own, others = self.terms.expected, [f.expected for f in followers.values() if f.is_proven]
+        known = [number for number in others if number is not None]
+        if own is None and not known:
+            return False
+        # Of five members one may expect others that do not exist.
+        wanted = largest_but_for_liars([*known, own or 0])
+        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted
+
+    @property
+    def return_seconds(self) -> float:
+        """How many seconds this peer waits for followers whose connection broke."""
+        return min(MAX_RETURN_SECONDS, self.settings.request_timeout * RETURN_SHARE)
+
+    def start_time(self) -> float:
+        """When this peer starts with the members that it has: as promised, or a little later if others may be coming.
+
+        These others are followers whose connection broke, peers that were invited a moment ago, and, if this peer's own
+        leader was lost, the other followers of that leader. When a group is not kept open any more, peers that learn of
+        this get a moment to join, too.
+        """
+        called = [each.invited[1] for each in self._pending() if each.invited is not None]
+        followers = [each.follower for each in self.peers.values() if each.follower is not None]
+        losses = [follower.lost_at for follower in followers if follower.lost_at is not None]
+        last_loss = min(max([self.leader_lost_at, *called, *losses]), self.promise)
+        return max(self.promise, self.starts_at, max(self.terms.released_at, last_loss) + self.return_seconds)
+
+    def may_start(self, now: float) -> bool:
+        """Whether this peer may start its group now, as the leader."""
+        size = 1 + len(self.followers)
+        if not self.settings.leads or size < self.settings.min_group_size:
+            return False
+        is_full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
+        return is_full or self.is_complete() or (not self.terms.keep_open and now >= self.start_time())
+
+    def _start(self, now: float) -> Start:
+        """Start with all followers, and with those whose connections have just broken if there is room for them."""
+        members = self.followers
+        for peer, each in self.peers.items():
+            follower, each.follower = each.follower, None
+            if follower is None or follower.lost_at is None:
+                continue
+            if follower.lost_at + self.return_seconds > now and self._has_room_for(peer, follower.nbytes, members):
+                members[peer] = follower
+            else:
+                each.explain(Absence.BROKEN)
+        self.is_over = True
+        return Start(members)
+
+    # --- what to do now -----------------------------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> Iterator[Action]:
+        if self.is_over:
+            return
+        if self.asking is not None and self.asking.follows:
+            if self.asking.told != self.terms.expected:
+                self.asking.told = self.terms.expected
+                yield Tell(self.terms.expected)
+            return
+        may_start = self.may_start(now)
+        if self.asking is not None:
+            if not may_start and not self._has_shorter_way(now):
+                return
+            self.asking = None
+            yield StopAsking()
+        if may_start:
+            yield self._start(now)
+            return
+        candidate = self.best_candidate(now)
+        if candidate is None and self._outbid_unfit_leaders(now):
+            yield from self._invite(now)
+            candidate = self.best_candidate(now)
+        if candidate is not None:
+            yield self._ask(candidate)
+        elif self.settings.leads and now >= self.start_time():
+            yield from self._promise_anew(now)
+
+    def _promise_anew(self, now: float) -> Iterator[Action]:
+        """Too few peers came by the promised time."""
+        yield from self._send_away()
+        self.promise = max(self.promise, self.terms.promise(now, self.settings.min_matchmaking_time))
+        yield Declare()
+
+    def next_moment(self, now: float) -> float | None:
+        """The next time at which there is something to do even without news; ``None``: never."""
+        if self.is_over or (self.asking is not None and self.asking.follows):
+            return None
+        moments = [each.rests_until for each in self.peers.values() if each.rests_until > now]
+        if self.settings.leads and (self.asking is None or self.start_time() > now):
+            moments.append(self.start_time())
+        return min(moments) if moments else None
+
+    def _end(self) -> Iterator[Action]:
+        """Answer all that wait for this peer."""
+        self.is_over, self.asking = True, None
+        yield from self._send_away()
+        for peer, each in self.peers.items():
+            if each.offer is Offering.OPEN:
+                each.offer = Offering.NONE
+                yield Release(peer)

@@ -1,0 +1,253 @@
+"""What peers tell each other about updates.
+
+Before a round each member states which versions it has (:class:`OuterStatement`). A peer that lacks a few updates asks
+others for their means, which are small beside the outer parameters with their momentum, and makes these updates itself.
+A download that takes longer than a slot is made up for in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.averaging import RoundResult
+from shoal.averaging.finite import all_finite
+from shoal.averaging.state.download import OwnedState
+from shoal.base.logs import quoted
+from shoal.base.serializer import MSGPackSerializer
+from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
+
+# Bytes of a hash that name a member of a round, and the most bytes of names in an update.
+_NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
+# The most bytes that name a round.
+_MOST_BYTES_OF_ROUND = 128
+
+
+def has_counted(update: Update, peer: bytes) -> bool:
+    """Whether the message of a peer has counted in an update."""
+    name = _name(peer)
+    return any(update.names[n : n + _NAME_BYTES] == name for n in range(0, len(update.names), _NAME_BYTES))
+
+
+def who_counted(result: RoundResult) -> bytes:
+    """Short names of the members whose messages are in a result, in a row; the same at all members."""
+    weights = zip(result.peers, result.weights, strict=True)
+    return b"".join(_name(peer.to_bytes()) for peer, weight in weights if weight)[:_MOST_BYTES_OF_NAMES]
+
+
+def _name(peer: bytes) -> bytes:
+    return hash_of(peer)[:_NAME_BYTES]
+
+
+def packed(mean: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A copy of a mean that takes less memory, if it can do so without any loss.
+
+    Averages that were sent in half precision fit into it. Of sparse ones the positions and values are enough.
+    """
+    bits = mean.view(torch.int32)
+    positions = bits.nonzero().flatten()  # not of the values: a negative zero is another value than zero
+    if 2 * len(positions) * mean.element_size() < mean.numel() * 2:
+        return positions.to(torch.int32), mean[positions]
+    for narrow in (torch.float16, torch.bfloat16):
+        copy = mean.to(narrow)
+        if torch.equal(copy.to(torch.float32).view(torch.int32), bits):
+            return (copy,)
+    return (mean.clone(),)
+
+
+def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """The mean again, to the bit.
+
+    Raises:
+        ValueError: this is no mean of that many values.
+    """
+    match tensors:
+        case [dense] if dense.shape == (length,) and dense.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            mean = dense.to(torch.float32, copy=True)
+        case [positions, values] if (
+            positions.dtype == torch.int32
+            and values.dtype == torch.float32
+            and positions.dim() == 1
+            and positions.shape == values.shape
+            and (not len(positions) or 0 <= int(positions.min()) <= int(positions.max()) < length)
+        ):
+            mean = torch.zeros(length, dtype=torch.float32, device="cpu")
+            mean[positions.long()] = values
+        case _:
+            raise ValueError(f"no mean of {length} values")
+    if not all_finite(mean):
+        raise ValueError("a mean has values that are not finite")
+    return mean
+
+
+# --- before a round ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OuterStatement:
+    """What a member of a round says about its outer parameters."""
+
+    entries: tuple[Entry, ...]
+    steps: int = 0
+    """Inner steps behind its contribution, and their samples."""
+    samples: int = 0
+    expected: int = 1
+    """How many members it expects, itself included."""
+    digest: bytes = b""
+    """A hash of the bits of its outer parameters of the newest version; empty: it tells none this time."""
+    done: int = 0
+    """What it has done in the slot: inner steps, or samples if slots are counted in these."""
+    known: Entry | None = None
+    """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "links": [list(entry) for entry in self.entries],
+            "steps": self.steps,
+            "samples": self.samples,
+            "expected": self.expected,
+            "digest": self.digest,
+            "done": self.done,
+            "known": None if self.known is None else list(self.known),
+        }
+
+    @classmethod
+    def parse(cls, value: object) -> OuterStatement | None:
+        """Read what a member has said; ``None`` if it makes no sense."""
+        if not isinstance(value, Mapping):
+            return None
+        numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
+        if not all(isinstance(each, int) and 0 <= each <= MOST for each in numbers):
+            return None
+        digest = value.get("digest", b"")
+        if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
+            return None
+        try:
+            steps, samples, expected, done = numbers
+            entries, heard = parse_entries(value.get("links")), value.get("known")
+            known = None if heard is None else parse_entries([heard])[0]
+            return cls(entries, steps, samples, expected, digest, done, known)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+
+
+def has_other_bits(statements: Sequence[OuterStatement | None], own: int, clients: Collection[int] = ()) -> bool:
+    """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
+
+    As many members with either: those with the smaller digest are right. Bits that only clients have are never right.
+
+    Args:
+        statements: of all members, in order.
+        own: position of the member.
+        clients: positions of members from which nobody can download anything.
+    """
+    mine = statements[own]
+    if mine is None or not mine.digest:
+        return False
+    newest = mine.entries[-1]
+    told = [
+        (n, each.digest) for n, each in enumerate(statements) if each and each.digest and each.entries[-1] == newest
+    ]
+    counts, to_be_had = Counter(digest for _, digest in told), {digest for n, digest in told if n not in clients}
+    return mine.digest != min(counts, key=lambda digest: (digest not in to_be_had, -counts[digest], digest))
+
+
+# --- what peers ask each other ----------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """What a peer asks others for, of one fragment."""
+
+    version: int
+    """All updates that come after this one."""
+    known: Entry | None = None
+    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
+    no vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or
+    a later one.
+    """
+
+
+OuterParameters = tuple[Any, list[torch.Tensor]]
+"""Outer parameters with all that belongs to them, see :meth:`FragmentUpdates.dump`."""
+
+
+def request_for(wanted: Mapping[int, Wanted]) -> bytes:
+    """The name of a part of the state: what is wanted, by fragment."""
+    return MSGPackSerializer.dumps([[fragment, *each] for fragment, each in sorted(wanted.items())])
+
+
+def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
+    """Read what :func:`request_for` has made. A malformed request asks for nothing."""
+    try:
+        listed = MSGPackSerializer.loads(part)
+    except ValueError:
+        return {}
+    wanted: dict[int, Wanted] = {}
+    for each in listed if isinstance(listed, (list, tuple)) else ():
+        match each:
+            case [int(fragment), int(version), heard] if 0 <= fragment < fragments and 0 <= version <= MOST:
+                try:
+                    wanted[fragment] = Wanted(version, None if heard is None else parse_entries([heard])[0])
+                except ValueError:
+                    continue
+    return wanted
+
+
+def answer(found: Mapping[int, Iterable[Update]], whole: Mapping[int, OuterParameters] | None = None) -> OwnedState:
+    """Updates of some fragments, and the outer parameters of others, as a part of the state."""
+    listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
+    updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
+    states = [[n, metadata, len(tensors)] for n, (metadata, tensors) in sorted((whole or {}).items())]
+    tensors = [tensor for _, each in listed for tensor in each.tensors]
+    tensors += [tensor for _, (_, own) in sorted((whole or {}).items()) for tensor in own]
+    return OwnedState({"updates": updates, "states": states}, tensors)
+
+
+def parse_answer(
+    metadata: Any, tensors: Sequence[torch.Tensor], fragments: int
+) -> tuple[dict[int, list[Update]], dict[int, OuterParameters]]:
+    """Read what :func:`answer` has made.
+
+    Returns:
+        For some fragments, updates that follow each other; for others, outer parameters that are still to be checked.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
+    if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
+        raise ValueError(f"no updates: {quoted(metadata)}")
+    left, found, whole = list(tensors), dict[int, list[Update]](), dict[int, OuterParameters]()
+    for each in updates:
+        match each:
+            case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
+                0 <= fragment < fragments
+                and 0 < version <= MOST
+                and 0 <= samples <= MOST
+                and len(of) <= _MOST_BYTES_OF_ROUND
+                and len(after) == HASH_BYTES
+                and len(names) <= _MOST_BYTES_OF_NAMES
+                and count <= len(left)
+            ):
+                kept = Update(version, after, of, samples, tuple(left[:count]), names)
+                del left[:count]
+                found.setdefault(fragment, []).append(kept)
+            case _:
+                raise ValueError(f"no update: {quoted(each)}")
+    for each in states:
+        match each:
+            case [int(fragment), own, int(count)] if 0 <= fragment < fragments and 0 < count <= len(left):
+                whole[fragment] = own, left[:count]
+                del left[:count]
+            case _:
+                raise ValueError(f"no outer parameters: {quoted(each)}")
+    for kept_of_one in found.values():
+        if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
+            raise ValueError("updates must follow each other")
+    return found, whole

@@ -1,0 +1,340 @@
+"""When a peer needs the state of others: it has fallen behind, or its branch of a split run has lost.
+
+Both optimizers decide by :func:`needs_state`, and pace their attempts with :class:`Retries`::
+
+    training ─ needs_state ─► download (recovery/download.py) ─► adopt (recovery/adopt.py) ─► training
+                   ▲               │ fails, or brings nothing new
+                   └─── Retries ◄──┘
+
+A download that fails is tried again at once, because a donor may have been between two epochs or about to leave. If
+that fails a few times, more attempts would only burden the donors, because each reads the records of all of them and
+asks some: so there are pauses, and they double.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import words_of
+from shoal.errors import ShoalError
+from shoal.optim.history.fork_choice import ForkChoice
+from shoal.optim.history.journal import Lineage
+from shoal.optim.history.window import is_behind, window_of
+
+if TYPE_CHECKING:
+    from shoal.optim.global_step import GlobalStep
+    from shoal.optim.grad_averager import GradientAverager
+    from shoal.optim.progress_tracker import ProgressTracker
+    from shoal.optim.state_averager import TrainingStateAverager
+
+logger = logging.getLogger(__name__)
+
+# Seconds that the first step waits at most to learn how far the swarm is.
+FIRST_FETCH_TIMEOUT = 5.0
+
+# How many times a download is tried in one step of the optimizer; the next step tries again.
+LOAD_ATTEMPTS = 3
+# Seconds before the second attempt to download a state; the pause doubles with each further attempt.
+FIRST_LOAD_PAUSE = 0.5
+# This many failed downloads in a row are each followed by another one at once.
+QUICK_RETRIES = 3
+# The pause after one failure more; it doubles with each further one, up to the limit.
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
+# The longest time for which a caller is held up at once, in seconds: the download may not be needed any more, or the
+# caller may be closed.
+LONGEST_WAIT = 0.5
+
+
+def needs_state(own: int, swarm: int, most_behind: int = 0, *, has_lost: bool = False, starts_at: int = 0) -> bool:
+    """Whether a peer must download the state of another one before it continues.
+
+    Args:
+        own: its epoch or slot.
+        swarm: that of the swarm.
+        most_behind: a peer that is this much behind can still train with the others.
+        has_lost: it is on a branch that has lost.
+        starts_at: a newcomer must not begin before this one.
+    """
+    return has_lost or is_behind(own, swarm, most_behind) or is_behind(own, starts_at)
+
+
+class Retries:
+    """Paces the attempts of one thread.
+
+    Args:
+        closing: set when nobody needs the outcome any more.
+        now: seconds of a clock that is never set.
+    """
+
+    def __init__(self, closing: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
+        self._closing, self._now = closing, now
+        self._failures, self._due_at = 0, -math.inf
+        self._downloads_in_a_row = 0
+        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
+        self._began_at = self._ended_at = -math.inf
+
+    def is_time(self) -> bool:
+        """Whether to try now. If not, this waits for a moment, so that a caller may ask again and again."""
+        left = self._due_at - self._now()
+        if left <= 0:
+            self._began_at = self._now()
+            return True
+        self._closing.wait(min(left, LONGEST_WAIT))
+        return False
+
+    def note(self, *, succeeded: bool) -> None:
+        """An attempt has ended."""
+        self._failures = 0 if succeeded else self._failures + 1
+        self._downloads_in_a_row = 0 if succeeded else self._downloads_in_a_row
+        doublings = self._failures - QUICK_RETRIES - 1
+        pause = 0.0 if doublings < 0 else min(FIRST_PAUSE * 2.0 ** min(doublings, 30), LONGEST_PAUSE)
+        self._ended_at = self._now()
+        self._due_at = self._ended_at + pause
+
+    def note_download(self) -> None:
+        """A state was downloaded, but only a round with others shows that this was of use."""
+        # The batch that this peer has made in vain counts nowhere else.
+        batch_seconds = self._began_at - self._ended_at
+        self.note(succeeded=False)
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row == QUICK_RETRIES:
+            logger.warning(
+                "this peer has downloaded the state %d times in a row without a step with others: its batches take "
+                "%.1f s. Give it smaller ones, or all a larger matchmaking_time",
+                self._downloads_in_a_row,
+                batch_seconds,
+            )
+
+
+class Synchronization:
+    """Brings a peer that is behind to the swarm's epoch. Used only by the training thread.
+
+    Args:
+        state_averager: receives the downloaded state.
+        grad_averager: forgets its gradients after a download; ``None`` with local updates.
+        tracker: knows how far the swarm is.
+        global_step: has rounds under way, in which others may wait for this peer.
+        averaging_timeout: the longest time to finish these rounds, in seconds.
+        load_state_timeout: the longest time for a download, in seconds.
+        closing: set when the optimizer shuts down.
+    """
+
+    def __init__(
+        self,
+        state_averager: TrainingStateAverager,
+        grad_averager: GradientAverager | None,
+        tracker: ProgressTracker,
+        global_step: GlobalStep,
+        averaging_timeout: float,
+        load_state_timeout: float,
+        closing: threading.Event,
+    ) -> None:
+        self._state_averager, self._grad_averager = state_averager, grad_averager
+        self._tracker, self._global_step = tracker, global_step
+        self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
+        self._closing, self._overlaps = closing, global_step.options.mode.overlaps
+        self._usual_lag = int(window_of(overlaps=self._overlaps).behind)
+        self._strict_check_due = True
+        self._has_looked = False
+        self._has_told_what_is_lost = False
+        self.retries = Retries(closing)
+        """When the next download may begin."""
+        # Others must not get this peer's state now, although the user lets them.
+        self._withholds_state = False
+
+    def is_needed(self) -> bool:
+        """Whether this peer must download the state before it continues."""
+        tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
+        if not self._has_looked:
+            self._has_looked = True
+            fetched.wait(FIRST_FETCH_TIMEOUT)
+        if tracker.gives_way_to is not None:
+            return True
+        # If the run is split again, the user is warned again.
+        self._has_told_what_is_lost = False
+        own, starts_at = self._state_averager.local_epoch, 0
+        if self._strict_check_due and fetched.is_set():
+            starts_at = self._epoch_to_begin_with()
+            # Until others have called it, a newcomer knows only records, which may be seconds old: look again.
+            self._strict_check_due = own < starts_at or not tracker.is_introduced
+        swarm = tracker.global_epoch
+        # Averaging repairs a single epoch, unless nobody is left to average with.
+        most_behind = 0 if is_behind(own, swarm) and self._would_go_on_alone() else 1
+        return needs_state(own, swarm, most_behind, starts_at=starts_at)
+
+    def _would_go_on_alone(self) -> bool:
+        """Whether nobody is left for the next step, although others train.
+
+        Not where rounds overlap with training: there others may be waiting for this peer in the round under way.
+        """
+        if self._overlaps or not self._tracker.is_introduced:
+            return False
+        return self._tracker.expected_group_size == 1
+
+    def _epoch_to_begin_with(self) -> int:
+        """The epoch from which this peer must begin.
+
+        That is the swarm's epoch. Where rounds overlap with training, others may already have announced the next one
+        while they wait for this peer in the round before; then it is the epoch at which they began to wait for it.
+        """
+        if self._overlaps and self._tracker.is_introduced:
+            return self._tracker.epoch_when_introduced
+        return self._tracker.global_epoch
+
+    def is_time(self) -> bool:
+        """Whether to download now; after failures, the next download has to wait."""
+        if not self.retries.is_time():
+            return False
+        if self._tracker.gives_way_to is None:
+            own, swarm = self._state_averager.local_epoch, self._tracker.global_epoch
+            logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
+        return True
+
+    def is_close(self) -> bool:
+        """Whether this peer is at most one epoch behind."""
+        return not is_behind(self._state_averager.local_epoch, self._tracker.global_epoch, 1)
+
+    def download(self, **options: Any) -> bool:
+        """Take over another peer's state.
+
+        Args:
+            options: of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits and is not older than this one.
+        """
+        self.end_other_work()
+        options = {"timeout": self._load_state_timeout, **options}
+        began_at = get_dht_time()
+        with self._tracker.pause_updates():
+            other_side = self._tracker.gives_way_to
+            loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
+            if not loaded:
+                self._tracker.note_vain_attempt(get_dht_time() - began_at)
+                self._tracker.look_after_others()  # the peers that were ahead may be gone
+                return False
+            if other_side is not None:
+                self.start_over()
+                return True
+            epoch = self._tracker.global_epoch
+            lacks_a_step = self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1
+            if lacks_a_step:
+                # The swarm has moved on by one epoch during the download; averaging repairs that difference.
+                self._state_averager.local_epoch = epoch
+            self.start_over()
+            if lacks_a_step and self._state_averager.allow_state_sharing:
+                # Until then its state is not that of others at this epoch, and they would think that it is broken.
+                self._state_averager.allow_state_sharing, self._withholds_state = False, True
+        return True
+
+    def note_attempt(self, *, loaded: bool) -> None:
+        """This peer has tried to download the state because it was behind: a download for which the user asked does not
+        count. From the first failures on, and if downloads help as little, further ones become rare.
+
+        Args:
+            loaded: whether the download has succeeded.
+        """
+        # Where two branches of a run have come apart, the reason is another one, and the user has been told.
+        if loaded and not self._has_told_what_is_lost:
+            self.retries.note_download()
+        else:
+            self.retries.note(succeeded=False)
+
+    def end_other_work(self) -> None:
+        """Finish rounds with other peers and work in the background. A peer that falls silent holds all of this up for
+        the time of one round at most, whatever rounds it is in."""
+        ends_at = time.monotonic() + self._averaging_timeout
+        self._global_step.let_go_of_rounds(self._averaging_timeout)
+        self._state_averager.let_go_of_searches()
+        self._state_averager.finish_jobs(max(1.0, ends_at - time.monotonic()))
+
+    def resume(self) -> None:
+        """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
+        self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
+        self.start_over()
+        self._tracker.believe_as_a_newcomer()  # a checkpoint says nothing of how far others are by now
+        self._strict_check_due = True
+
+    def start_over(self) -> None:
+        """This peer has another state than before: forget its gradients and announce its epoch."""
+        if self._grad_averager is not None:
+            self._grad_averager.reset_accumulated_grads_()
+        self._tracker.update_epoch(self._state_averager.local_epoch)
+        self.begin_epoch()
+
+    def begin_epoch(self, *, with_others: bool = False) -> None:
+        """This peer is at a new epoch: from now on newcomers prefer it to donors that are behind.
+
+        Args:
+            with_others: others were in the round that led there.
+        """
+        if with_others:
+            self.retries.note(succeeded=True)
+        if self._withholds_state:
+            self._state_averager.allow_state_sharing, self._withholds_state = True, False
+        self._strict_check_due = self._usual_lag == 0
+        if not self._state_averager.client_mode:
+            self._state_averager.state_sharing_priority = self._state_averager.local_epoch
+
+    def _give_way_to(self, other_side: ForkChoice, options: Mapping[str, Any]) -> bool:
+        """Take over the state of the winning side, even if it is at an earlier epoch."""
+        self._tell_what_is_lost(other_side)
+        averager, pause = self._state_averager, FIRST_LOAD_PAUSE
+        shares_state = averager.allow_state_sharing
+        if shares_state:
+            # Two sides may both believe that they give way. Then neither may get the other's state: both look again.
+            averager.allow_state_sharing = False
+        try:
+            for _ in range(LOAD_ATTEMPTS):
+                if self._load(accept_older=True, **options):
+                    return True
+                self._tracker.look_after_others()
+                if self._closing.wait(pause) or self._tracker.gives_way_to is None:
+                    break
+                pause *= 2
+        finally:
+            if shares_state:
+                averager.allow_state_sharing = True
+        return False
+
+    def _tell_what_is_lost(self, other_side: ForkChoice) -> None:
+        if self._has_told_what_is_lost:
+            return
+        self._has_told_what_is_lost = True
+        epochs = self._tracker.epochs_given_up
+        logger.warning(
+            "the run had come apart: this peer, at epoch %d, and a side of %d, at epoch %d. This peer takes over "
+            "their state: %d samples in %d epochs are lost",
+            self._state_averager.local_epoch,
+            len(other_side.winners),
+            other_side.epoch,
+            epochs * self._tracker.target_batch_size,
+            epochs,
+        )
+
+    def _load(self, **options: Any) -> bool:
+        try:
+            return bool(self._state_averager.load_state_from_peers(**options))
+        except (ShoalError, TimeoutError) as e:
+            logger.warning("could not download the training state: %s", words_of(e))
+            return False
+
+    def _try_to_download(self, **options: Any) -> bool:
+        """Try a few times, with pauses, because donors may be between two epochs or about to leave."""
+        loaded, pause = False, FIRST_LOAD_PAUSE
+        attempts = LOAD_ATTEMPTS if self._tracker.knows_others else 1
+        for attempt in range(attempts):
+            if attempt > 0:
+                if self._closing.wait(pause):
+                    break
+                pause *= 2
+            loaded = self._load(**options) or loaded
+            if loaded and not is_behind(self._state_averager.local_epoch, self._tracker.global_epoch, self._usual_lag):
+                break
+        return loaded

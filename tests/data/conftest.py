@@ -1,0 +1,7 @@
+"""Shared data sets."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.oldest

@@ -1,0 +1,7 @@
+"""Hostile inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow

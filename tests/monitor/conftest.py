@@ -1,0 +1,7 @@
+"""The monitor, which calls other packages."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.oldest
