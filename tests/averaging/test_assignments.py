@@ -36,7 +36,7 @@ class DeafCoordinator:
             await self.hears.wait()
 
 
-async def test_assignments_that_a_coordinator_does_not_wait_for_cost_no_memory() -> None:
+async def test_a_flood_of_assignments_costs_no_memory() -> None:
     allreduce, call = MagicMock(), DeafCoordinator()
     allreduce.settings.sender_timeout, allreduce.settings.quorum = 600.0, None
     allreduce.exchanged = asyncio.Event()

@@ -114,7 +114,7 @@ async def test_only_auxiliaries_finish_and_change_nothing():
 
 
 @alone_in_virtual_time
-async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected():
+async def test_an_auxiliary_takes_no_expected_place():
     swarm = Swarm()
     for index, mode in enumerate([NODE, NODE, AUX, NODE]):
         await swarm.add(random_tensors(index), mode=mode, min_matchmaking_time=15.0)
@@ -176,7 +176,7 @@ async def test_several_rounds_in_a_row_reuse_connections():
 
 
 @alone_in_virtual_time
-async def test_a_client_in_no_hurry_is_not_sent_back_to_the_group_before():
+async def test_a_client_in_no_hurry_joins_the_next_group():
     """All its searches have the same deadline, none."""
     swarm = Swarm()
     for mode in (NODE, CLIENT):
@@ -282,7 +282,7 @@ async def test_cancelled_steps_leave_the_others_to_meet(limit):
 
 
 @alone_in_virtual_time
-async def test_groups_of_two_reach_the_global_mean_in_three_rounds():
+async def test_pairs_reach_the_global_mean():
     swarm = Swarm()
     tensors = [[torch.randn(100, dtype=torch.float64)] for _ in range(8)]
     mean = sum(each[0] for each in tensors) / 8
@@ -332,7 +332,7 @@ class Fault:
 
 @pytest.mark.parametrize("kind", ["kill sending", "kill reducing", "stall sending", "stall reducing", "before"])
 @alone_in_virtual_time
-async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kind):
+async def test_three_of_five_finish_the_round(monkeypatch, kind):
     swarm = Swarm()
     tensors = [[torch.randn(20_000)] for _ in range(5)]
     before = [each[0].clone() for each in tensors]

@@ -51,6 +51,7 @@ from shoal.net.service import StubBase
 
 logger = logging.getLogger(__name__)
 
+# Dials of one peer before it counts as unreachable; two in a row rarely fail by chance.
 MAX_DIALS = 3
 # The pause before the first repeated dial, in seconds.
 REDIAL_PAUSE = 0.1
@@ -294,6 +295,7 @@ def _cut(calls: list[Call]) -> None:
         call.connection.stream.abort()
 
 
+# More than 15 attributes: generations, the return of a peer, and its silence depend on each other.
 class ResumableCall:
     """The calls between this peer and another one about one task: those of an exchange, and one *link*.
 

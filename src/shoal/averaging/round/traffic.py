@@ -200,6 +200,7 @@ class SentAverages:
 BACKLOG_BYTES = 2**15
 
 
+# More than 15 attributes: two directions, each with what goes out, what comes in, and what is kept for a break.
 class Traffic:
     """All parts and averages between this member and another one, on the calls of both.
 
