@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, Resume
-from shoal.averaging.round.flow_control import FlowControl
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.sending import FlowControl
 from shoal.averaging.round.traffic import KEPT_BYTES, SentAverages, Traffic
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError

@@ -31,9 +31,9 @@ from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberT
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
 from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
-from shoal.averaging.round.flow_control import FlowControl
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.sending import FlowControl
 from shoal.averaging.round.state import (
     Action,
     AveragesCame,

@@ -25,10 +25,17 @@ from shoal.averaging.messages import (
     Resume,
     describe_part,
 )
-from shoal.averaging.round.flow_control import FlowControl, Runner
 from shoal.averaging.round.parts import Averages, Part, RoundVector
 from shoal.averaging.round.reducer import PartReducer
-from shoal.averaging.round.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, OutgoingParts, send_all
+from shoal.averaging.round.sending import (
+    BUNDLE_BYTES,
+    BUNDLE_PARTS,
+    SLICE_BYTES,
+    FlowControl,
+    OutgoingParts,
+    Runner,
+    send_all,
+)
 from shoal.base.logs import quoted
 from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
