@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import MagicMock
 
-from shoal.averaging.messages import Alive, Assignment, Commit, Greeting, RoundMessage
+from shoal.averaging.messages import Assignment, Commit, Greeting, RoundAlive, RoundMessage
 from shoal.averaging.round.finish import Participant
 
 ASSIGNMENTS = 1000
@@ -21,7 +21,7 @@ class DeafCoordinator:
         self.hears = asyncio.Event()
 
     def _talk(self):
-        yield Alive()
+        yield RoundAlive()
         for _ in range(ASSIGNMENTS):
             yield Assignment()
         yield Commit(weights=[1.0])

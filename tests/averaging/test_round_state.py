@@ -36,7 +36,7 @@ from shoal.averaging.round.state import (
     RoundState,
     StartGrace,
     StatusKnown,
-    Tell,
+    TellMembers,
     make_plan,
     on,
 )
@@ -111,7 +111,7 @@ class EndOfRound(RuleBasedStateMachine):
     def emit(self, peer: Peer, event: Event) -> None:
         for action in on(peer.state, event):
             match action:
-                case Tell(links, message):
+                case TellMembers(links, message):
                     for follower in self.followers(links):
                         follower.news.append(message)
                 case CutLink(link, is_replaced=False):
@@ -466,8 +466,8 @@ def test_a_coordinator_that_resigned_says_so_again() -> None:
         on(state, HasDelivered(linked(state, index)))
     assert Resign() in on(state, GraceOver())
     link = MemberLink(1.0)
-    [told] = [action for action in on(state, Linked(1, link)) if isinstance(action, Tell)]
-    assert told == Tell([link], Resigns())
+    [told] = [action for action in on(state, Linked(1, link)) if isinstance(action, TellMembers)]
+    assert told == TellMembers([link], Resigns())
 
 
 @pytest.mark.parametrize("passes_on", [True, False])
@@ -485,5 +485,5 @@ def test_a_member_that_returns_after_a_recovery_is_late(passes_on: bool) -> None
     assert state.is_over_for(state.members[2]) is not passes_on
     link = MemberLink(1.0)
     actions = on(state, Linked(2, link))
-    assert Tell([link], Late()) in actions
+    assert TellMembers([link], Late()) in actions
     assert 2 not in state.punctual

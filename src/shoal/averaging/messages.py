@@ -266,7 +266,7 @@ class Greeting(RoundMessage, tag=1, omit_defaults=True):
     statement: Statement = b""
 
 
-class Alive(RoundMessage, tag=2):
+class RoundAlive(RoundMessage, tag=2):
     """Either way, now and then: a sign of life. From the coordinator also its answer to a greeting."""
 
 
@@ -493,4 +493,4 @@ async def show_life(shared: SharedCall, silence: float) -> None:
     """Send signs of life for ever; the other side gives this one up after ``silence`` seconds without a message."""
     while True:
         await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
-        await shared.send(Alive())
+        await shared.send(RoundAlive())

@@ -122,7 +122,7 @@ class LifeQuestion(NamedTuple):
     is_link_broken: bool = False
 
 
-class Ask(Protocol):
+class AskPeer(Protocol):
     """Asks the other peer about the task; raises what a call raises."""
 
     async def __call__(self, question: LifeQuestion, timeout: float | None = None) -> LifeAnswer: ...
@@ -313,7 +313,7 @@ class ResumableCall:
         self,
         stub: StubBase,
         contents: Contents,
-        ask: Ask,
+        ask: AskPeer,
         on_gone: Callable[[BaseException], object],
         *,
         can_be_called: bool = True,

@@ -18,7 +18,6 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    Alive,
     AssignedPart,
     Commit,
     Delivered,
@@ -28,6 +27,7 @@ from shoal.averaging.messages import (
     NotFiniteError,
     Report,
     ResignedError,
+    RoundAlive,
     RoundMessage,
     RoundOver,
     RoundStatus,
@@ -62,7 +62,7 @@ from shoal.averaging.round.state import (
     RoundMember,
     StartGrace,
     StatusKnown,
-    Tell,
+    TellMembers,
 )
 from shoal.base.tasks import cancel_and_wait, first_completed
 from shoal.errors import AllreduceException, InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
@@ -136,7 +136,7 @@ class Coordinator:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Tell(links, message):
+            case TellMembers(links, message):
                 for link in links:
                     task = asyncio.ensure_future(self._tell(link, message))
                     self._messages[task] = None
@@ -322,7 +322,7 @@ class Coordinator:
         self.allreduce.book.take_claim(member.index, greeting.norms, greeting.statement)
         link = MemberLink(self.allreduce.group.limited(member.index, greeting.weight))
         self._calls[link] = held = _Held(SharedCall(call), handler)
-        await held.shared.send(Alive())
+        await held.shared.send(RoundAlive())
         self.allreduce.emit(Linked(member.index, link, greeting.late, greeting.missed))
         alive = asyncio.ensure_future(show_life(held.shared, self._silence))
         try:
@@ -403,7 +403,7 @@ class Coordinator:
 
     async def _commit_again(self, call: Call, member: RoundMember) -> None:
         """Tell a member the result that was under way when its connection broke."""
-        await call.send(Alive())
+        await call.send(RoundAlive())
         await call.send(self._commit_message(), end=True)
         async with asyncio.timeout(self._silence):
             while await call.receive(RoundMessage) is not None:

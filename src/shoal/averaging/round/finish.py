@@ -33,7 +33,6 @@ from shoal.averaging.control import LossCause
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    Alive,
     AssignedPart,
     Assignment,
     Commit,
@@ -48,6 +47,7 @@ from shoal.averaging.messages import (
     ResignedError,
     Resigns,
     Restart,
+    RoundAlive,
     RoundMessage,
     RoundOver,
     RoundStatus,
@@ -173,7 +173,7 @@ class Participant:
                 match await answer:
                     case RoundOver():
                         raise MissedError("has finished the round without this member")
-                    case Alive():
+                    case RoundAlive():
                         return
                 raise ProtocolError("not an answer to a greeting")
         finally:

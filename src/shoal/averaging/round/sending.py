@@ -7,8 +7,8 @@ that look at a tensor as a whole each of them is a part of its own. A message fo
 slow link are slow. If each carried whole parts, the last parts would end at very different times, and the link would be
 half idle meanwhile. With slices all connections end together.
 
-*Pace.* A receiver that is ahead waits for the rest. All connections of a member share one uplink, and TCP does not share
-it equally. Some receivers would be done early; the few connections to the rest cannot fill the link and speed up
+*Pace.* A receiver that is ahead waits for the rest. All connections of a member share one uplink, and TCP does not
+share it equally. Some receivers would be done early; the few connections to the rest cannot fill the link and speed up
 slowly, so the round would take as long as its last receiver. Nobody waits for a receiver that makes no progress, or to
 which connections have broken. A connection that is held back still carries something now and then, or the other side
 would take this one for dead.

@@ -317,7 +317,7 @@ class StopExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class TellMembers:
     """Send a message on these links."""
 
     links: Sequence[MemberLink]
@@ -363,7 +363,7 @@ class Resign:
     """Do not coordinate any more: this peer is late itself."""
 
 
-Action = StopExchange | Tell | CutLink | StartGrace | Attempt | CallOff | CommitRound | Resign
+Action = StopExchange | TellMembers | CutLink | StartGrace | Attempt | CallOff | CommitRound | Resign
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def _leave_behind(state: RoundState, late: Collection[int]) -> list[Action]:
         actions += _lose(state, index, Loss(LossCause.LATE, "late"), MemberStatus.LATE)
         if (link := state.members[index].link) is not None:
             link.obsolete = True
-            actions.append(Tell([link], Late()))
+            actions.append(TellMembers([link], Late()))
     return actions
 
 
@@ -649,7 +649,7 @@ def _link(state: RoundState, event: Linked) -> list[Action]:
     if state.is_too_late(member) or event.is_late:
         actions += _leave_behind(state, [event.index])
     elif state.resigned:  # its connection broke before it was told
-        actions.append(Tell([event.link], Resigns()))
+        actions.append(TellMembers([event.link], Resigns()))
     elif state.committed:  # while it was greeted
         member.unconfirmed = True
         actions.append(CommitRound({event.index: event.link}, keeps=False))
@@ -680,7 +680,7 @@ def _close(state: RoundState) -> list[Action]:
     if not state.has_delivered and state.has_successor:
         # The others would have to wait for this peer's own parts, so the next coordinator takes over.
         state.coordinates, state.resigned = None, True
-        return [Tell([*state.punctual.values()], Resigns()), Resign()]
+        return [TellMembers([*state.punctual.values()], Resigns()), Resign()]
     if state.all_complete:
         return []
     return _leave_behind(state, {*state.absent, *(i for i, link in state.punctual.items() if not link.delivered)})
@@ -692,7 +692,7 @@ def _end_attempt(state: RoundState, held: Sequence[int], *, completed: bool) -> 
         return []
     for link in attempt.links.values():
         link.held, link.obsolete = None, True
-    return [Tell([*state.punctual.values()], Restart())]
+    return [TellMembers([*state.punctual.values()], Restart())]
 
 
 def _continue(state: RoundState) -> list[Action]:
@@ -702,7 +702,7 @@ def _continue(state: RoundState) -> list[Action]:
     if news := state.dead - state._told:
         state._told |= news
         lost = {index: loss.cause for index in sorted(news) if (loss := state.members[index].loss) is not None}
-        actions.append(Tell([*state.punctual.values()], MembersLost(lost)))
+        actions.append(TellMembers([*state.punctual.values()], MembersLost(lost)))
     waits = state.coordinates is not None and state.coordinates.waits
     if waits and state.has_quorum and not state.grace_began:
         state.grace_began = True
