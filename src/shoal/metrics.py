@@ -146,6 +146,8 @@ class Metrics:
     """Lies of group members, about what they send or about the averages they made, as far as they were noticed."""
     exchanges_resumed: int = 0
     """How often the exchange with another member of a round went on over new connections after one had broken."""
+    members_lost_by_cause: Counter[str] = field(default_factory=Counter)
+    """The same by cause, see :class:`~shoal.averaging.control.LossCause`."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
     troubles: Counter[str] = field(default_factory=Counter)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shoal.averaging.round.flow_control import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, FlowControl
+from shoal.averaging.round.sending import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, FlowControl
 from tests.dht.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.once

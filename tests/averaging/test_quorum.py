@@ -9,7 +9,7 @@ import torch
 
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.control import AveragingMode
-from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.coordinator import Coordinator
 from shoal.averaging.round.delivery import Delivery
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
@@ -49,7 +49,7 @@ def check(controls, swarm, tensors, before, contributors, late):
 
 @pytest.mark.parametrize("seed", range(6))
 @alone_in_virtual_time
-async def test_who_is_triggered_late_gets_the_result(seed):
+async def test_a_member_triggered_late_gets_the_result(seed):
     """The order of the members differs from seed to seed: whoever coordinates may be the late one."""
     swarm, tensors = await start(seed)
     before = [tensor.clone() for tensor in tensors]
@@ -68,23 +68,23 @@ async def test_who_is_triggered_late_gets_the_result(seed):
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 @pytest.mark.parametrize("seed", range(6))
 @alone_in_virtual_time
-async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed, seconds):
+async def test_a_slow_sender_gets_the_result(monkeypatch, seed, seconds):
     """It waits for the result as long as that takes: the others may not be done, or its own line may be slow."""
     swarm, tensors = await start(seed, part_size_bytes=2**12, sender_timeout=1.0, reducer_timeout=2.0)
     before = [tensor.clone() for tensor in tensors]
-    send_parts, commit = Delivery.send_parts, Coordination.commit
+    send_parts, commit = Delivery.send_parts, Coordinator.commit
 
     async def slow(self, call):
         if owner_of(swarm, self._traffic.vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
         await send_parts(self, call)
 
-    async def commit_later(self):
+    async def commit_later(self, action):
         await asyncio.sleep(seconds)
-        await commit(self)
+        await commit(self, action)
 
     monkeypatch.setattr(Delivery, "send_parts", slow)
-    monkeypatch.setattr(Coordination, "commit", commit_later)
+    monkeypatch.setattr(Coordinator, "commit", commit_later)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)])
     check(controls, swarm, tensors, before, (1, 2, 3), late=0)
@@ -108,7 +108,7 @@ async def test_only_the_latest_results_are_kept():
 
 
 @alone_in_virtual_time
-async def test_nobody_is_late_if_all_deliver_within_the_grace():
+async def test_delivery_within_the_grace_is_not_late():
     swarm, tensors = await start(0, quorum=2, quorum_grace=15.0)
     before = [tensor.clone() for tensor in tensors]
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
@@ -138,7 +138,7 @@ async def test_the_late_one_may_be_in_client_mode():
 
 
 @alone_in_virtual_time
-async def test_a_lossy_result_reaches_the_late_one_within_its_precision():
+async def test_a_late_member_gets_a_lossy_result():
     swarm, tensors = await start(2, compression=Float16Compression())
     before = [tensor.clone() for tensor in tensors]
     controls = [make_control(node, expected_group_size=4, triggered=i != 0) for i, node in enumerate(swarm.nodes)]

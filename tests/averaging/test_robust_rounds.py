@@ -12,7 +12,7 @@ import torch
 
 from shoal.averaging import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.averaging.control import AveragingMode, GroupInfo
-from shoal.averaging.messages import STATEMENT_BYTES, BeginReduce, RoundMessage
+from shoal.averaging.messages import STATEMENT_BYTES, BeginReduce, RoundAlive
 from shoal.averaging.round import session as session_module
 from shoal.averaging.round.combining import NormBook, NormClaim, norm_of, share_norms
 from shoal.averaging.round.exchange import Delivery
@@ -469,7 +469,7 @@ def test_norms_of_huge_and_tiny_numbers_are_finite_and_told():
 
 
 def test_messages_that_say_nothing_of_norms_are_no_longer_for_it():
-    for message in (BeginReduce(round_id=b"r", weight=1.0), RoundMessage(kind=2)):
+    for message in (BeginReduce(round_id=b"r", weight=1.0), RoundAlive()):
         encoded = msgspec.msgpack.encode(message)
         assert not any(name in encoded for name in (b"norms", b"statement", b"untrue"))
         assert decode_header(encoded, type(message)) == message

@@ -81,6 +81,24 @@ async def test_weighted_mean_is_exact(case):
 
 
 @alone_in_virtual_time
+async def test_a_result_tells_the_traffic_with_each_member():
+    swarm, size, count = Swarm(), 3, 3000
+    for _ in range(size):
+        await swarm.add([torch.randn(count)])
+    controls = [make_control(node, expected_group_size=size) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    results = {node.p2p.peer_id: control.round for node, control in zip(swarm.nodes, controls, strict=True)}
+    for own, result in results.items():
+        assert result.traffic.keys() == set(result.peers) - {own}
+        assert sum(each.bytes_sent for each in result.traffic.values()) == result.bytes_sent
+        assert sum(each.bytes_received for each in result.traffic.values()) == result.bytes_received
+        for other, each in result.traffic.items():
+            assert each.bytes_sent == results[other].traffic[own].bytes_received > 0
+            assert 0 <= each.seconds <= result.duration
+    await swarm.close()
+
+
+@alone_in_virtual_time
 async def test_only_auxiliaries_finish_and_change_nothing():
     swarm = Swarm()
     tensors = [random_tensors(i) for i in range(3)]
@@ -96,7 +114,7 @@ async def test_only_auxiliaries_finish_and_change_nothing():
 
 
 @alone_in_virtual_time
-async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected():
+async def test_an_auxiliary_takes_no_expected_place():
     swarm = Swarm()
     for index, mode in enumerate([NODE, NODE, AUX, NODE]):
         await swarm.add(random_tensors(index), mode=mode, min_matchmaking_time=15.0)
@@ -158,7 +176,7 @@ async def test_several_rounds_in_a_row_reuse_connections():
 
 
 @alone_in_virtual_time
-async def test_a_client_in_no_hurry_is_not_sent_back_to_the_group_before():
+async def test_a_client_in_no_hurry_joins_the_next_group():
     """All its searches have the same deadline, none."""
     swarm = Swarm()
     for mode in (NODE, CLIENT):
@@ -264,7 +282,7 @@ async def test_cancelled_steps_leave_the_others_to_meet(limit):
 
 
 @alone_in_virtual_time
-async def test_groups_of_two_reach_the_global_mean_in_three_rounds():
+async def test_pairs_reach_the_global_mean():
     swarm = Swarm()
     tensors = [[torch.randn(100, dtype=torch.float64)] for _ in range(8)]
     mean = sum(each[0] for each in tensors) / 8
@@ -314,7 +332,7 @@ class Fault:
 
 @pytest.mark.parametrize("kind", ["kill sending", "kill reducing", "stall sending", "stall reducing", "before"])
 @alone_in_virtual_time
-async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kind):
+async def test_three_of_five_finish_the_round(monkeypatch, kind):
     swarm = Swarm()
     tensors = [[torch.randn(20_000)] for _ in range(5)]
     before = [each[0].clone() for each in tensors]

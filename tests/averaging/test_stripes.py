@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus, describe_part
-from shoal.averaging.round.delivery import MAX_STRIPES, SECONDS_PER_STRIPE, Delivery, Intake
+from shoal.averaging.round.delivery import Delivery, Intake
 from shoal.averaging.round.parts import RoundVector
+from shoal.averaging.round.traffic import MAX_STRIPES, SECONDS_PER_STRIPE
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Call
@@ -88,7 +89,7 @@ async def test_few_parts_take_one_connection(monkeypatch, far_away):
 
 @pytest.mark.parametrize("round_trip", [0.0, 4 * SECONDS_PER_STRIPE])
 @alone_in_virtual_time
-async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch, far_away, round_trip):
+async def test_long_links_mix_parts_and_averages(monkeypatch, far_away, round_trip):
     far_away(round_trip)
     by_callers, by_callees, giving = set(), set(), set()
     give, send = Intake.give_averages, Call.send
@@ -115,7 +116,7 @@ async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch
 
 @pytest.mark.parametrize("broken_stripe", [0, 1, 3])
 @alone_in_virtual_time
-async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far_away, broken_stripe):
+async def test_a_broken_stripe_costs_at_most_its_member(monkeypatch, far_away, broken_stripe):
     """The others end with the same bytes, and each value is a mean over those who delivered it to its reducer.
 
     The member whose connections break lives on and reduces its share with those that still reach it.
@@ -185,7 +186,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
 
 
 @in_virtual_time
-async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
+async def test_a_member_with_missing_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(3, sender_timeout=1.0, reducer_timeout=2.0)
     victim, run_stripe = swarm.nodes[0].p2p.peer_id, Delivery.run_stripe
@@ -225,7 +226,7 @@ def test_averages_are_applied_in_order():
 
 @pytest.mark.parametrize("what", ["twice", "too few", "of nobody"])
 @alone_in_virtual_time
-async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, what):
+async def test_parts_that_are_not_due_end_the_sender(monkeypatch, what):
     swarm, tensors = await start(3)
     send_parts = Delivery.send_parts
 

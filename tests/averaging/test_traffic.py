@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, Resume
-from shoal.averaging.round.flow_control import FlowControl
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.sending import FlowControl
 from shoal.averaging.round.traffic import KEPT_BYTES, SentAverages, Traffic
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
@@ -81,7 +81,7 @@ class Sides:
 
 
 @alone_in_virtual_time
-async def test_a_part_that_overtakes_the_beginning_waits_for_the_weight():
+async def test_early_parts_wait_for_the_weight():
     sides = Sides()
     part = sides.message(4.0, is_average=False)
     receiving = asyncio.ensure_future(sides.receive(part, (NO_MORE, b"")))
@@ -95,7 +95,7 @@ async def test_a_part_that_overtakes_the_beginning_waits_for_the_weight():
 
 
 @alone_in_virtual_time
-async def test_an_average_that_is_not_waited_for_any_more_changes_nothing():
+async def test_an_average_after_the_end_changes_nothing():
     sides = Sides()
     sides.traffic.stop()
     with pytest.raises(ProtocolError):
@@ -123,7 +123,7 @@ async def test_nothing_comes_twice(is_average):
 
 
 @alone_in_virtual_time
-async def test_it_is_noticed_when_nothing_more_comes_although_something_is_missing():
+async def test_an_end_before_the_last_part_is_an_error():
     sides = Sides()
     sides.traffic.begin(2, own=True)
     sides.begin()
@@ -135,12 +135,12 @@ async def test_it_is_noticed_when_nothing_more_comes_although_something_is_missi
 
 
 @alone_in_virtual_time
-async def test_after_a_break_only_what_is_missing_is_asked_for():
+async def test_after_a_break_only_gaps_are_asked_for():
     sides = Sides()
     sides.begin()
     assert sides.traffic.gaps() == Resume([(0, 1)], [(0, 1)])
     await sides.receive(sides.message(4.0, is_average=True))
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.gaps() == Resume([(0, 1)], [])
 
 
@@ -159,7 +159,7 @@ async def test_averages_are_kept_until_they_are_confirmed(alpha):
 
     await sides.receive(sides.message(4.0, is_average=False))
     await send_averages()
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.send_missing(Resume([], [(0, 1)]))
     assert not sides.traffic.send_missing(Resume([], [])), "the first list counts, the others are the same"
     await send_averages()
@@ -167,7 +167,7 @@ async def test_averages_are_kept_until_they_are_confirmed(alpha):
     message, payload = sides.message(4.0, is_average=True)
     message.held = 1
     await sides.receive((message, payload))
-    sides.traffic.begin_anew(own=True, others=True)
+    sides.traffic.restart(own=True, others=True)
     assert sides.traffic.send_missing(Resume([], [(0, 1)]))
     if alpha == 1:  # it is in the vector of this member as well
         await send_averages()
@@ -195,7 +195,7 @@ async def test_nobody_can_lack_what_does_not_exist(gaps):
 
 
 @alone_in_virtual_time
-async def test_a_part_that_was_averaged_is_not_sent_again():
+async def test_averaged_parts_are_not_sent_again():
     """The average has taken its place."""
     sides = Sides()
     await sides.receive(sides.message(4.0, is_average=True))

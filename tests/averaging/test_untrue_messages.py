@@ -15,16 +15,18 @@ from shoal.averaging.groups.settings import MAX_SETTINGS, difference_of
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
     MAX_GATHERED_BYTES,
+    Assignment,
     BeginReduce,
     Code,
+    Commit,
     GroupStart,
     Invitation,
     JoinReply,
     JoinRequest,
     Member,
+    MembersLost,
     PartMessage,
     PeerAddresses,
-    RoundMessage,
 )
 from shoal.base.clock import get_dht_time
 from shoal.base.tasks import cancel_and_wait
@@ -42,7 +44,9 @@ TRUE = {
     PeerAddresses: {"peer_id": b"1"},
     BeginReduce: {"round_id": b"1", "weight": 1.0},
     PartMessage: None,
-    RoundMessage: {"kind": 1},
+    Commit: {"type": 8, "weights": [1.0]},
+    MembersLost: {"type": 4, "lost": {1: 1}},
+    Assignment: {"type": 5},
 }
 NOT_A_TIME = [math.nan, math.inf, -math.inf, -1.0, 1e300, "soon", None]
 NOT_A_COUNT = [-1, MOST, 1.5]
@@ -57,9 +61,9 @@ UNTRUE = [
     *((BeginReduce, "weight", value) for value in (math.nan, math.inf, -1.0, 1.7e308)),
     *((BeginReduce, "round_id", value) for value in (bytes(65), 5)),
     *((BeginReduce, "stripes", value) for value in NOT_A_COUNT),
-    *((RoundMessage, "weights", [1.0, value]) for value in (math.nan, math.inf, -1.0)),
-    *((RoundMessage, "members", [value]) for value in NOT_A_COUNT),
-    *((RoundMessage, "send", [(0, value, 2)]) for value in NOT_A_COUNT),
+    *((Commit, "weights", [1.0, value]) for value in (math.nan, math.inf, -1.0)),
+    *((MembersLost, "lost", {value: 1}) for value in NOT_A_COUNT),
+    *((Assignment, "send", [(0, value, 2)]) for value in NOT_A_COUNT),
 ]
 
 

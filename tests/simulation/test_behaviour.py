@@ -15,7 +15,7 @@ from shoal.averaging.groups import matchmaking
 from shoal.averaging.groups.search import GroupSearch
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.round import sending
-from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.coordinator import Coordinator
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.traffic import Traffic
 from shoal.p2p import PeerID
@@ -50,7 +50,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         AllReduce.begin_stripe,
         matchmaking.describe_group,
         GroupSearch.may_start,
-        Coordination.commit,
+        Coordinator.commit,
     )
 
     def begin(self, sender, begin):
@@ -67,12 +67,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def may(self, now):
         return self.own not in watched.never_starting and may_start(self, now)
 
-    async def end(self):
-        if self.group.peer_ids[self.own] in watched.never_ending:
+    async def end(self, action):
+        if self.state.own.peer_id in watched.never_ending:
             await asyncio.Event().wait()
-        await commit(self)
+        await commit(self, action)
 
-    monkeypatch.setattr(Coordination, "commit", end)
+    monkeypatch.setattr(Coordinator, "commit", end)
     monkeypatch.setattr(AllReduce, "begin_stripe", begin)
     monkeypatch.setattr(matchmaking, "describe_group", describe)
     monkeypatch.setattr(GroupSearch, "may_start", may)

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
-from shoal.averaging.redialling import RESUME_SECONDS, open_again
+from shoal.averaging.control import LossCause
 from shoal.averaging.round.delivery import Delivery
-from shoal.averaging.round.pair import MAX_RESUMES, Pair
 from shoal.averaging.round.recovery import Recovery
 from shoal.averaging.round.sending import OutgoingParts
-from shoal.averaging.round.watchdog import SILENT_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
+from shoal.net.resumable import MAX_RESUMES, RESUME_SECONDS, SILENT_SECONDS, ResumableCall, open_again
 from shoal.testing import Link
 from tests.drills import mostly_drills
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
@@ -45,7 +44,7 @@ def calm(kind: str) -> Broken:
 
 
 @pytest.mark.parametrize("pair", mostly_drills([(1, 2), (0, 1), (2, 3)]))
-def test_a_cut_at_any_moment_costs_nothing_but_time(pair):
+def test_a_cut_costs_nothing_but_time(pair):
     """Also of the connections to the coordinator, which is the first one."""
     undisturbed, moments, resumed = calm("mean"), 10, 0
     for moment in range(moments):
@@ -83,7 +82,7 @@ def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
     begun, repeated, tasks = [], [], []
 
     async def cut_in_a_part(broken: Broken) -> None:
-        traffic = broken.round_of(2).pairs[1].traffic
+        traffic = broken.round_of(2).calls[1].contents
         while not begun:
             await asyncio.sleep(0.005)
             begun.extend(getattr(traffic, of).begun())
@@ -102,7 +101,7 @@ def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
 
 
 @pytest.mark.slow_drill
-def test_over_long_links_all_connections_of_a_member_are_cut():
+def test_cuts_of_all_connections_over_long_links():
     """The cut is of all connections to it at one moment, as when its router starts anew."""
     link = Link(delay=0.1, jitter=0.01)
     undisturbed = Broken(link=link)
@@ -113,7 +112,7 @@ def test_over_long_links_all_connections_of_a_member_are_cut():
 
 
 @pytest.mark.parametrize("position", mostly_drills([0, 1, 3]))
-def test_who_crashes_is_dead_at_once(position):
+def test_a_crash_is_a_death_at_once(position):
     """Its machine refuses the new connections. Also if its connections have broken before."""
     undisturbed = calm("mean")
     for part in (1, 2, 3):
@@ -124,12 +123,14 @@ def test_who_crashes_is_dead_at_once(position):
             broken = Broken(interfere)
             assert len(broken.results) == SIZE - 1
             assert all(result.share_averaged == 1 for result in broken.results)
+            causes = {broken.group[position]: LossCause.REFUSED}
+            assert all(result.causes == causes for result in broken.results)
             # What the dead one had to average is averaged again.
             assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
 @pytest.mark.parametrize("position", mostly_drills([0, 1, 3]))
-def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
+def test_a_member_that_vanishes_is_given_up_soon(position):
     undisturbed = calm("mean")
     for part in (1, 2, 3):
         others = [other for other in range(SIZE) if other != position]
@@ -155,7 +156,7 @@ def away(one: int, other: int) -> Interfere:
 
 @pytest.mark.parametrize("position", mostly_drills([1, 2, 3]))
 @pytest.mark.parametrize("kind", ["mean", "one call each"])
-def test_who_loses_the_coordinator_alone_gets_the_result_from_the_next_one(kind, position):
+def test_the_next_coordinator_has_the_result(kind, position):
     """It has averaged its parts without the coordinator, who has had them averaged again without it. Whoever comes when
     all have left lacks a share, and says so; so does the next one itself."""
     undisturbed, results = calm(kind), []
@@ -170,7 +171,7 @@ def test_who_loses_the_coordinator_alone_gets_the_result_from_the_next_one(kind,
     assert position == 1 or any(result.late for result in results)
 
 
-def test_who_is_out_of_reach_of_one_reducer_is_named_by_all():
+def test_all_name_members_that_lost_each_other():
     """Both live, and all end with the same averages. Some of these lack somebody, and every result says so."""
     broken = Broken(at(calm("mean").seconds / 2, away(1, 2)))
     assert all(torch.equal(tensor, broken.tensors[0]) for tensor in broken.tensors)
@@ -183,7 +184,7 @@ def test_who_is_out_of_reach_of_one_reducer_is_named_by_all():
         assert set(result.left_out_peers) == parted - missed
 
 
-def test_who_leaves_is_not_waited_for():
+def test_a_member_that_leaves_is_not_waited_for():
     undisturbed = calm("mean")
     moment = undisturbed.seconds / 2
 
@@ -199,7 +200,7 @@ def test_who_leaves_is_not_waited_for():
 
 @pytest.mark.parametrize("kind", mostly_drills(["mean", "one call each"]))
 @pytest.mark.parametrize("end_that_knows", [0, 1])
-def test_a_call_that_only_one_side_knows_to_be_broken(kind, end_that_knows):
+def test_a_break_that_one_side_notices(kind, end_that_knows):
     """The handler of the old call still lives when the sender begins anew, or the caller when its handler has died."""
     undisturbed, resumed = calm(kind), 0
 
@@ -224,7 +225,7 @@ def sever(broken: Broken, one: int, other: int) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "one call each", "client", "auxiliary", "two"])
 @pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (0, 2)]))
-def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair):
+def test_silent_connections_cost_seconds_and_no_member(kind, pair):
     """Nobody is told, as when a router forgets them. Those to the coordinator, the first one, are among them."""
     if max(pair) >= len(KINDS[kind].get("modes", range(SIZE))):
         pytest.skip("there is no such pair")
@@ -234,7 +235,7 @@ def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair
         broken.check_like(undisturbed, 8.0)
 
 
-def test_connections_of_a_member_that_fall_silent_all_at_once():
+def test_all_connections_of_a_member_fall_silent():
     undisturbed = calm("mean")
     for position in (0, 1, 3):
         others = [other for other in range(SIZE) if other != position]
@@ -246,7 +247,7 @@ def test_connections_of_a_member_that_fall_silent_all_at_once():
         Broken(at(undisturbed.seconds / 2, forget)).check_like(undisturbed, 8.0)
 
 
-def test_who_only_waits_is_not_silent():
+def test_waiting_is_not_silence():
     """One member is slow, and the others have nothing to send for a long time. No connection of theirs is cut."""
 
     def slow_down(broken):
@@ -258,7 +259,7 @@ def test_who_only_waits_is_not_silent():
     assert not broken.resumed
 
 
-def test_who_does_not_answer_either_keeps_its_connections():
+def test_an_outage_cuts_no_connections():
     """The network is cut for a while: what is on its way comes when it is whole again, and nothing begins anew."""
     seconds = 2 * SILENT_SECONDS
 
@@ -273,7 +274,7 @@ def test_who_does_not_answer_either_keeps_its_connections():
 
 
 @pytest.mark.parametrize("part", mostly_drills([0.6, 0.4, 0.8]))
-def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
+def test_a_reducer_tells_a_sender_of_broken_calls(part):
     """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void, or waits for
     averages that were on their way."""
     undisturbed = calm("auxiliary")
@@ -282,7 +283,7 @@ def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
     def break_one_end(broken):
         position = broken.rounds[0].group.modes.index(AUX)
         host, other = broken.host_of(position), broken.host_of((position + 1) % SIZE)
-        missing.append(bool(broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing))
+        missing.append(bool(broken.round_of(position).calls[(position + 1) % SIZE].contents.parts_in.missing))
         for stream in [stream for stream in host.streams if stream.other.host is other]:
             stream.vanish()
 
@@ -293,7 +294,7 @@ def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, lives):
+def test_a_sender_that_is_done_is_not_lost(monkeypatch, lives):
     """It has delivered everything and holds all averages, but its last word was lost, and it finds no way back."""
     send_parts, traffics, stranded, told = Delivery.send_parts, [], [], []
 
@@ -323,7 +324,7 @@ def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, liv
             broken.host_of(1).crash()
 
     def begin(broken):
-        traffics.append(broken.round_of(1).pairs[2].traffic)
+        traffics.append(broken.round_of(1).calls[2].contents)
         cut_when_all_is_there(broken)
 
     broken = Broken(begin)
@@ -332,27 +333,27 @@ def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, liv
     assert all(result.share_averaged == 1 for result in broken.results)
 
 
-def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):
+def test_restarts_of_an_exchange_are_limited(monkeypatch):
     """It is given up, and the others finish without it."""
-    undisturbed, keep_calling = calm("mean"), Pair.keep_calling
-    hostile: list[Pair] = []
+    undisturbed, keep_calling = calm("mean"), ResumableCall.keep_calling
+    hostile: list[ResumableCall] = []
 
-    async def restless(self, make_calls, on_break):
+    async def restless(self, make_calls):
         async def make_and_break(generation):
             making = asyncio.ensure_future(make_calls(generation))
             await asyncio.wait([making], timeout=0.3)
             if self in hostile:
                 making.cancel()
                 await asyncio.wait([making])
-                self.advance(generation + 1)
+                self._advance(generation + 1)
             await making
 
-        await keep_calling(self, make_and_break, on_break)
+        await keep_calling(self, make_and_break)
 
-    monkeypatch.setattr(Pair, "keep_calling", restless)
+    monkeypatch.setattr(ResumableCall, "keep_calling", restless)
 
     def begin(broken):
-        hostile.extend(broken.round_of(1).pairs.values())
+        hostile.extend(broken.round_of(1).calls.values())
 
     settings = {"sender_timeout": 5.0, "reducer_timeout": 10.0}
     broken = Broken(begin, **settings)
@@ -363,7 +364,7 @@ def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypa
     assert undisturbed.seconds < broken.seconds < 30
 
 
-def test_cuts_while_the_parts_of_a_dead_member_are_averaged_again(monkeypatch):
+def test_cuts_during_a_recovery(monkeypatch):
     undisturbed, recoveries, rounds = calm("mean"), [], []
     execute = Recovery.run
 

@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 
-from shoal.averaging.redialling import RESUME_SECONDS
-from shoal.averaging.round import exchange
-from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round import traffic
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.state import RoundState
 from shoal.errors import AllreduceException
+from shoal.net.resumable import RESUME_SECONDS
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.drills import mostly_drills
 from tests.simulation.deaths import (
@@ -61,7 +61,7 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
 
         def silence(allreduce):
             died.append(loop.time())
-            for index in allreduce.roster.coordinators[:count]:
+            for index in allreduce.state.coordinators[:count]:
                 network.host_of(allreduce.group.peer_ids[index]).power_off()
 
         when_all_average(members, lambda rounds: loop.call_later(after, silence, rounds[0]))
@@ -74,7 +74,7 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
 
 
 @pytest.mark.parametrize(("sender_timeout", "reducer_timeout"), [(5.0, 10.0), (30.0, 60.0)])
-def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeout, reducer_timeout):
+def test_freezing_after_sending_costs_no_more(sender_timeout, reducer_timeout):
     """Of a reducer nobody waits for anything then but averages, for which the limit is longer."""
     frozen = []
 
@@ -82,7 +82,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
         loop = asyncio.get_running_loop()
 
         def look(rounds):
-            victims = rounds[0].roster.coordinators[::7]  # the one who would notice, and another one
+            victims = rounds[0].state.coordinators[::7]  # the one who would notice, and another one
             waiting = set().union(*(each.reducer.waiting_for for each in rounds if each.own_index not in victims))
             if waiting.intersection(victims):
                 loop.call_later(0.001, look, rounds)
@@ -103,7 +103,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
 
 @pytest.mark.parametrize("which", [0, -1])
 @pytest.mark.parametrize("after", mostly_drills([0.1, 0.6]))
-def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
+def test_a_short_outage_costs_nothing(which, after):
     def interfere(network, members):
         loop = asyncio.get_running_loop()
 
@@ -112,7 +112,7 @@ def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
             loop.call_later(3.0, network.heal)
 
         def then(rounds):
-            victim = rounds[0].group.peer_ids[rounds[0].roster.coordinators[which]]
+            victim = rounds[0].group.peer_ids[rounds[0].state.coordinators[which]]
             loop.call_later(after, cut, network.host_of(victim))
 
         when_all_average(members, then)
@@ -123,7 +123,7 @@ def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
 
 
 @pytest.mark.parametrize("after", [0.3, 0.6])
-def test_a_coordinator_whose_step_is_cancelled_keeps_nobody_waiting(after):
+def test_a_cancelled_coordinator_keeps_nobody_waiting(after):
     left = []
 
     def interfere(network, members):
@@ -142,7 +142,7 @@ def test_a_coordinator_whose_step_is_cancelled_keeps_nobody_waiting(after):
 
 
 @pytest.mark.parametrize("seed", [83, 115])
-def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(seed):
+def test_members_that_return_have_the_same_bytes(seed):
     """The others have averaged something again without it meanwhile."""
     members = run_round(seed, 8, link=Link(delay=WIDE_AREA.delay, jitter=0.05, break_rate=0.05))
     complete = [member for member in members if member.result.share_averaged == 1]
@@ -153,7 +153,7 @@ def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(
 def lose_for_a_while(network, rounds, positions, seconds):
     """Cut members off; they notice only later that the coordinator has lost them, too."""
     [coordinator] = [each for each in rounds if each.own_index == 0]
-    links = [coordinator.roster.members[position].link.shared.call.connection.stream for position in positions]
+    links = [next(iter(coordinator.calls[position].link.calls)).connection.stream for position in positions]
     lost = [link.other.host for link in links]
     pairs = [(host, other) for host in lost for other in network.hosts if other is not host]
     for one, other in pairs:
@@ -173,10 +173,10 @@ def lose_for_a_while(network, rounds, positions, seconds):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_two_that_come_back_after_the_commit_average_nothing_again(monkeypatch, is_kept):
+def test_returning_after_the_commit_averages_nothing_again(monkeypatch, is_kept):
     """They get the result, if it is kept; else what they lacked stays as it was: the others have something else."""
     if not is_kept:
-        monkeypatch.setattr(Coordination, "_some_may_return", lambda self: False)
+        monkeypatch.setattr(RoundState, "some_may_return", False)
 
     def interfere(network, members):
         def then(rounds):
@@ -218,7 +218,7 @@ def test_who_cannot_average_a_part_fails_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["crash", "power_off"])
-def test_who_died_in_one_phase_is_not_waited_for_in_the_next(kind):
+def test_later_phases_do_not_wait_for_the_dead(kind):
     seconds = []
 
     async def average(session, tensors, infos):
@@ -246,7 +246,7 @@ def test_who_died_in_one_phase_is_not_waited_for_in_the_next(kind):
 
 
 @pytest.mark.parametrize("seed", mostly_drills([28, 31, 39]))
-def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
+def test_a_very_short_grace_splits_no_group(seed):
     link = Link(delay=WIDE_AREA.delay, jitter=0.03)
     members = run_round(seed, 8, link=link, quorum=5, quorum_grace=0.1)
     assert all(member.result.share_averaged == 1 for member in members)
@@ -256,7 +256,7 @@ def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
 
 def test_a_round_is_forgotten_when_it_is_over(monkeypatch):
     """Also if its members have several connections, for which there are time limits."""
-    monkeypatch.setattr(exchange, "stripes_for", lambda round_trip, parts: 2)
+    monkeypatch.setattr(traffic, "stripes_for", lambda round_trip, parts: 2)
     begin, vectors = AllReduce.__init__, []
 
     def note(self, *args, **options):

@@ -23,24 +23,35 @@ def test_results_are_what_they_say(kind: str, seeds: int, with_deaths: bool) -> 
     assert ways["content"] + ways["with losses"] > 0
 
 
-def test_a_member_out_of_reach_of_a_reducer_that_is_lost_itself() -> None:
+def test_a_lost_reducer_has_told_whom_it_left_out() -> None:
     """The reducer does not get to tell the coordinator whom it has left out, but has told it with its averages."""
     check("many calls", 14)
 
 
 @pytest.mark.parametrize("seed", [103, 105])
-def test_who_moves_half_of_the_way_never_moves_to_the_values_of_a_coordinator(seed: int) -> None:
+def test_mixed_values_never_become_the_coordinators(seed: int) -> None:
     """In these rounds a member comes back that the coordinator has lost, when its parts were averaged again."""
     check("half of the way", seed)
 
 
-def test_nobody_gets_what_a_user_has_done_with_a_result() -> None:
+def test_late_members_get_no_changed_values() -> None:
     """A member has its result before the round has ended for all, and then leads one that the coordinator has lost."""
     check("quorum", 529)
 
 
+def test_a_result_shows_the_slow_member() -> None:
+    def slow_down(broken: Broken) -> None:
+        broken.host_of(2).uplink /= 8
+
+    broken = Broken(slow_down)
+    for node, result in zip(broken.nodes, broken.results, strict=True):
+        seconds = {broken.group.index(peer): each.seconds for peer, each in result.traffic.items()}
+        if node.p2p.peer_id != broken.group[2]:
+            assert max(seconds, key=lambda position: seconds[position]) == 2
+
+
 @pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
-def test_an_auxiliary_has_no_result_for_who_is_late(seed: int) -> None:
+def test_an_auxiliary_keeps_no_result(seed: int) -> None:
     """Its own tensors are none. It ends as the others do."""
 
     def slow_down(broken: Broken) -> None:

@@ -92,7 +92,7 @@ def test_coordinators_die_one_after_the_other(rule, after):
     def interfere(network, members):
         def then(rounds):
             loop = asyncio.get_running_loop()
-            for number, index in enumerate(rounds[0].roster.coordinators[:2]):
+            for number, index in enumerate(rounds[0].state.coordinators[:2]):
                 host = network.host_of(rounds[0].group.peer_ids[index])
                 loop.call_later(after + number * 0.2, host.crash)
 
@@ -110,7 +110,7 @@ def test_rounds_that_do_not_wait_for_everybody(rule):
         def interfere(network, members):
             def then(rounds):
                 loop = asyncio.get_running_loop()
-                victim = network.host_of(rounds[0].group.peer_ids[rounds[0].roster.coordinators[-1]])
+                victim = network.host_of(rounds[0].group.peer_ids[rounds[0].state.coordinators[-1]])
                 network.partition([victim], [other for other in network.hosts if other is not victim])
                 loop.call_later(4.0, network.heal)
 

@@ -10,7 +10,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.groups.search import GroupSearch
 from shoal.averaging.messages import Code, JoinReply
-from shoal.averaging.round.coordinator import Coordination
+from shoal.averaging.round.coordinator import Coordinator
 from shoal.net.transport import MOST
 from shoal.p2p import PeerID
 from shoal.testing import Link, Network, run, start_averagers, start_step
@@ -236,16 +236,16 @@ def test_a_coordinator_cannot_say_that_it_weighs_more_than_its_leader_allows(mon
         network = Network()
         nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(3)], min_matchmaking_time=SECONDS)
         liar = nodes[2].p2p.peer_id
-        honest = Coordination.final_weights
+        honest = Coordinator.final_weights
 
-        def lie(self: Coordination) -> list[float]:
+        def lie(self: Coordinator) -> list[float]:
             weights = honest(self)
-            if self.group.peer_ids[self.own] == liar:
+            if self.state.own.peer_id == liar:
                 has_lied.append(True)
-                weights[self.own] = float(MOST)
+                weights[self.state.own.index] = float(MOST)
             return weights
 
-        monkeypatch.setattr(Coordination, "final_weights", lie)
+        monkeypatch.setattr(Coordinator, "final_weights", lie)
         for node in nodes:
             node.trust.largest_weight = lambda peer: 20.0
         while not has_lied:

@@ -100,6 +100,41 @@ class GroupInfo:
         return peer_id in self.peer_ids
 
 
+class LossCause(IntEnum):
+    """Why a member of a round was lost. The names are counted in ``metrics.members_lost_by_cause``."""
+
+    OTHER = 0
+    """A cause that this version does not know."""
+    REFUSED = 1
+    """Its machine refuses connections: its process has ended."""
+    UNREACHABLE = 2
+    """It could not be dialled."""
+    CONNECTION_BROKE = 3
+    """Its connection broke, and it did not come back."""
+    SILENT = 4
+    """It sent nothing and did not answer, or did not do its part in time."""
+    BROKE_PROTOCOL = 5
+    """It sent something that the protocol does not allow, or its call failed."""
+    BAD_VALUES = 6
+    """It sent averages that are not finite."""
+    LATE = 7
+    """It was too late for the quorum, or came back after its parts were averaged without it."""
+    LEFT = 8
+    """It left the round."""
+    RESIGNED = 9
+    """As the coordinator it was late itself."""
+    STUCK = 10
+    """As the coordinator it did not end the round."""
+    GAVE_UP = 11
+    """It has given this peer up."""
+    EARLIER = 12
+    """It failed in an earlier phase."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> LossCause:
+        return cls.OTHER
+
+
 class AveragingStage(IntEnum):
     """How far a step has come."""
 
@@ -108,6 +143,22 @@ class AveragingStage(IntEnum):
     AWAITING_TRIGGER = 2
     RUNNING_ALLREDUCE = 3
     FINISHED = 4
+
+
+@dataclass(frozen=True)
+class MemberTraffic:
+    """What this peer and another member of a round have exchanged."""
+
+    bytes_sent: int = 0
+    """Of parts and averages, encoded. Includes what was sent again after a connection broke."""
+    bytes_received: int = 0
+    seconds: float = 0.0
+    """From the trigger to the last part or average that came from it; 0 if none came."""
+
+    def __add__(self, other: MemberTraffic) -> MemberTraffic:
+        return MemberTraffic(
+            self.bytes_sent + other.bytes_sent, self.bytes_received + other.bytes_received, self.seconds + other.seconds
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +194,10 @@ class RoundResult:
     """The same for what it has received."""
     seen_failing: tuple[PeerID, ...] = ()
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
+    causes: Mapping[PeerID, LossCause] = field(default_factory=dict)
+    """Why each of ``failed_peers`` was lost, as far as this peer has seen or heard."""
+    traffic: Mapping[PeerID, MemberTraffic] = field(default_factory=dict)
+    """Bytes and seconds of the exchange with each other member. The bytes add up to those above."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
     waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
@@ -177,6 +232,8 @@ class RoundResult:
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
             seen_failing=together(phase.seen_failing for phase in phases),
+            traffic={peer: sum((phase.traffic[peer] for phase in phases), MemberTraffic()) for peer in first.traffic},
+            causes={peer: cause for phase in reversed(phases) for peer, cause in phase.causes.items()},
             waits={peer: waited for peer in first.peers if (waited := sum(p.waits.get(peer, 0.0) for p in phases))},
         )
 

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from shoal.averaging.control import LossCause
 from shoal.base.logs import words_of
 from shoal.compression.base import SerializedTensor, TensorMetadata
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import (
+    DialError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+    RefusedDialError,
+    StreamClosedError,
+)
+from shoal.net.resumable import ALIVE_PER_TIMEOUT, GaveUpError, PeerLeftError
 from shoal.net.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 from shoal.p2p import Call, Header
 
@@ -24,9 +33,6 @@ CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
 # The errors that another member can cause here. None of them may end the round. Bad bytes may make codecs raise the
 # last two.
 PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
-
-# A member shows that it lives so many times within the time after which it would be given up.
-ALIVE_PER_TIMEOUT = 3
 
 PartKey = tuple[int, int]
 """A reducer and the index of one of its parts."""
@@ -165,7 +171,7 @@ Begun = Annotated[list[tuple[Count, Annotated[bytes, Meta(max_length=MAX_SLICES 
 
 
 class Resume(Header, omit_defaults=True):
-    """What a member lacks when an exchange begins anew."""
+    """What a member lacks when an exchange restarts."""
 
     missing_parts: Gaps = msgspec.field(default_factory=list)
     missing_averages: Gaps = msgspec.field(default_factory=list)
@@ -236,70 +242,100 @@ class PartMessage(Header, array_like=True):
     """If these are averages: members without whose values the reducer has averaged these parts, or others so far."""
 
 
-class RoundKind(IntEnum):
-    """Messages between a member and the coordinator of a round."""
-
-    HELLO = 1
-    """From a member, its first message: the id of the round, and its weight."""
-    ALIVE = 2
-    """Either way, now and then: a sign of life."""
-    REPORT = 3
-    """From a member: how many averages of each reducer it holds."""
-    FAILED = 4
-    """From the coordinator: do not wait for these members."""
-    ASSIGNMENT = 5
-    """From the coordinator: parts to send to it, and parts that it will send."""
-    PART = 6
-    """Either way: one part; its bytes follow as the payload."""
-    RESTART = 7
-    """From the coordinator: the assignment is void, report again."""
-    COMMIT = 8
-    """From the coordinator, its last message: all members have all averages that could be saved."""
-    DELIVERED = 9
-    """From a member: it has sent all its parts."""
-    LATE = 10
-    """From the coordinator: the others do not wait for this member, it must stop. From the member: it has stopped, and
-    wants the result when the round is over."""
-    RESIGNED = 11
-    """From the coordinator: it is late itself, and the next one takes over."""
-    OVER = 13
-    """From the coordinator, instead of an answer to a greeting: the round was committed without this member."""
+Ranges = list[tuple[Count, Count, Count]]
+"""Ranges of parts: the reducer, the first index, and the index after the last one."""
 
 
-class RoundMessage(Header, omit_defaults=True):
-    """A message of a round's second half. Which fields count depends on its kind."""
+class RoundMessage(Header, tag=0):
+    """A message between a member and the coordinator of a round. Each kind is a subclass with a tag of its own."""
 
-    kind: int
-    round_id: RoundID = b""
+
+class Greeting(RoundMessage, tag=1, omit_defaults=True):
+    """From a member: its first message."""
+
+    round_id: RoundID
     weight: Amount = 0.0
     late: bool = False
-    """In a greeting: the member was late before."""
+    """The member was late before."""
     missed: bool = False
-    """In a greeting: the member knows that others have committed the round without it."""
-    weights: list[Amount] = msgspec.field(default_factory=list)
-    """In a commit: the weight of each member in the average."""
-    not_finite: list[Count] = msgspec.field(default_factory=list)
-    """In a report: members whose values the reporter has left out, because they are not finite. In a commit: the
-    members from all reports."""
-    left_out: list[Count] = msgspec.field(default_factory=list)
-    """In a report: members without whose values the reporter has averaged some parts, because it had given them up. In
-    a commit: the members from all reports."""
+    """The member knows that others have committed the round without it."""
     norms: list[Norm] = msgspec.field(default_factory=list)
-    """In a greeting: as in :class:`BeginReduce`."""
+    """As in :class:`BeginReduce`, and signed by the next field."""
+    statement: Statement = b""
+
+
+class RoundAlive(RoundMessage, tag=2):
+    """Either way, now and then: a sign of life. From the coordinator also its answer to a greeting."""
+
+
+class Report(RoundMessage, tag=3, omit_defaults=True):
+    """From a member that has exchanged all that it will."""
+
+    held: list[Count]
+    """The number of averages of each reducer that it holds, from the first one on."""
+    not_finite: list[Count] = msgspec.field(default_factory=list)
+    """Members whose values it has left out, because they are not finite."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
+    """Members without whose values it has averaged some parts, because it had given them up."""
     statements: list[Statement] = msgspec.field(default_factory=list)
-    """In a greeting: the member's own. In a report: those that the reporter has got from all members. In a commit: two
-    of each member in ``untrue``."""
+    """What it has got from each member, see :class:`BeginReduce`; empty: nothing."""
+
+
+class MembersLost(RoundMessage, tag=4):
+    """From the coordinator: do not wait for these members."""
+
+    lost: dict[Count, LossCause]
+
+
+class Assignment(RoundMessage, tag=5, omit_defaults=True):
+    """From the coordinator: parts to send to it, and parts that it is going to send."""
+
+    send: Ranges = msgspec.field(default_factory=list)
+    expect: Ranges = msgspec.field(default_factory=list)
+
+
+class AssignedPart(RoundMessage, tag=6):
+    """Either way: one part; its bytes follow as the payload."""
+
+    reducer: Count
+    index: Count
+    part: PartHeader
+
+
+class Restart(RoundMessage, tag=7):
+    """From the coordinator: the assignment is void, report again."""
+
+
+class Commit(RoundMessage, tag=8, omit_defaults=True):
+    """From the coordinator, its last message: all members have all averages that could be saved."""
+
+    weights: list[Amount]
+    """The weight of each member in the average."""
+    lost: dict[Count, LossCause] = msgspec.field(default_factory=dict)
+    not_finite: list[Count] = msgspec.field(default_factory=list)
+    """The members from all reports, as in the next field."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
     untrue: list[Count] = msgspec.field(default_factory=list)
-    """In a commit: members that have announced different norms to different members."""
-    held: list[Count] = msgspec.field(default_factory=list)
-    members: list[Count] = msgspec.field(default_factory=list)
-    send: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
-    """In an assignment, as in ``expect``: ranges of parts. Each has a reducer, a first index, and the index after the
-    last one."""
-    expect: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
-    reducer: Count = 0
-    index: Count = 0
-    part: PartHeader | None = None
+    """Members that have announced different norms to different members."""
+    statements: list[Statement] = msgspec.field(default_factory=list)
+    """Two of each member in ``untrue``."""
+
+
+class Delivered(RoundMessage, tag=9):
+    """From a member: it has sent all its parts."""
+
+
+class Late(RoundMessage, tag=10):
+    """From the coordinator: the others do not wait for this member, it must stop. From the member: it has stopped, and
+    wants the result when the round is over."""
+
+
+class Resigns(RoundMessage, tag=11):
+    """From the coordinator: it is late itself, and the next one takes over."""
+
+
+class RoundOver(RoundMessage, tag=13):
+    """From the coordinator, instead of an answer to a greeting: the round was committed without this member."""
 
 
 class RoundStatus(IntEnum):
@@ -385,6 +421,46 @@ class StateChunk(Header):
     index: Count
 
 
+class NotFiniteError(ProtocolError):
+    """A member has sent values that are not finite where there must be none."""
+
+
+class ResignedError(ProtocolError):
+    """The coordinator is late itself and does not lead the round to its end."""
+
+
+class MissedError(ProtocolError):
+    """The round was committed without this member."""
+
+
+class Loss(NamedTuple):
+    """Why a member does not take part in a round any more."""
+
+    cause: LossCause
+    reason: str
+    """The same in words, for the log and for errors."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Loss:
+        """From the error that the failure of the member has caused."""
+        causes = (cause for kinds, cause in _CAUSES if isinstance(error, kinds))
+        return cls(next(causes, LossCause.BROKE_PROTOCOL), reason_of(error))
+
+
+_CAUSES: tuple[tuple[type[BaseException], LossCause], ...] = (
+    (RefusedDialError, LossCause.REFUSED),
+    (DialError, LossCause.UNREACHABLE),
+    (TimeoutError, LossCause.SILENT),
+    (GaveUpError, LossCause.GAVE_UP),
+    (PeerLeftError, LossCause.LEFT),
+    (StreamClosedError, LossCause.CONNECTION_BROKE),
+    (asyncio.CancelledError, LossCause.CONNECTION_BROKE),
+    (NotFiniteError, LossCause.BAD_VALUES),
+    (ResignedError, LossCause.RESIGNED),
+    (MissedError, LossCause.LEFT),
+)
+
+
 def reason_of(error: BaseException) -> str:
     """The reason in words why a member failed, from the error that its failure has caused."""
     if isinstance(error, TimeoutError):
@@ -419,11 +495,11 @@ class SharedCall:
         """Send one part; ``None``: it has no average."""
         reducer, index = key
         part, payload = describe_part(PartStatus.VALUES, encoded)
-        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
+        await self.send(AssignedPart(reducer, index, part), *payload)
 
 
 async def show_life(shared: SharedCall, silence: float) -> None:
     """Send signs of life for ever; the other side gives this one up after ``silence`` seconds without a message."""
     while True:
         await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
-        await shared.send(RoundMessage(kind=RoundKind.ALIVE))
+        await shared.send(RoundAlive())

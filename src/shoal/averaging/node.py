@@ -29,16 +29,18 @@ from shoal.averaging.messages import (
     BeginReduce,
     Code,
     DownloadRequest,
+    Greeting,
     Invitation,
     JoinReply,
     JoinRequest,
-    RoundKind,
     RoundMessage,
+    RoundOver,
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round.delivery import stripes_for
-from shoal.averaging.round.session import ActiveRounds, AllReduceSettings, GroupSession, Round, RoundIsCommitted
+from shoal.averaging.round.exchange import AllReduceSettings
+from shoal.averaging.round.session import ActiveRounds, GroupSession, Round, RoundIsCommitted
+from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
@@ -382,9 +384,8 @@ class AveragerNode(ServicerBase):
             config.aggregation,
         )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        made = GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse)
-        made.on_stuck = self.p2p.behaviour.note_stuck
-        return made
+        stuck = self.p2p.behaviour.note_stuck
+        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, stuck)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -392,11 +393,12 @@ class AveragerNode(ServicerBase):
         metrics.rounds_succeeded += 1
         metrics.seconds_averaging += result.duration
         metrics.members_lost += len(result.failed_peers)
+        metrics.members_lost_by_cause.update(cause.name.lower().replace("_", " ") for cause in result.causes.values())
         if result.failed_peers:
             logger.info(
                 "averaged %.1f %% of the vector; failed members: %s",
                 100 * result.share_averaged,
-                ", ".join(map(str, result.failed_peers)),
+                ", ".join(f"{peer} ({cause.name.lower()})" for peer, cause in result.causes.items()),
             )
         if result.left_out_peers:
             logger.info(
@@ -455,19 +457,19 @@ class AveragerNode(ServicerBase):
 
     @patient
     async def rpc_complete(self, call: Call, context: P2PContext) -> None:
-        hello = await call.receive(RoundMessage)
-        if hello is None:
-            raise ProtocolError("ended before saying which round")
+        greeting = await call.receive(RoundMessage)
+        if not isinstance(greeting, Greeting):
+            raise ProtocolError("ended before saying which round, or did not greet first")
         try:
-            current = await self._find_round(call, hello.round_id)
+            current = await self._find_round(call, greeting.round_id)
         except RoundIsCommitted:
-            await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
+            await call.send(RoundOver(), end=True)
         else:
-            await current.serve_member(call, hello, context.remote_id)
+            await current.serve_member(call, greeting, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
-        has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
+        has_given_up = current is not None and current.allreduce.hear_question(request, context.remote_id)
         is_waiting = current is not None and current.completion.is_waiting
         has_left = current is not None and current.completion.follows_another_than(context.remote_id)
         return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting, has_left)

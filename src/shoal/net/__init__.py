@@ -7,5 +7,6 @@
 - A message on a stream is a small header and a payload that goes straight to where it belongs. A :mod:`~.connection`
   carries one call at a time; a :mod:`~.dialler` makes connections, and a :mod:`~.connection_pool` keeps and reuses
   them.
+- A :mod:`~.resumable` call survives broken connections: the work of two peers on one task, such as a round.
 - A :mod:`~.service` is a class whose ``rpc_`` methods others call; :mod:`~.server` runs them, within :mod:`~.limits`.
 """

@@ -214,7 +214,8 @@ class StubBase:
 
     def __init__(self, p2p: Peer, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
         self._p2p = p2p
-        self._peer = peer
+        self.peer = peer
+        """The other peer."""
         self.servicer = servicer
         """The class whose methods are called."""
         self._namespace = namespace
@@ -229,36 +230,36 @@ class StubBase:
     @property
     def round_trip(self) -> float:
         """The shortest measured round trip to the other peer, in seconds; 0 if there is none."""
-        return self._p2p.round_trip_to(self._peer)
+        return self._p2p.round_trip_to(self.peer)
 
     def dial_anew(self) -> None:
         """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
-        self._p2p.drop_idle(self._peer)
+        self._p2p.drop_idle(self.peer)
 
     def replace_arranged(self, count: int) -> None:
         """The same for connections that relays have brought about; ``count`` new ones are made at once."""
-        self._p2p.replace_arranged(self._peer, count)
+        self._p2p.replace_arranged(self.peer, count)
 
     def note_silence(self) -> None:
         """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
-        self._p2p.note_silence(self._peer)
+        self._p2p.note_silence(self.peer)
 
     def context_of(self, method: str) -> P2PContext:
         """The context of a call, seen from the caller."""
-        return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)
+        return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self.peer)
 
     def _make_caller(self, method: Method) -> Callable[..., Any]:
         handle = self.servicer.handle_name(method.name, self._namespace)
 
         def unary(request: Header, timeout: float | None = None) -> Awaitable[Header]:
             assert method.response_type is not None
-            return self._p2p.call(self._peer, handle, request, method.response_type, timeout, roles=method.roles)
+            return self._p2p.call(self.peer, handle, request, method.response_type, timeout, roles=method.roles)
 
         if not method.is_streaming and method.request_type is not None:
             return unary
 
         def stream() -> AbstractAsyncContextManager[Call]:
-            return self._p2p.open_call(self._peer, handle, roles=method.roles)
+            return self._p2p.open_call(self.peer, handle, roles=method.roles)
 
         def iterate(request: Header | AsyncIterable[Header]) -> Responses:
             return Responses(stream, method, request)

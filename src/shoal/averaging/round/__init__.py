@@ -2,7 +2,7 @@
 
 ====================  =============================================================================================
 :mod:`~.session`      the rounds of one group, one after another; and all rounds of an averager, by id
-:mod:`~.members`      the roster: which members take part, have failed, are late or gone, and what follows from that
+:mod:`~.state`        pure: what becomes of each member, and how the round ends; the shells below do what it decides
 :mod:`~.exchange`     the first half of a round: parts go to their reducers, averages come back
 :mod:`~.delivery`     the calls between one sender and one reducer
 :mod:`~.finish`       the second half: every member gets every average, or learns why not

@@ -13,32 +13,14 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume
-from shoal.averaging.redialling import Life, open_again, open_patiently
 from shoal.averaging.round.combining import NormClaim
-from shoal.averaging.round.traffic import Traffic
-from shoal.averaging.round.watchdog import MemberCalls
+from shoal.averaging.round.traffic import MAX_STRIPES, Traffic
 from shoal.base.tasks import all_of, cancel_and_wait, first_completed
 from shoal.errors import ProtocolError, StreamClosedError
+from shoal.net.resumable import ResumableCall, open_again, open_patiently
 from shoal.p2p import Call
 
 logger = logging.getLogger(__name__)
-
-# More connections than this make no link faster, and each one costs a handshake.
-MAX_STRIPES = 8
-# One stripe for each so many seconds of round-trip time. If the reducer sends, too, it makes as many of its own.
-SECONDS_PER_STRIPE = 0.025
-# A further connection pays only with at least this many parts for it.
-PARTS_PER_STRIPE = 4
-
-
-def stripes_for(round_trip: float, parts: int) -> int:
-    """The number of connections over which parts should travel.
-
-    Args:
-        round_trip: seconds to the reducer and back.
-        parts: the number of parts.
-    """
-    return max(1, min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE), parts // PARTS_PER_STRIPE))
 
 
 class Delivery:
@@ -47,8 +29,7 @@ class Delivery:
     Args:
         traffic: what is to be exchanged with the reducer.
         open_call: begins a call to the reducer.
-        lines: watches the calls.
-        life: tells whether the reducer lives.
+        calls: keeps the calls to the reducer.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
         timeout: the reducer is given up after so many seconds without the next average.
     """
@@ -57,15 +38,14 @@ class Delivery:
         self,
         traffic: Traffic,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
-        lines: MemberCalls,
-        life: Life,
+        calls: ResumableCall,
         *,
         may_end: asyncio.Event,
         timeout: float,
     ) -> None:
         self._traffic = traffic
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
-        self._lines, self._life = lines, life
+        self._calls = calls
         self._stripes = 1
         # After a connection broke: whether the reducer has told on the first call what it lacks.
         self._agreement: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -100,7 +80,7 @@ class Delivery:
             return
         try:
             async with self._open(is_again=is_first_again) as call:
-                with self._lines.watching(call):
+                with self._calls.calls.watching(call):
                     await call.send(begin)
                     if begin.resume:
                         await self._agree(call, begin)
@@ -120,10 +100,10 @@ class Delivery:
 
     def is_heard(self) -> bool:
         """Whether the reducer is worth waiting for: not if the calls may end."""
-        return not self._may_end.is_set() and self._life.is_heard()
+        return not self._may_end.is_set() and self._calls.is_heard()
 
     def has_come_after(self, moment: float) -> bool:
-        return self._life.has_come_after(moment)
+        return self._calls.has_come_after(moment)
 
     async def _agree(self, call: Call, begin: BeginReduce) -> None:
         """Hear from the reducer what it lacks."""
@@ -238,16 +218,10 @@ class Intake:
         """Send the averages that belong on this stripe."""
         await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
-    async def wait_for_end(
-        self, call: Call, round_ended: asyncio.Event, on_break: Callable[[], object] | None = None
-    ) -> bool:
+    async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
         """Wait until the sender ends its side of a stripe, which it does when it holds all averages.
 
         When the round is over, the sender has to end within the time limit.
-
-        Args:
-            on_break: called if the connection breaks before: perhaps not all averages have come there, and the sender
-                does not know that nothing more comes.
 
         Returns:
             Whether the sender has now ended all its stripes.
@@ -261,10 +235,6 @@ class Intake:
             async with asyncio.timeout(self._timeout):
                 if await end is not None:
                     raise ProtocolError("more parts than agreed")
-        except (StreamClosedError, asyncio.CancelledError):  # the end of a connection cancels its handler
-            if on_break is not None and call.connection.closed and not round_ended.is_set():
-                on_break()
-            raise
         finally:
             await cancel_and_wait(end)
         self.open -= 1

@@ -7,9 +7,9 @@ average, and make up for members that have died (:mod:`shoal.averaging.round.fin
 A sender ends its side of the calls when it holds the averages of all reducers. So when all senders of a reducer have
 ended, that reducer knows without asking that the round is over everywhere.
 
-A member whose connection breaks is waited for while the exchange with it begins anew
-(:mod:`shoal.averaging.round.pair`). It fails when it does not come back, or when it is silent for longer than a
-time limit. The parts that a failed sender has not delivered are averaged without it.
+When a connection breaks, the exchange with that member restarts (:mod:`shoal.net.resumable`). A member fails if it does
+not come back, or is silent for longer than a time limit. Parts that a failed sender has not delivered are averaged
+without it.
 
 NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some come
 nevertheless, the reducer leaves them out. If an average contains some, its reducer has failed.
@@ -20,36 +20,75 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusReply, StatusRequest, reason_of
+from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberTraffic, RoundResult
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
-from shoal.averaging.round.delivery import Delivery, Intake, check_beginning, stripes_for
-from shoal.averaging.round.flow_control import FlowControl
-from shoal.averaging.round.liveness import wait_for_return, wait_until_silent
-from shoal.averaging.round.members import MemberStatus, Roster, RoundMember
-from shoal.averaging.round.pair import MAX_RESUMES, Pair, Superseded
+from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.sending import FlowControl
+from shoal.averaging.round.state import (
+    Action,
+    AveragesCame,
+    Complete,
+    Event,
+    Exchanged,
+    Lost,
+    MemberStatus,
+    PartsSent,
+    RoundMember,
+    RoundState,
+    StopExchange,
+    on,
+)
 from shoal.averaging.round.traffic import Traffic
-from shoal.averaging.round.watchdog import Watchdog
+from shoal.averaging.round.waits import Waits
 from shoal.base.tasks import cancel_and_wait
-from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, ProtocolError, StreamClosedError
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.errors import AllreduceException, ProtocolError
+from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, GaveUpError, LifeAnswer, LifeQuestion, ResumableCall
 from shoal.p2p import Call, PeerID, StubBase
-
-if TYPE_CHECKING:
-    from shoal.averaging.round.session import AllReduceSettings
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = "has given this member up"
+
+@dataclass(frozen=True)
+class AllReduceSettings:
+    """How a group averages."""
+
+    codec: CompressionBase
+    part_size_bytes: int
+    alpha: float
+    """Local values move by this fraction of the way to the average."""
+    sender_timeout: float
+    """A sender is given up after so many seconds without the next part."""
+    reducer_timeout: float
+    """A reducer is given up after so many seconds without the next average."""
+    quorum: int | None = None
+    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    quorum_grace: float = 0.0
+    aggregation: Aggregation | None = None
+    """``None``: the weighted mean."""
 
 
+def answer_of(reply: StatusReply) -> LifeAnswer:
+    """What a member's answer about the round means for the calls to it."""
+    has_left = "has left the round"
+    why_over = GIVEN_UP if reply.has_given_up else has_left if reply.status != RoundStatus.RUNNING else None
+    why_unlinked = "has given this coordinator up" if reply.follows_another else None
+    if why_unlinked is None and reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
+        why_unlinked = has_left
+    return LifeAnswer(reply.status != RoundStatus.UNKNOWN, reply.has_given_up, why_over, why_unlinked)
+
+
+# More than 15 attributes: its parts (vector, state, book, reducer, calls) are shared with the shell of the round's end.
 class AllReduce:
     """The exchange of parts in one group.
 
@@ -63,6 +102,7 @@ class AllReduce:
         weight: this member's weight.
         get_stub: makes a stub of the averager protocol for a member.
         is_spoilt: whether some of this member's values are not finite; its weight is then 0.
+        accuse: called with the position of a member that has lied, and what it has lied about.
     """
 
     def __init__(
@@ -76,16 +116,22 @@ class AllReduce:
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
+        accuse: Callable[[int, str], object] = lambda member, what: None,
     ) -> None:
         self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
         self.settings, self.weight = settings, weight
         self.vector = RoundVector(
             tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
         )
-        reducers = [index for index, parts in enumerate(self.vector.parts) if parts]
-        self.roster = Roster(group, own_index, reducers, settings.quorum)
-        self.roster.on_failure.append(self._drop)
-        self.book = NormBook(round_id, group, settings.aggregation, self.roster.accuse)
+        counts = [len(parts) for parts in self.vector.parts]
+        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.alpha == 1)
+        self.actions: asyncio.Queue[Action] = asyncio.Queue()
+        """What follows from events and is not the exchange's business."""
+        self.changed = asyncio.Event()
+        """Set after each event."""
+        self.delivered, self.received, self.all_complete = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """Set when the state says so for the first time, see :class:`~.state.RoundState`."""
+        self.book = NormBook(round_id, group, settings.aggregation, accuse)
         self.exchanged = asyncio.Event()
         """This member has sent and received all that it will in the exchange."""
         # The calls to reducers may end: they gave this member all averages, or the round is over. A member that needed
@@ -95,76 +141,133 @@ class AllReduce:
         """Set when the round is over."""
         self.weights: list[float] = []
         """The weight of each member in the average, as the coordinator has committed it."""
+        self.waits = Waits(asyncio.get_running_loop().time)
+        """How long this member waits for others, each alone."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
         self._pace = FlowControl() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        is_awaited = self.reducer.waiting_for.__contains__
-        self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
+        self.calls = {i: self._make_calls(i) for i in self._traffic}
         """By member: the calls between the two."""
-        self.watch = Watchdog(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._waiting: dict[asyncio.Task[None], None] = {}  # for senders whose connections broke
+        self._began_at = asyncio.get_running_loop().time()
+        self._show()
 
     def _make_reducer(self) -> PartReducer:
-        own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
-        senders = [index for index in roster.senders if index != own and parts]
-        local = self.vector.sound_values if roster.is_sender else None
-        on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
-        reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
-        reducer.left_out, reducer.waits = roster.left_out, roster.waits
+        own, parts = self.own_index, self.vector.parts[self.own_index]
+        senders = [index for index in self.state.senders if index != own and parts]
+        local = self.vector.sound_values if self.state.own.is_sender else None
+        combiner = self.book.make_combiner()
+        reducer = PartReducer(parts, senders, local, own, {own: self.weight}, self.note_not_finite, combiner)
+        reducer.waits = self.waits
         return reducer
 
     def _make_traffic(self, member: int) -> Traffic:
-        roster = self.roster
         return Traffic(
             self.vector,
             self.reducer,
             self.own_index,
             member,
-            gives=roster.is_sender,
-            takes=member in roster.senders,
+            gives=self.state.own.is_sender,
+            takes=self.state.members[member].is_sender,
             pace=self._pace,
-            on_not_finite=lambda: roster.seen_not_finite.add(member),
-            on_delivered=lambda: roster.note_delivery(member),
-            on_received=lambda: roster.note_received(member),
+            on_not_finite=lambda: self.note_not_finite(member),
+            on_delivered=lambda: self.emit(PartsSent(member)),
+            on_received=lambda: self.emit(AveragesCame(member)),
         )
 
+    def _make_calls(self, index: int) -> ResumableCall:
+        member = self.state.members[index]
+        stub = self.get_stub(member.peer_id)
+
+        async def ask(question: LifeQuestion, timeout: float | None = None) -> LifeAnswer:
+            reply: StatusReply = await stub.rpc_round_status(StatusRequest(self.round_id, *question), timeout=timeout)
+            return answer_of(reply)
+
+        can_be_called = member.mode is not AveragingMode.CLIENT
+        return ResumableCall(
+            stub, self._traffic[index], ask, functools.partial(self._lose, member), can_be_called=can_be_called
+        )
+
+    def _lose(self, member: RoundMember, error: BaseException) -> None:
+        """The calls to a member report that it is gone."""
+        # A member that has given this one up, perhaps because this one was late, is not to blame.
+        self.emit(Lost(member.index, Loss.of(error), is_hearsay=isinstance(error, GaveUpError)))
+
+    def emit(self, event: Event) -> None:
+        """Something has happened in the round: do what follows from it, or leave it in :attr:`actions`."""
+        owed_by_several = len(self._owing()) > 1
+        for action in on(self.state, event):
+            if isinstance(action, StopExchange):
+                self._stop(action)
+            else:
+                self.actions.put_nowait(action)
+        if isinstance(event, AveragesCame) and (owed_by_several or not self._owing()):
+            self.waits.miss(self._owing(), averages=True)
+        self._show()
+        self.changed.set()
+
+    def _owing(self) -> list[int]:
+        """Reducers whose averages have not all come."""
+        return [member.index for member in self.state.members if member.owes_averages]
+
+    def _show(self) -> None:
+        state = self.state
+        for holds, seen in (
+            (state.has_delivered, self.delivered),
+            (state.has_received, self.received),
+            (state.all_complete, self.all_complete),
+        ):
+            if holds:
+                seen.set()
+
+    def note_not_finite(self, member: int) -> None:
+        """A member has sent values that are not finite."""
+        self.state.members[member].sent_not_finite = True
+
+    @property
+    def left_out(self) -> list[int]:
+        """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
+        return [each.index for each in self.state.members if each.left_out or each.index in self.reducer.left_out]
+
     async def run(self) -> None:
-        """Exchange parts with all members. Failures of other members go to the roster and are not raised here.
+        """Exchange parts with all members. Failures of other members are events, and are not raised here.
 
         Raises:
             AllreduceException: this member could not average a part.
         """
         work: list[Coroutine[Any, Any, object]] = [self.reducer.finish()]
-        roster = self.roster
-        living = [member for member in roster.members if not member.failed and member is not roster.own]
-        if roster.is_sender:
+        state = self.state
+        living = [member for member in state.members if not member.failed and member is not state.own]
+        if state.own.is_sender:
             work.append(self._apply_own_parts())
-            for failed in roster.failed:  # in an earlier phase
+            for failed in state.failed:  # in an earlier phase
                 self._stop_exchange(failed.index)
             for member in living:
                 if self.vector.parts[member.index]:
                     self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
-        watches = [self._watch(member) for member in living if member.index in roster.coordinators]
-        watches += [self._give_up_absent_senders(), self.watch.run()]
-        background, exchange = ([asyncio.ensure_future(each) for each in begun] for begun in (watches, work))
+        for index, calls in self.calls.items():
+            calls.start(self.settings.sender_timeout, asks=not state.members[index].failed)
+        absent = asyncio.ensure_future(self._give_up_absent_senders())
+        exchange = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*exchange)
-            await roster.received.wait()
+            await self.received.wait()
             self.vector.drop_early()
             self.exchanged.set()
             # A member that has left out bad values does not end early. The others then wait for the coordinator, which
             # names the sender of these values to all.
-            if roster.is_sender and self.vector.is_complete and not roster.seen_not_finite:
+            has_bad_values = any(member.sent_not_finite for member in state.members)
+            if state.own.is_sender and self.vector.is_complete and not has_bad_values:
                 self._may_end.set()
-                roster.note_complete(self.own_index)
+                self.emit(Complete(self.own_index))
+            self.emit(Exchanged([*self.vector.held]))
             await self.ended.wait()
             # Calls that end by themselves leave their connections open for the next round.
             if self._exchanges:
@@ -172,31 +275,37 @@ class AllReduce:
         finally:
             for timer in self._timers:
                 timer.cancel()
-            await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers, *self._waiting)
-            for pair in self.pairs.values():
-                await pair.close()
+            helpers = [task for calls in self.calls.values() for task in calls.close()]
+            await cancel_and_wait(absent, *exchange, *self._exchanges.values(), *self._handlers, *helpers)
 
     def end(self) -> None:
         """Note that the round is over, and let all calls end."""
         self.ended.set()
         self._may_end.set()
+        for calls in self.calls.values():
+            calls.is_over = True
 
     async def abandon(self) -> None:
         """Stop the exchange and forget its averages, because the others have gone on without this member."""
-        self.roster.own.standing = MemberStatus.LATE
+        self.state.own.status = MemberStatus.LATE
         # The handlers end first: no other member may get an average that is not part of the round's result.
         await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
             self.reducer.ban(member, "this member is late")
         await cancel_and_wait(*self._exchanges.values())
         await self.exchanged.wait()
-        self.roster.forgive()
+        self.state.forgive()
         self.vector.restart()
 
-    def _drop(self, member: RoundMember) -> None:
+    def _stop(self, action: StopExchange) -> None:
         """Stop all exchange with a member that has failed."""
-        self.reducer.ban(member.index, member.reason)
-        exchange = self._exchanges.get(member.index)
+        member = self.state.members[action.index]
+        if action.is_new:
+            logger.info("group member %s failed: %s", member.peer_id, action.loss.reason)
+        self.reducer.ban(action.index, action.loss.reason)
+        if member is not self.state.own:
+            self.calls[action.index].is_given_up = True
+        exchange = self._exchanges.get(action.index)
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
 
@@ -209,66 +318,71 @@ class AllReduce:
         Raises:
             AllreduceException: nothing was averaged; the tensors are as they were.
         """
-        roster = self.roster
-        share = self.vector.share_averaged if roster.is_sender else 1.0
+        state, failed = self.state, self.state.failed
+        share = self.vector.share_averaged if state.own.is_sender else 1.0
         # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
-        if has_nothing and roster.failed:
-            reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
+        if has_nothing and failed:
+            reasons = "; ".join(f"{each.peer_id}: {each.loss.reason}" for each in failed if each.loss is not None)
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
-        if has_nothing and roster.own.late:
+        if has_nothing and state.own.late:
             raise AllreduceException("this member was late, and the result did not arrive")
-        not_finite = roster.seen_not_finite | roster.told_not_finite
+        left_out = [state.members[index] for index in self.left_out]
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
-            failed_peers=tuple(member.peer_id for member in roster.failed),
-            weights=tuple(self.weights or map(self.weight_of, roster.members)),
+            failed_peers=tuple(member.peer_id for member in failed),
+            weights=tuple(self.weights or map(self.weight_of, state.members)),
             share_averaged=share,
-            auxiliaries=tuple(member.peer_id for member in roster.members if member.mode is AveragingMode.AUX),
-            late=roster.own.late,
+            auxiliaries=tuple(member.peer_id for member in state.members if not member.is_sender),
+            late=state.own.late,
             duration=duration,
-            not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
-            left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
+            not_finite_peers=tuple(m.peer_id for m in state.members if m.sent_not_finite or m.told_not_finite),
+            left_out_peers=tuple(m.peer_id for m in left_out if m.is_sender and not m.failed),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
-            seen_failing=tuple(each.peer_id for each in roster.failed if each.index in roster.seen_failing),
-            waits={self.group.peer_ids[index]: seconds for index, seconds in roster.waits.seconds.items()},
+            seen_failing=tuple(each.peer_id for each in failed if each.seen_failing),
+            traffic={state.members[index].peer_id: self._traffic_of(each) for index, each in self._traffic.items()},
+            causes={each.peer_id: each.loss.cause for each in failed if each.loss is not None},
+            waits={self.group.peer_ids[index]: seconds for index, seconds in self.waits.seconds.items()},
         )
+
+    def _traffic_of(self, traffic: Traffic) -> MemberTraffic:
+        seconds = max(0.0, traffic.came_at - self._began_at)
+        return MemberTraffic(traffic.bytes_sent, traffic.bytes_received, seconds)
 
     def weight_of(self, member: RoundMember) -> float:
         """A member's weight as far as this one knows it: members announce their weights to their reducers only."""
-        if member is self.roster.own:
-            return self.weight if self.roster.is_sender else 0.0
-        is_counted = not member.failed and member.mode is not AveragingMode.AUX
-        return self.reducer.weights.get(member.index, 0.0) if is_counted else 0.0
+        if member is self.state.own:
+            return self.weight if member.is_sender else 0.0
+        return self.reducer.weights.get(member.index, 0.0) if member.is_sender and not member.failed else 0.0
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
     async def _exchange_with(self, member: RoundMember) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
-        stub, traffic, pair = self.get_stub(member.peer_id), self._traffic[member.index], self.pairs[member.index]
+        stub, traffic, calls = self.get_stub(member.peer_id), self._traffic[member.index], self.calls[member.index]
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
-            pair.lines,
-            pair,
+            calls,
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
         )
 
         async def make_calls(generation: int) -> None:
             if not generation or not self.ended.is_set():
-                await delivery.run(self.round_id, self.weight, self._stripes_to(member), self.book.own, generation)
+                stripes = traffic.count_calls(stub.round_trip)
+                await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
 
         try:
-            await pair.keep_calling(make_calls, lambda generation: self._resumes(member, generation))
+            await calls.keep_calling(make_calls)
         except PEER_FAILURES as e:
             if not self.ended.is_set():
-                self.roster.seen_withholding[member.index] = asyncio.get_running_loop().time()
-                self.roster.fail(member.index, reason_of(e))
+                member.withheld_at = asyncio.get_running_loop().time()
+                self.emit(Lost(member.index, Loss.of(e)))
         except asyncio.CancelledError:
-            self.roster.note_cancelled(member.index)
+            member.cut_off |= member.owes_averages
             raise
         finally:
             self._stop_exchange(member.index)
@@ -276,25 +390,8 @@ class AllReduce:
     def _stop_exchange(self, member: int) -> None:
         """Send nothing more to a member, and expect nothing more from it."""
         self._traffic[member].stop()
-        self.roster.note_delivery(member)
-        self.roster.note_received(member)
-
-    def heard_of(self, member: int) -> None:
-        """Note that a member has shown that it lives."""
-        self._traffic[member].heard_at = asyncio.get_running_loop().time()
-
-    async def _watch(self, member: RoundMember) -> None:
-        """Give a member up when it has sent nothing for a while and does not answer whether it lives.
-
-        If it answers that it has given this member up, perhaps because this one came late, it is not to blame.
-        """
-        traffic, limit = self._traffic[member.index], self.settings.sender_timeout
-        stub = self.get_stub(member.peer_id)
-        if await wait_until_silent(stub, self.round_id, lambda: traffic.heard_at, limit):
-            member.silent.set()
-            self.roster.fail(member.index, reason_of(TimeoutError()))
-        else:
-            self.roster.fail(member.index, GIVEN_UP, is_hearsay=True)
+        self.emit(PartsSent(member))
+        self.emit(AveragesCame(member))
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -316,7 +413,7 @@ class AllReduce:
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self.reducer.waiting_for):
             if self.waits_for_beginning_of(sender):
-                self.roster.fail(sender, "did not begin to send in time")
+                self.emit(Lost(sender, Loss(LossCause.SILENT, "did not begin to send in time")))
 
     async def serve(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Reduce for another member. Runs in the handler of its call.
@@ -327,96 +424,57 @@ class AllReduce:
         """
         index, task = self._check_member(begin, sender), asyncio.current_task()
         assert task is not None
-        member, pair = self.roster.members[index], self.pairs[index]
-        self._handlers[task] = None
-        try:
-            pair.advance(begin.resume)
-            if await pair.settle() != begin.resume:
-                raise Superseded("the exchange goes on over other connections")
+        calls = self.calls[index]
+        intake: Intake | None = None
+
+        def start() -> Coroutine[Any, Any, None]:
+            nonlocal intake
             check_beginning(begin, self.intakes.get(index))
             self.book.take_claim(index, begin.norms, begin.statement)
             self._check_member(begin, sender)  # again: time has passed
-            pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
-            try:
-                call.connection.show_life()  # the first average may take a while
-                with pair.lines.watching(call):
-                    await pair.run(begin.resume, intake.exchange(call))
-            except BaseException as e:
-                self._note_failure(member, begin.resume, call, e)
-                raise
-        except Superseded as e:
-            call.connection.abort()
-            raise StreamClosedError(str(e)) from e
+            return intake.exchange(call)
+
+        self._handlers[task] = None
+        try:
+            await calls.serve(call, begin.resume, start)
         finally:
             self._handlers.pop(task, None)
+        assert intake is not None
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
-        with pair.lines.watching(call):
-            on_break = functools.partial(self._resumes, member, begin.resume)
-            has_ended = await intake.wait_for_end(call, self.ended, None if pair.is_calling else on_break)
+        with calls.ending(call, begin.resume):
+            has_ended = await intake.wait_for_end(call, self.ended)
         if has_ended:
-            self.roster.note_complete(index)
-
-    def _note_failure(self, member: RoundMember, generation: int, call: Call, error: BaseException) -> None:
-        """A sender's call has failed before everything was exchanged."""
-        # The end of a connection cancels its handler.
-        is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and call.connection.closed
-        if self.pairs[member.index].generation > generation:
-            return
-        if not (is_broken and (self.ended.is_set() or self._resumes(member, generation))):
-            self.roster.fail(member.index, reason_of(error))
-
-    def _resumes(self, member: RoundMember, generation: int) -> bool:
-        """A call of this generation has broken before its time; returns whether the exchange begins anew."""
-        pair = self.pairs[member.index]
-        if member.failed or generation >= MAX_RESUMES or self.ended.is_set():
-            return False
-        if pair.lost < generation:
-            logger.info("the connection to group member %s broke; the exchange begins anew", member.peer_id)
-            pair.lost = generation
-            pair.returned.clear()
-            pair.dial_anew(self.get_stub(member.peer_id), self._stripes_to(member))
-            # If this member does not call it anyway, it may not know yet.
-            if member.index in self.reducer.waiting_for or not pair.is_calling:
-                waiting = asyncio.ensure_future(self._wait_for_return(member, generation))
-                self._waiting[waiting] = None
-                waiting.add_done_callback(self._waiting.pop)
-        if pair.is_calling:
-            pair.advance(generation + 1)
-        return True
-
-    def _stripes_to(self, member: RoundMember) -> int:
-        missing = self._traffic[member.index].averages_in.missing
-        return stripes_for(self.get_stub(member.peer_id).round_trip, len(missing))
-
-    async def _wait_for_return(self, member: RoundMember, generation: int) -> None:
-        """Give a sender up whose connection broke, if it is dead or does not come back in time."""
-        pair = self.pairs[member.index]
-        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
-
-        def why_not(reply: StatusReply) -> str | None:
-            if reply.has_given_up:
-                return GIVEN_UP
-            return "has left the round" if reply.status != RoundStatus.RUNNING else None
-
-        reason = await wait_for_return(
-            None if is_client else self.get_stub(member.peer_id),
-            StatusRequest(round_id=self.round_id, resume=generation + 1),
-            pair.returned,
-            pair,
-            why_not,
-            pair.traffic.is_incomplete,
-        )
-        if pair.lost == generation and member.index in self.reducer.waiting_for and not pair.returned.is_set():
-            if reason is None or (pair.is_heard() and not pair.traffic.is_incomplete()):
-                self.reducer.delivered_everything(member.index)  # it lives, and has nothing to come back for
-            else:
-                self.roster.fail(member.index, reason)
+            self.emit(Complete(index))
 
     def has_given_up(self, member: RoundMember) -> bool:
         """Whether nothing more will be exchanged with a member."""
-        return member.failed or self.roster.own.late
+        return member.failed or self.state.own.late
+
+    def bytes_sent_to(self, members: Iterable[int]) -> int:
+        """Of parts and averages, to these members so far."""
+        return sum(self._traffic[index].bytes_sent for index in members)
+
+    @property
+    def has_given_all(self) -> bool:
+        """Whether all living members have been sent all averages that this one reduces."""
+        return all(
+            traffic.averages_out.is_taken
+            for index, traffic in self._traffic.items()
+            if not self.state.members[index].failed
+        )
+
+    def hear_question(self, told: StatusRequest, asker: PeerID) -> bool:
+        """A peer asks about the round, and tells which calls have broken.
+
+        Returns:
+            Whether this member has given the asker up.
+        """
+        if asker not in self.group.peer_ids or (index := self.group.peer_ids.index(asker)) == self.own_index:
+            return False
+        self.calls[index].hear_question(LifeQuestion(told.resume, told.is_link_broken))
+        return self.has_given_up(self.state.members[index])
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
@@ -424,7 +482,7 @@ class AllReduce:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
         # It may lack averages although it has delivered everything.
-        member = self.roster.members[index]
+        member = self.state.members[index]
         is_known = begin.resume > 0 and index in self.intakes and not self.has_given_up(member)
         if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
@@ -442,9 +500,7 @@ class AllReduce:
             if begin.stripes > 1:
                 timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
                 self._timers.append(timer)
-        intake, pair = self.intakes[sender], self.pairs[sender]
-        if begin.resume > pair.lost:
-            pair.returned.set()
+        intake = self.intakes[sender]
         intake.begun.add(begin.stripe)
         return intake
 
@@ -452,4 +508,5 @@ class AllReduce:
         """Give up a sender that has begun on some of its connections only: the rest of its parts may never come."""
         intake = self.intakes[sender]
         if intake.generation == generation and len(intake.begun) < intake.stripes:
-            self.roster.fail(sender, "did not begin to send on all its connections in time")
+            loss = Loss(LossCause.SILENT, "did not begin to send on all its connections in time")
+            self.emit(Lost(sender, loss))

@@ -27,38 +27,50 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
+from shoal.averaging.control import LossCause
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
-    ALIVE_PER_TIMEOUT,
     PEER_FAILURES,
-    RoundKind,
+    AssignedPart,
+    Assignment,
+    Commit,
+    Delivered,
+    Greeting,
+    Late,
+    Loss,
+    MembersLost,
+    MissedError,
+    NotFiniteError,
+    Report,
+    ResignedError,
+    Resigns,
+    Restart,
+    RoundAlive,
     RoundMessage,
+    RoundOver,
     RoundStatus,
     SharedCall,
     StatusRequest,
-    reason_of,
     show_life,
 )
-from shoal.averaging.redialling import REDIAL_PAUSE, open_again
-from shoal.averaging.round.coordinator import Coordination
-from shoal.averaging.round.members import RoundMember
-from shoal.averaging.round.pair import MAX_RESUMES
-from shoal.averaging.round.stragglers import Missed, Resigned
+from shoal.averaging.round.coordinator import Coordinator
+from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.state import Lost, RoundMember
 from shoal.base.tasks import cancel_and_wait, first_completed, wait_at_most
-from shoal.errors import DialError, ProtocolError, StreamClosedError
+from shoal.errors import ProtocolError
+from shoal.net.resumable import ALIVE_PER_TIMEOUT
 from shoal.p2p import Call, PeerID
 
-if TYPE_CHECKING:
-    from shoal.averaging.round.exchange import AllReduce
+logger = logging.getLogger(__name__)
 
 # The least time to wait for the coordinator's answer. It covers the way there and back: a coordinator whose answer is
 # still under way is not late.
 MIN_ANSWER_SECONDS = 1.0
 
 
-class Participation:
+class Participant:
     """A member's side: it follows the coordinators of one round, one after another if they die.
 
     It reports to the coordinator, and sends and takes the parts that the coordinator asks for.
@@ -69,11 +81,11 @@ class Participation:
 
     def __init__(self, allreduce: AllReduce) -> None:
         self.allreduce = allreduce
-        self.vector, self.group, self.roster = allreduce.vector, allreduce.group, allreduce.roster
+        self.vector, self.group, self.state = allreduce.vector, allreduce.group, allreduce.state
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
         # The latest assignment of the coordinator, and whether work on it has yet to begin.
-        self._assignment: RoundMessage | None = None
+        self._assignment: Assignment | None = None
         self._is_assigned = asyncio.Event()
         self._reported_at = self.first_report_at = math.inf
 
@@ -85,22 +97,18 @@ class Participation:
         """Follow the coordinator at the other end of a call until the round is committed.
 
         Raises:
-            Resigned: the coordinator is late itself.
-            Missed: the round was committed without this member, and its result is not kept.
+            ResignedError: the coordinator is late itself.
+            MissedError: the round was committed without this member, and its result is not kept.
             ProtocolError: the coordinator breaks the protocol.
             P2PDaemonError, P2PHandlerError, TimeoutError: the coordinator failed.
         """
-        hello = RoundMessage(
-            kind=RoundKind.HELLO,
-            round_id=self.allreduce.round_id,
-            weight=self.allreduce.weight,
-            late=self.roster.own.late,
-            missed=self.roster.missed,
-            norms=[*self.allreduce.book.own.norms],
-            statements=[statement] if (statement := self.allreduce.book.own.statement) else [],
+        claim = self.allreduce.book.own
+        is_late, missed = self.state.own.late, self.state.missed
+        greeting = Greeting(
+            self.allreduce.round_id, self.allreduce.weight, is_late, missed, [*claim.norms], claim.statement
         )
         shared, coordinator = SharedCall(call), self.group.peer_ids.index(call.remote)
-        await shared.send(hello)
+        await shared.send(greeting)
         helpers = [
             asyncio.ensure_future(work)
             for work in (
@@ -112,34 +120,33 @@ class Participation:
         ]
         try:
             await self._receive_first(call)
-            self.allreduce.heard_of(coordinator)
+            self.allreduce.calls[coordinator].note_life()
             while True:
                 async with asyncio.timeout(self._silence):
                     message = await _receive(call)
-                    self.allreduce.heard_of(coordinator)
-                    if message.kind == RoundKind.PART:
+                    self.allreduce.calls[coordinator].note_life()
+                    if isinstance(message, AssignedPart):
                         await self._take_part(call, message)
-                if message.kind == RoundKind.COMMIT:
-                    self._drop(message.members)
-                    self.allreduce.weights = self._check_weights(message.weights)
-                    self.roster.note_told(message, coordinator)
-                    self.allreduce.book.take_proofs(message.untrue, message.statements)
-                    return
-                if message.kind == RoundKind.RESIGNED:
-                    raise Resigned("is late itself")
-                if message.kind == RoundKind.LATE:
-                    # All senders hold all averages, so this member's result is the right one and may be in use.
-                    if self.roster.all_complete.is_set():
+                match message:
+                    case Commit():
+                        self._take_commit(message, coordinator)
                         return
-                    await self.allreduce.abandon()
-                    await shared.send(RoundMessage(kind=RoundKind.LATE))
-                elif message.kind == RoundKind.FAILED:
-                    self._drop(message.members)
-                elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
-                    # An older assignment sees that it was replaced, and stops between two parts.
-                    self._assignment, self._reported_at = message, math.inf
-                    self._is_assigned.set()
-                    self._changed.set()
+                    case Resigns():
+                        raise ResignedError("is late itself")
+                    case Late():
+                        # All senders hold all averages, so this member's result is the right one and may be in use.
+                        if self.state.all_complete:
+                            return
+                        await self.allreduce.abandon()
+                        await shared.send(Late())
+                    case MembersLost():
+                        self._lose(message.lost)
+                    case Assignment() | Restart():
+                        # An older assignment sees that it was replaced, and stops between two parts.
+                        self._assignment = message if isinstance(message, Assignment) else Assignment()
+                        self._reported_at = math.inf
+                        self._is_assigned.set()
+                        self._changed.set()
         finally:
             self._reported_at = math.inf
             await cancel_and_wait(*helpers)
@@ -150,24 +157,25 @@ class Participation:
         With a quorum, the coordinator is late if it has not answered some time after this member has delivered.
 
         Raises:
-            Resigned: the coordinator is late.
-            Missed: the coordinator has committed the round.
+            ResignedError: the coordinator is late.
+            MissedError: the coordinator has committed the round.
             TimeoutError: the coordinator does not answer.
         """
         answer = asyncio.ensure_future(_receive(call))
         try:
             async with asyncio.timeout(self._silence):
                 if self._quorum is not None:
-                    await first_completed(asyncio.shield(answer), self.roster.delivered.wait())
+                    await first_completed(asyncio.shield(answer), self.allreduce.delivered.wait())
                     grace = max(self.allreduce.settings.quorum_grace, MIN_ANSWER_SECONDS)
                     await first_completed(asyncio.shield(answer), timeout=grace)
                     if not answer.done():
-                        raise Resigned("has not begun in time")
-                kind = (await answer).kind
-                if kind == RoundKind.OVER:
-                    raise Missed("has finished the round without this member")
-                if kind != RoundKind.ALIVE:
-                    raise ProtocolError("not an answer to a greeting")
+                        raise ResignedError("has not begun in time")
+                match await answer:
+                    case RoundOver():
+                        raise MissedError("has finished the round without this member")
+                    case RoundAlive():
+                        return
+                raise ProtocolError("not an answer to a greeting")
         finally:
             await cancel_and_wait(answer)
 
@@ -176,25 +184,30 @@ class Participation:
             raise ProtocolError("the coordinator's list of weights is malformed")
         return [self.group.limited(index, weight) for index, weight in enumerate(weights)]
 
-    def _drop(self, members: list[int]) -> None:
-        for member in members if not self.roster.own.late else ():
-            if 0 <= member < self.group.group_size and member != self.roster.own.index:
-                self.roster.fail(member, "the coordinator has lost it", is_hearsay=True)
+    def _take_commit(self, commit: Commit, coordinator: int) -> None:
+        self._lose(commit.lost)
+        self.allreduce.weights = self._check_weights(commit.weights)
+        self.state.note_told(commit.not_finite, commit.left_out, coordinator)
+        self.allreduce.book.take_proofs(commit.untrue, commit.statements)
+
+    def _lose(self, lost: Mapping[int, LossCause]) -> None:
+        for index, cause in lost.items() if not self.state.own.late else ():
+            if index < self.group.group_size and index != self.state.own.index:
+                self.allreduce.emit(Lost(index, Loss(cause, "the coordinator has lost it"), is_hearsay=True))
 
     async def _say_when_delivered(self, shared: SharedCall) -> None:
         if self._quorum is not None:
-            await self.roster.delivered.wait()
-            await shared.send(RoundMessage(kind=RoundKind.DELIVERED))
+            await self.allreduce.delivered.wait()
+            await shared.send(Delivered())
 
     async def _report_when_ready(self, shared: SharedCall) -> None:
         await self.allreduce.exchanged.wait()
         await self._report(shared)
 
     async def _report(self, shared: SharedCall) -> None:
-        report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held)
-        report.not_finite, report.left_out = sorted(self.roster.seen_not_finite), sorted(self.roster.left_out)
-        report.statements = self.allreduce.book.report()
-        await shared.send(report)
+        not_finite = [member.index for member in self.state.members if member.sent_not_finite]
+        left_out, statements = self.allreduce.left_out, self.allreduce.book.report()
+        await shared.send(Report([*self.vector.held], not_finite, left_out, statements))
         self._reported_at = asyncio.get_running_loop().time()
         self.first_report_at = min(self.first_report_at, self._reported_at)
 
@@ -206,7 +219,7 @@ class Participation:
             if (assignment := self._assignment) is not None:
                 await self._fulfil(shared, assignment)
 
-    async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
+    async def _fulfil(self, shared: SharedCall, assignment: Assignment) -> None:
         """Send the parts that the coordinator wants, wait for those that it has promised, and report."""
         for reducer, start, stop in assignment.send:
             for index in range(start, stop):
@@ -222,16 +235,16 @@ class Participation:
                 return
         await self._report(shared)
 
-    async def _take_part(self, call: Call, message: RoundMessage) -> None:
-        reducer, index, header = message.reducer, message.index, message.part
-        if header is None or not 0 <= reducer < self.group.group_size or index != self.vector.held[reducer]:
+    async def _take_part(self, call: Call, message: AssignedPart) -> None:
+        reducer, index = message.reducer, message.index
+        if reducer >= self.group.group_size or index != self.vector.held[reducer]:
             raise ProtocolError("the coordinator sent a part that is not due")
         if index >= len(self.vector.parts[reducer]):
             raise ProtocolError("the coordinator sent a part that does not exist")
-        [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index].returned])
+        [values] = await self.vector.receive(call, [message.part], [self.vector.parts[reducer][index].returned])
         if values is not None and not all_finite(values):
-            self.roster.seen_not_finite.add(self.group.peer_ids.index(call.remote))
-            raise ProtocolError("the coordinator sent an average that is not finite")
+            self.allreduce.note_not_finite(self.group.peer_ids.index(call.remote))
+            raise NotFiniteError("the coordinator sent an average that is not finite")
         self.vector.take(reducer, index, values)
         self._changed.set()
 
@@ -243,21 +256,17 @@ async def _receive(call: Call) -> RoundMessage:
     return message
 
 
-logger = logging.getLogger(__name__)
-
-_MAX_FIRST_DIALS = 3
-
-
 class Completion:
     """Brings one round to its end. Lives as long as the round.
 
     Args:
         allreduce: the round's exchange of parts.
+        note_stuck: called with a coordinator that has not ended the round, and how many seconds this member waited.
     """
 
-    def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self.roster = allreduce, allreduce.roster
-        self._participation, self._coordination = Participation(allreduce), Coordination(allreduce)
+    def __init__(self, allreduce: AllReduce, note_stuck: Callable[[int, float], object]) -> None:
+        self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
+        self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
         self._has_given_up = False
@@ -266,18 +275,22 @@ class Completion:
         """Set when members that are late would not find their way back into the run by this result any more."""
         self._began_at = asyncio.get_running_loop().time()
 
-    async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
+    async def act(self) -> None:
+        """Serve as a coordinator, until cancelled."""
+        await self._coordinator.act()
+
+    async def serve(self, call: Call, greeting: Greeting, member: int) -> None:
         """Hold the call of a member that follows this one as its coordinator."""
-        await self._coordination.serve(call, hello, self.roster.members[member])
+        await self._coordinator.serve(call, greeting, self.state.members[member])
 
     def release(self) -> None:
         """The tensors go back to their user, although some calls have not ended."""
-        self._coordination.latecomers.release(keep=self.roster.closed_early)
+        self._coordinator.release()
 
     async def linger(self, seconds: float) -> None:
         """Wait until all living members know the result; if some were late, wait for them so many seconds at most."""
-        await self._coordination.wait_until_confirmed()
-        if self.roster.closed_early:
+        await self._coordinator.wait_until_confirmed()
+        if self.state.closed_early:
             await wait_at_most(self.is_outdated, seconds)
 
     async def run(self) -> None:
@@ -285,18 +298,18 @@ class Completion:
         try:
             await self._run()
         finally:
-            self._coordination.close()
+            self._coordinator.close()
 
     async def _run(self) -> None:
-        for index in self.roster.coordinators:
-            candidate = self.roster.members[index]
-            if candidate is self.roster.own:
+        for index in self.state.coordinators:
+            candidate = self.state.members[index]
+            if candidate is self.state.own:
                 if await self._coordinate_unless_late():
                     return
             elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
                 # Some members could not reach that coordinator and have called this one: they get the result here.
-                if not self.roster.own.late:
-                    await self._coordination.run(wait_for_absent=False)
+                if not self.state.own.late:
+                    await self._coordinator.coordinate(waits=False)
                 return
             self._left.add(candidate.peer_id)
         await self.allreduce.exchanged.wait()
@@ -304,21 +317,24 @@ class Completion:
     async def _coordinate_unless_late(self) -> bool:
         """Coordinate the round. Returns ``False`` if this member is late itself and has to follow another one."""
         try:
-            await self._coordination.run(wait_for_absent=True)
-        except Resigned:
+            await self._coordinator.coordinate(waits=True)
+        except ResignedError:
             is_late = True
         else:
             # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
             # hold the result for it.
-            has_results = any(self.allreduce.vector.held) or not self.roster.is_sender  # an auxiliary never gets any
-            is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
+            has_results = any(self.allreduce.vector.held) or not self.state.own.is_sender  # an auxiliary never gets any
+            is_late = self._quorum is not None and bool(self.state.failed) and not has_results
         if is_late:
             await self.allreduce.abandon()
         return not is_late
 
     def _is_worth_following(self, candidate: RoundMember) -> bool:
         """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
-        return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
+        return not self._is_silent(candidate).is_set() and (not candidate.failed or self._quorum is not None)
+
+    def _is_silent(self, candidate: RoundMember) -> asyncio.Event:
+        return self.allreduce.calls[candidate.index].silent
 
     async def _follow_unless_silent(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator, but stop as soon as the watch finds it silent.
@@ -326,7 +342,7 @@ class Completion:
         Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
         """
         following = asyncio.ensure_future(self._follow(coordinator))
-        await first_completed(following, coordinator.silent.wait(), self._wait_until_stuck(coordinator))
+        await first_completed(following, self._is_silent(coordinator).wait(), self._wait_until_stuck(coordinator))
         return not following.cancelled() and following.result()
 
     def follows_another_than(self, coordinator: PeerID) -> bool:
@@ -336,33 +352,32 @@ class Completion:
     @property
     def is_waiting(self) -> bool:
         """Whether this member has nothing left to do but to wait for its coordinator, or has given that one up."""
-        pairs = [pair for index, pair in self.allreduce.pairs.items() if not self.roster.members[index].failed]
-        has_given_all = all(pair.traffic.averages_out.is_taken for pair in pairs)
-        return has_given_all and (self._has_given_up or self._participation.has_waited(0.0))
+        return self.allreduce.has_given_all and (self._has_given_up or self._follower.has_waited(0.0))
 
     async def _wait_until_stuck(self, coordinator: RoundMember) -> None:
         """Give a coordinator up that does not end the round, although all others only wait for that."""
-        limit, roster = self.allreduce.settings.reducer_timeout, self.roster
+        limit, state = self.allreduce.settings.reducer_timeout, self.state
         # Clients cannot be asked. One member that does not wait is enough, and is asked first the next time.
-        others = [roster.members[index] for index in roster.coordinators]
-        others = [member for member in others if member not in (roster.own, coordinator)]
+        others = [state.members[index] for index in state.coordinators]
+        others = [member for member in others if member not in (state.own, coordinator)]
         busy: RoundMember | None = coordinator
         while busy is not None and not self._is_overdue:
             await asyncio.sleep(limit / ALIVE_PER_TIMEOUT)
-            if self.is_waiting and self._participation.has_waited(limit):
+            if self.is_waiting and self._follower.has_waited(limit):
                 others.sort(key=lambda member: member is not busy)
                 busy = await self._first_busy(others)
         self._has_given_up = True
-        self.roster.on_stuck(coordinator.index, limit)
-        self.roster.fail(coordinator.index, "does not end the round, for which all others wait")
+        self._note_stuck(coordinator.index, limit)
+        stuck = Loss(LossCause.STUCK, "does not end the round, for which all others wait")
+        self.allreduce.emit(Lost(coordinator.index, stuck))
 
     @property
     def _is_overdue(self) -> bool:
         """Whether the round would be over even if a gap had to be filled after each death, whatever others say."""
-        settings, reported_at = self.allreduce.settings, self._participation.first_report_at
+        settings, reported_at = self.allreduce.settings, self._follower.first_report_at
         seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self._began_at
         now = asyncio.get_running_loop().time()
-        return now - reported_at > (1 + len(self.roster.failed)) * seconds
+        return now - reported_at > (1 + len(self.state.failed)) * seconds
 
     async def _first_busy(self, members: list[RoundMember]) -> RoundMember | None:
         for member in members:
@@ -382,37 +397,14 @@ class Completion:
 
     async def _follow(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator; returns whether the round was committed."""
-        reason, loop = "", asyncio.get_running_loop()
-        deadline = loop.time() + self.allreduce.settings.sender_timeout
-        stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
-        pair = self.allreduce.pairs[coordinator.index]
-        while breaks <= MAX_RESUMES:
-            try:
-                async with open_again(stub.rpc_complete, pair) if breaks else stub.rpc_complete() as call:
-                    with pair.link.watching(call):
-                        await self._participation.run(call)
-                    await call.send_end()
-                return True
-            except Resigned as e:
-                # This member follows the next coordinator. The one that resigned will come back for the result, so it
-                # has to be kept.
-                self.roster.closed_early, reason = True, str(e)
-                break
-            except Missed as e:
-                self.roster.missed, reason = True, str(e)
-                break
-            except StreamClosedError as e:
-                # A connection may break without a death, so this coordinator is tried again.
-                reason, breaks = reason_of(e), breaks + 1
-                stub.dial_anew()
-                await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
-            except DialError as e:
-                reason, dials = reason_of(e), dials + 1
-                if breaks or dials == _MAX_FIRST_DIALS or loop.time() >= deadline:
-                    break
-                await asyncio.sleep(dials * REDIAL_PAUSE)
-            except PEER_FAILURES as e:
-                reason = reason_of(e)
-                break
-        self.roster.fail(coordinator.index, reason)
+        stub = self.allreduce.get_stub(coordinator.peer_id)
+        calls, patience = self.allreduce.calls[coordinator.index], self.allreduce.settings.sender_timeout
+        try:
+            await calls.follow(stub.rpc_complete, self._follower.run, patience)
+            return True
+        except PEER_FAILURES as e:
+            # The member follows the next coordinator. One that resigned will come back for the result, so it is kept.
+            self.state.closed_early |= isinstance(e, ResignedError)
+            self.state.missed |= isinstance(e, MissedError)
+            self.allreduce.emit(Lost(coordinator.index, Loss.of(e)))
         return False

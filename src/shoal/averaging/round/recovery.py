@@ -1,4 +1,4 @@
-"""Recovery after a death: which averages are missing at which members, and one attempt to deliver them.
+"""Recovery after a death: one attempt to deliver the averages that members lack.
 
 If some member holds the average of a part, the coordinator fetches it and passes it on unchanged. If no member holds
 it, the coordinator reduces the part again, from the values of all living senders.
@@ -8,72 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import Any
 
 import torch
 
-from shoal.averaging.messages import PEER_FAILURES, PartKey, RoundKind, RoundMessage, SharedCall
-from shoal.averaging.round.parts import Part
+from shoal.averaging.messages import PEER_FAILURES, Assignment, PartKey, Ranges, SharedCall
+from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.reducer import PartReducer
+from shoal.averaging.round.state import Plan
 from shoal.base.tasks import all_of, cancel_and_wait, first_completed
 
-if TYPE_CHECKING:
-    from shoal.averaging.round.exchange import AllReduce
-
-
 logger = logging.getLogger(__name__)
-
-Ranges = list[tuple[int, int, int]]
-"""Ranges of parts: the reducer, the first index, and the index after the last one."""
-
-
-@dataclass
-class Plan:
-    """How to fill the gaps of living members."""
-
-    sources: dict[PartKey, int] = field(default_factory=dict)
-    """By part: a member that holds its average."""
-    again: list[PartKey] = field(default_factory=list)
-    """Parts to reduce again, from all living senders."""
-    missing: dict[int, Ranges] = field(default_factory=dict)
-    """By member: the averages that it lacks."""
-
-    def parts_missing(self, member: int) -> list[PartKey]:
-        return [(r, k) for r, start, stop in self.missing.get(member, []) for k in range(start, stop)]
-
-
-def make_plan(
-    parts: Sequence[Sequence[Part]], held: Mapping[int, Sequence[int]], own: int, *, may_reduce: bool = True
-) -> Plan:
-    """Plan which averages living senders lack, and where these come from.
-
-    Args:
-        parts: the parts of each reducer.
-        held: by living sender, how many parts of each reducer it holds, from the first one on.
-        own: the member that plans; it is preferred as a source.
-        may_reduce: whether parts that nobody holds are reduced again; otherwise local values stay.
-    """
-    plan = Plan()
-    if len(held) < 2:  # nobody to average with
-        return plan
-    for reducer, theirs in enumerate(parts):
-        counts = {member: held[member][reducer] for member in sorted(held)}
-        lacking = [member for member, count in counts.items() if count < len(theirs)]
-        if not lacking:
-            continue
-        # Averages are held in order, so the member that holds most of them holds all that any member holds.
-        most = max(counts.values())
-        best = own if counts.get(own) == most else max(counts, key=lambda member: counts[member])
-        for index in range(min(counts[member] for member in lacking), len(theirs)):
-            if index < most:
-                plan.sources[reducer, index] = best
-            elif may_reduce:
-                plan.again.append((reducer, index))
-        for member in lacking:
-            plan.missing.setdefault(member, []).append((reducer, counts[member], len(theirs)))
-    return plan
 
 
 class Recovery:
@@ -90,12 +36,12 @@ class Recovery:
         self, allreduce: AllReduce, plan: Plan, calls: dict[int, SharedCall], weights: dict[int, float]
     ) -> None:
         self._vector, self._own, self._plan, self._calls = allreduce.vector, allreduce.own_index, plan, calls
-        roster = allreduce.roster
-        senders = [member for member in calls if member in roster.senders]
+        state = allreduce.state
+        senders = [member for member in calls if state.members[member].is_sender]
         parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = self._vector.sound_values if roster.is_sender else None
-        on_not_finite, combiner = roster.seen_not_finite.add, allreduce.book.make_combiner()
-        self._reducer = PartReducer(parts, senders, local, self._own, weights, on_not_finite, combiner)
+        local = self._vector.sound_values if state.own.is_sender else None
+        combiner = allreduce.book.make_combiner()
+        self._reducer = PartReducer(parts, senders, local, self._own, weights, allreduce.note_not_finite, combiner)
         self._position = {key: position for position, key in enumerate(plan.again)}
         self._senders = senders
         loop = asyncio.get_running_loop()
@@ -105,10 +51,9 @@ class Recovery:
         self._averages: dict[PartKey, torch.Tensor | None] = {}
         self._failed = asyncio.Event()
 
-    def member_failed(self, member: int) -> None:
-        """End the attempt if a member that takes part in it has died: the plan counts on its parts."""
-        if member in self._calls:
-            self._failed.set()
+    def call_off(self) -> None:
+        """End the attempt: a member that takes part in it has died, and the plan counts on its parts."""
+        self._failed.set()
 
     def is_average(self, key: PartKey) -> bool:
         """Whether an incoming part is a finished average, rather than values to reduce."""
@@ -146,10 +91,7 @@ class Recovery:
         shared = self._calls[member]
         wanted = [key for key, source in self._plan.sources.items() if source == member]
         wanted += self._plan.again if member in self._senders else []
-        assignment = RoundMessage(
-            kind=RoundKind.ASSIGNMENT, send=_as_ranges(wanted), expect=self._plan.missing.get(member, [])
-        )
-        await shared.send(assignment)
+        await shared.send(Assignment(_as_ranges(wanted), self._plan.missing.get(member, [])))
         for key in self._plan.parts_missing(member):
             average = await self._average(key)
             part = self._vector.parts[key[0]][key[1]]

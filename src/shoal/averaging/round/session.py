@@ -12,21 +12,20 @@ import dataclasses
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shoal.averaging.aggregation import Aggregation
-from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, LossCause, RoundResult
 from shoal.averaging.finite import name_not_finite
-from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, RoundStatus
+from shoal.averaging.messages import BeginReduce, Greeting, Loss, RoundStatus
 from shoal.averaging.round.combining import share_norms
-from shoal.averaging.round.exchange import AllReduce
+from shoal.averaging.round.exchange import AllReduce, AllReduceSettings
 from shoal.averaging.round.finish import Completion
 from shoal.averaging.round.parts import RoundVector, rescale_shares
+from shoal.averaging.round.state import Lost, RoundMember, RoundState
 from shoal.base.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.peers.scores import PeerScores
@@ -41,25 +40,6 @@ MAX_UNKNOWN_ROUNDS = 8
 MAX_REMEMBERED_ROUNDS = 256
 
 
-@dataclass(frozen=True)
-class AllReduceSettings:
-    """How a group averages."""
-
-    codec: CompressionBase
-    part_size_bytes: int
-    alpha: float
-    """Local values move by this fraction of the way to the average."""
-    sender_timeout: float
-    """A sender is given up after so many seconds without the next part."""
-    reducer_timeout: float
-    """A reducer is given up after so many seconds without the next average."""
-    quorum: int | None = None
-    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
-    quorum_grace: float = 0.0
-    aggregation: Aggregation | None = None
-    """``None``: the weighted mean."""
-
-
 class RoundIsCommitted(AllreduceException):
     """A call is too late for a round, which has ended with a result."""
 
@@ -67,9 +47,12 @@ class RoundIsCommitted(AllreduceException):
 class Round:
     """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
 
-    def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self.completion = allreduce, Completion(allreduce)
+    def __init__(
+        self, allreduce: AllReduce, note_stuck: Callable[[int, float], object] = lambda coordinator, seconds: None
+    ) -> None:
+        self.allreduce, self.completion = allreduce, Completion(allreduce, note_stuck)
         self._work: asyncio.Future[None] | None = None
+        self._acting: asyncio.Future[None] | None = None
 
     async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
         """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
@@ -82,19 +65,22 @@ class Round:
         """
         started = asyncio.get_running_loop().time()
         for member in failed_before:
-            self.allreduce.roster.fail(member, "failed in an earlier phase", is_hearsay=True)
+            loss = Loss(LossCause.EARLIER, "failed in an earlier phase")
+            self.allreduce.emit(Lost(member, loss, is_hearsay=True))
+        self._acting = asyncio.ensure_future(self.completion.act())
         # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
         # dial would hear of the end later than the others.
         self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
         try:
             # When all senders hold all averages the result is final; finish() waits for the calls to end.
-            await first_completed(asyncio.shield(work), self.allreduce.roster.all_complete.wait())
+            await first_completed(asyncio.shield(work), self.allreduce.all_complete.wait())
             if work.done():
                 work.result()
             else:
                 self.completion.release()
         except BaseException:
-            self.allreduce.roster.held_up_by = self.allreduce.reducer.find_who_holds_up()
+            for index in self.allreduce.reducer.find_who_holds_up():
+                self.allreduce.state.members[index].holds_up = True
             await cancel_and_wait(work)
             raise
         return self.allreduce.result(asyncio.get_running_loop().time() - started)
@@ -102,7 +88,7 @@ class Round:
     @property
     def is_committed(self) -> bool:
         """Whether all members that stayed to the end have the same averages, as far as this member knows."""
-        return bool(self.allreduce.weights) or self.allreduce.roster.all_complete.is_set()
+        return bool(self.allreduce.weights) or self.allreduce.all_complete.is_set()
 
     async def _complete(self) -> None:
         try:
@@ -116,29 +102,29 @@ class Round:
         Args:
             linger: seconds for which late members may come for the result.
         """
-        if self._work is None:
+        if self._work is None or self._acting is None:
             return
         try:
             await asyncio.wait([self._work])
             await self.completion.linger(linger)
         finally:
-            await cancel_and_wait(self._work)
+            await cancel_and_wait(self._work, self._acting)
             self.allreduce.vector.let_go()
 
     async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Serve the call of a member that sends the parts which this one reduces."""
         await self.allreduce.serve(call, begin, sender)
 
-    async def serve_member(self, call: Call, hello: RoundMessage, member: PeerID) -> None:
+    async def serve_member(self, call: Call, greeting: Greeting, member: PeerID) -> None:
         """Serve the call of a member that follows this one as its coordinator.
 
         Raises:
             ProtocolError: the caller is not a member, or breaks the protocol.
         """
         peers = self.allreduce.group.peer_ids
-        if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
+        if member not in peers:
             raise ProtocolError("not the greeting of a member of this round")
-        await self.completion.serve(call, hello, peers.index(member))
+        await self.completion.serve(call, greeting, peers.index(member))
 
 
 class ActiveRounds:
@@ -297,6 +283,8 @@ class GroupSession:
         get_stub: makes a stub of the averager protocol for a member.
         sign: signs with this peer's key.
         accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
+        note_stuck: called with a coordinator that has not ended a round, and the seconds for which this member waited;
+            perhaps after the session is over.
     """
 
     def __init__(
@@ -309,25 +297,19 @@ class GroupSession:
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
         accuse: Callable[[PeerID, str], None],
+        note_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None,
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
-        self._sign, self._accuse = sign, accuse
-        self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
-        """Called with a coordinator that has not ended a round for so many seconds, perhaps later than the session."""
+        self._sign, self._accuse, self._note_stuck = sign, accuse, note_stuck
         self.not_finite: str | None = None
         """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
-        self.seen_not_finite: set[PeerID] = set()
-        """Members that have sent this one values that are not finite."""
-        self.told_not_finite: set[PeerID] = set()
-        """Members of which others say so."""
-        # What this member has seen itself, see :class:`~shoal.averaging.round.members.Roster`.
-        self._seen_failing, self._seen_withholding = set[PeerID](), dict[PeerID, float]()
-        self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
         self._is_cut_short = False
         self._began_at = math.nan
         self._phases: list[RoundResult] = []
+        # What has become of the members in each phase, also in one that has failed.
+        self._states: list[RoundState] = []
         # By phase: its tensors, and the vector that knows how much of them is averaged.
         self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
         # The weights of all members, only of phases that use the weights of the step.
@@ -345,6 +327,20 @@ class GroupSession:
             gathered: one serialized value for each member.
         """
         self.group = dataclasses.replace(self.group, gathered=tuple(gathered))
+
+    def _members(self) -> Iterator[RoundMember]:
+        """All members, once for each phase."""
+        return (member for state in self._states for member in state.members)
+
+    @property
+    def seen_not_finite(self) -> set[PeerID]:
+        """Members that have sent this one values that are not finite."""
+        return {member.peer_id for member in self._members() if member.sent_not_finite}
+
+    @property
+    def told_not_finite(self) -> set[PeerID]:
+        """Members of which others say so."""
+        return {member.peer_id for member in self._members() if member.told_not_finite}
 
     @property
     def result(self) -> RoundResult:
@@ -399,24 +395,22 @@ class GroupSession:
         is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
         allreduce = AllReduce(
-            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt
+            round_id,
+            group,
+            self.own_index,
+            working,
+            infos,
+            settings,
+            own_weight,
+            self._get_stub,
+            is_spoilt,
+            accuse=lambda member, what: self._accuse(group.peer_ids[member], what),
         )
-        allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
-        allreduce.roster.on_stuck = lambda member, seconds: self.on_stuck(group.peer_ids[member], seconds)
         await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
-        try:
-            result = await self._rounds.run(
-                round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
-            )
-        finally:
-            roster = allreduce.roster
-            self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
-            self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
-            self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
-            self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
-            self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
-            self._seen_withholding |= {group.peer_ids[member]: at for member, at in roster.seen_withholding.items()}
+        self._states.append(allreduce.state)
+        current = Round(allreduce, lambda member, seconds: self._note_stuck(group.peer_ids[member], seconds))
+        result = await self._rounds.run(round_id, current, self._failed_members(), linger=settings.sender_timeout)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
@@ -454,8 +448,10 @@ class GroupSession:
         If there are none, count reducers whose averages had not come. Otherwise these have waited for the same senders.
         """
         self._is_cut_short = True
-        self._seen_failing |= self._cut_off
-        self._seen_withholding |= dict.fromkeys(self._cut_off, asyncio.get_running_loop().time())
+        for state in self._states:
+            holding_up = [member for member in state.members if member.holds_up]
+            for member in holding_up or [member for member in state.members if member.cut_off]:
+                member.seen_failing, member.withheld_at = True, asyncio.get_running_loop().time()
 
     def tell(self, behaviour: PeerScores) -> None:
         """Report to ``behaviour`` how each of the other members has done."""
@@ -469,9 +465,10 @@ class GroupSession:
                 if parts
             }
             seconds = asyncio.get_running_loop().time() - self._began_at
-            waited = {peer: at - self._began_at for peer, at in self._seen_withholding.items()}
-            behaviour.note_round(others, self._seen_failing, reducers, waited, seconds)
-            for peer in self._held_up_by if self._is_cut_short else ():
+            failing = {member.peer_id for member in self._members() if member.seen_failing}
+            waited = {m.peer_id: m.withheld_at - self._began_at for m in self._members() if m.withheld_at is not None}
+            behaviour.note_round(others, failing, reducers, waited, seconds)
+            for peer in {member.peer_id for member in self._members() if member.holds_up and self._is_cut_short}:
                 behaviour.note_delay(peer, seconds)
 
     def _failed_members(self) -> list[int]:

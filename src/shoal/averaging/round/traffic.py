@@ -16,15 +16,47 @@ from dataclasses import dataclass
 import torch
 
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
-from shoal.averaging.round.flow_control import FlowControl, Runner
+from shoal.averaging.messages import (
+    MAX_SLICES,
+    DescribedPart,
+    NotFiniteError,
+    PartMessage,
+    PartStatus,
+    Resume,
+    describe_part,
+)
 from shoal.averaging.round.parts import Averages, Part, RoundVector
 from shoal.averaging.round.reducer import PartReducer
-from shoal.averaging.round.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, OutgoingParts, send_all
+from shoal.averaging.round.sending import (
+    BUNDLE_BYTES,
+    BUNDLE_PARTS,
+    SLICE_BYTES,
+    FlowControl,
+    OutgoingParts,
+    Runner,
+    send_all,
+)
 from shoal.base.logs import quoted
 from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
+
+# More connections than this make no link faster, and each one costs a handshake.
+MAX_STRIPES = 8
+# One stripe for each so many seconds of round-trip time. If the reducer sends, too, it makes as many of its own.
+SECONDS_PER_STRIPE = 0.025
+# A further connection pays only with at least this many parts for it.
+PARTS_PER_STRIPE = 4
+
+
+def stripes_for(round_trip: float, parts: int) -> int:
+    """The number of connections over which parts should travel.
+
+    Args:
+        round_trip: seconds to the reducer and back.
+        parts: the number of parts.
+    """
+    return max(1, min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE), parts // PARTS_PER_STRIPE))
 
 
 @dataclass
@@ -175,6 +207,7 @@ class SentAverages:
 BACKLOG_BYTES = 2**15
 
 
+# More than 15 attributes: two directions, each with what goes out, what comes in, and what is kept for a break.
 class Traffic:
     """All parts and averages between this member and another one, on the calls of both.
 
@@ -249,6 +282,8 @@ class Traffic:
         self._is_over = False
         self.heard_at = -math.inf
         """Loop time of the other member's last message."""
+        self.came_at = -math.inf
+        """Loop time at which the last part or average was here; ``-inf``: none has come."""
         self.bytes_received = 0
         """Of all payloads so far."""
 
@@ -292,12 +327,12 @@ class Traffic:
             self.parts_out.in_slices = self.averages_out.in_slices = True
             self._runner = self._pace.add(self._share_left) if self._pace else None
 
-    def begin_anew(self, *, own: bool, others: bool) -> None:
-        """Prepare for new calls after a connection has broken. All old ones must have ended.
+    def restart(self, *, own: bool, others: bool) -> None:
+        """Prepare for new calls after a connection has broken. All older ones must have ended.
 
         Args:
-            own: whether this member will make calls again.
-            others: whether the other one will, as far as this member knows.
+            own: whether this member makes calls again.
+            others: whether the other one does, as far as this member knows.
         """
         self.parts_in.drop_slices()
         self.averages_in.drop_slices()
@@ -305,6 +340,18 @@ class Traffic:
         self._is_agreed = False
         if self._runner:
             self._runner.fall_behind()
+
+    def count_calls(self, round_trip: float) -> int:
+        """The number of calls that this member makes to the other one, if it makes any."""
+        return stripes_for(round_trip, len(self.averages_in.missing))
+
+    def is_awaited(self) -> bool:
+        """Whether the other member has not delivered all its parts, or may still say that it did."""
+        return self.other in self._reducer.waiting_for
+
+    def excuse(self) -> None:
+        """The other member lives and has nothing left to deliver, but its last word was lost."""
+        self._reducer.delivered_everything(self.other)
 
     def is_incomplete(self) -> bool:
         """Whether the other member still has something to send."""
@@ -396,7 +443,7 @@ class Traffic:
             async with asyncio.timeout(limit()):
                 nbytes = call.payload_size
                 complete = await incoming.receive(call, message)
-            self.bytes_received += nbytes
+            self.bytes_received, self.came_at = self.bytes_received + nbytes, asyncio.get_running_loop().time()
             self._take(message, complete)
 
     def _expect(self, message: PartMessage) -> IncomingParts:
@@ -424,7 +471,7 @@ class Traffic:
     def _check_finite(self, average: torch.Tensor | None) -> None:
         if average is not None and not all_finite(average):
             self._on_not_finite()
-            raise ProtocolError("sent an average that is not finite")
+            raise NotFiniteError("sent an average that is not finite")
 
     def end(self, *, own: bool) -> None:
         """Note that nothing more comes on one call.

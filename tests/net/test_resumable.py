@@ -1,4 +1,4 @@
-"""What calls between the members of a round have in common."""
+"""How often and how long a peer is dialled before it counts as gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.redialling import (
+from shoal.errors import DialError, InterruptedDialError, NoReservationError, RefusedDialError, StreamClosedError
+from shoal.net.resumable import (
     ANSWERED_FACTOR,
     MAX_DIALS,
     REDIAL_WITHIN,
@@ -19,7 +20,6 @@ from shoal.averaging.redialling import (
     open_again,
     open_patiently,
 )
-from shoal.errors import DialError, InterruptedDialError, NoReservationError, RefusedDialError, StreamClosedError
 from shoal.testing import run
 
 pytestmark = pytest.mark.once
@@ -42,7 +42,7 @@ def calls(
 
 
 @pytest.mark.parametrize("failures", range(MAX_DIALS))
-def test_dials_that_fail_quickly_are_repeated(failures):
+def test_quick_failures_are_dialled_again(failures):
     dials: list[float] = []
 
     async def main() -> None:
@@ -54,7 +54,7 @@ def test_dials_that_fail_quickly_are_repeated(failures):
     assert all(later > earlier + 0.5 for earlier, later in itertools.pairwise(dials))
 
 
-def test_dials_are_not_repeated_for_ever():
+def test_dials_are_limited():
     dials: list[float] = []
 
     async def main() -> None:
@@ -67,7 +67,7 @@ def test_dials_are_not_repeated_for_ever():
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0])
-def test_connections_that_break_at_the_start_are_made_again_more_often(seconds):
+def test_interrupted_dials_are_repeated_more_often(seconds):
     """Over the longest links a handshake takes a second: one in a hundred fails, and nobody is left out for that."""
     dials: list[float] = []
 
@@ -82,7 +82,7 @@ def test_connections_that_break_at_the_start_are_made_again_more_often(seconds):
 @pytest.mark.parametrize(
     ("seconds", "most"), [(0.1, ANSWERED_FACTOR * MAX_DIALS), (ANSWERED_FACTOR * REDIAL_WITHIN, 2)]
 )
-def test_connections_that_break_at_the_start_are_not_made_again_for_ever(seconds, most):
+def test_interrupted_dials_are_limited_too(seconds, most):
     dials: list[float] = []
 
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_connections_that_break_at_the_start_are_not_made_again_for_ever(seconds
     assert len(dials) == most
 
 
-def test_who_answers_nothing_is_dialled_once():
+def test_a_silent_peer_is_dialled_once():
     """Otherwise one silent member would take so long that the others took this one for dead."""
     dials: list[float] = []
 
@@ -141,7 +141,7 @@ async def seconds_until_given_up(error: type[DialError], signs: Signs) -> float:
 
 
 @pytest.mark.parametrize("error", [RefusedDialError, NoReservationError])
-def test_a_refusal_is_a_death_unless_the_member_has_just_come_anew(error):
+def test_a_refusal_is_a_death_unless_the_peer_just_came(error):
     async def main() -> None:
         now = asyncio.get_running_loop().time()
         for is_heard, came_at, expected in (
@@ -156,7 +156,7 @@ def test_a_refusal_is_a_death_unless_the_member_has_just_come_anew(error):
     run(main())
 
 
-def test_who_cannot_be_reached_is_dialled_for_longer_if_it_is_heard():
+def test_a_peer_that_is_heard_is_dialled_for_longer():
     async def main() -> None:
         silent, heard = (Signs(is_heard=is_heard, came_at=0.0) for is_heard in (False, True))
         assert await seconds_until_given_up(DialError, silent) == pytest.approx(RESUME_SECONDS, abs=0.2)
