@@ -1,7 +1,8 @@
 """How a peer gets what it lacks, and gives others what they lack.
 
-A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself.
-It does the same with updates that others have made during a download.
+A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer
+that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself. It does the
+same with updates that others have made during a download.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class DiLoCo(JointOptimizer):
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
-        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each fragment.
+        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each.
         fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
             meanwhile. ``None``: as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:

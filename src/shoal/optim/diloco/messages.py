@@ -167,10 +167,9 @@ class Wanted(NamedTuple):
     version: int
     """All updates that come after this one."""
     known: Entry | None = None
-    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has no
-    vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or a
-    later one.
-    """
+    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
+    no vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or
+    a later one."""
 
 
 OuterParameters = tuple[Any, list[torch.Tensor]]

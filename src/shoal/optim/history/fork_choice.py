@@ -12,12 +12,12 @@ winner is, in this order, the one with
 With :class:`~shoal.DiLoCo` the members of a round choose, from what each states before it (:func:`choose_version`).
 Support is the number of members, and progress is samples.
 
-With :class:`~shoal.Optimizer` each peer chooses, from the records of all (:func:`settle`). Support is weight in the last
-common round; without a common round, hosts. Progress is the epoch. Averaging of parameters repairs small differences, so
-these do not count: neither a single round nor a single epoch. All peers that see the same records agree. What a peer
-says about a round costs nothing, though: if two branches claim more of its weight together than there was, one of them
-lies, or both know the round from a common donor. Then hosts are counted instead. Until the losers have taken over the
-winners' state, the winners ignore the losers, and the losers ignore each other.
+With :class:`~shoal.Optimizer` each peer chooses, from the records of all (:func:`settle`). Support is weight in the
+last common round; without a common round, hosts. Progress is the epoch. Averaging of parameters repairs small
+differences, so these do not count: neither a single round nor a single epoch. All peers that see the same records
+agree. What a peer says about a round costs nothing, though: if two branches claim more of its weight together than there
+was, one of them lies, or both know the round from a common donor. Then hosts are counted instead. Until the losers have
+taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ FIRST_LOAD_PAUSE = 0.5
 QUICK_RETRIES = 3
 # The pause after one failure more; it doubles with each further one, up to the limit.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-# The longest time for which a caller is held up at once, in seconds: the download may not be needed any more, or the caller may be closed.
+# How long a caller is held up at once, in seconds: the download may not be needed any more, or the caller is closed.
 LONGEST_WAIT = 0.5
 
 
