@@ -12,10 +12,10 @@ from shoal.averaging import RoundResult
 from shoal.optim.history.fork_choice import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
 from shoal.optim.history.journal import (
     BEGINNING,
+    FORK_POINT_LIFETIME,
     LAST_ROUNDS,
     MAX_KEPT,
     MAX_LINEAGE_BYTES,
-    PARTING_LIFETIME,
     ForkPoint,
     Lineage,
     RoundHistory,
@@ -250,11 +250,11 @@ def losers_with(run: Run, *liars: Liar) -> set[frozenset[bytes]]:
     return {run.verdict_of(peer).losers for peer in honest}
 
 
-@pytest.mark.parametrize("partings", [(), (ForkPoint.of(BEGINNING, 1.0, INVENTED[0]),)])
-def test_a_stranger_with_invented_rounds_takes_nobody_away(partings):
+@pytest.mark.parametrize("fork_points", [(), (ForkPoint.of(BEGINNING, 1.0, INVENTED[0]),)])
+def test_a_stranger_with_invented_rounds_takes_nobody_away(fork_points):
     run = Run(10, 10, 10)
     run.steps(20, *run.peers)
-    liar = Liar(PEERS[5], Lineage(INVENTED, partings), 10**6)
+    liar = Liar(PEERS[5], Lineage(INVENTED, fork_points), 10**6)
     assert losers_with(run, liar) == {ids(liar)}
 
 
@@ -444,7 +444,7 @@ def history(*members: bytes) -> RoundHistory:
 
 
 def test_no_fork_points_while_nobody_is_away():
-    assert len(history(b"a", b"b").lineage(0.0).partings) == 1  # the beginning
+    assert len(history(b"a", b"b").lineage(0.0).fork_points) == 1  # the beginning
     assert len(history(b"a", b"b").lineage(0.0).pack()) == 1 + 3 * 4 + 10
 
 
@@ -453,21 +453,21 @@ def test_who_says_goodbye_is_not_away():
     made.forget(b"b")
     for number in range(10, 20):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0}, number, 0.0)
-    assert len(made.lineage(0.0).partings) == 1
+    assert len(made.lineage(0.0).fork_points) == 1
 
 
 def test_a_parting_is_kept_for_a_day():
     made = history(b"a", b"b")
     for number in range(10, 30):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0}, number, 60.0)
-    (_, _, last) = made.lineage(60.0).partings
+    (_, _, last) = made.lineage(60.0).fork_points
     assert last.round_id == bytes([2]) * 4
     assert last.next_id == bytes([10]) * 4
     assert last.kept == round(2 / 3 * 65535)
-    assert len(made.lineage(PARTING_LIFETIME + 1.0).partings) == 1
+    assert len(made.lineage(FORK_POINT_LIFETIME + 1.0).fork_points) == 1
     for number in range(30, 40):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0, b"b": 1.0}, number, 70.0)
-    assert len(made.lineage(70.0).partings) == 1, "they have come back"
+    assert len(made.lineage(70.0).fork_points) == 1, "they have come back"
 
 
 def test_it_stays_small_however_many_peers_are_lost():
