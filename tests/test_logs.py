@@ -12,10 +12,10 @@ from textwrap import dedent
 
 import pytest
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import (
     MAX_NAME_CHARACTERS,
     MOST_LINES_OF_A_KIND,
-    MOST_NAMES,
     WIDTH,
     HandlerMode,
     Seldom,
@@ -177,7 +177,7 @@ def test_peers_have_short_names_in_lines_and_whole_ids_in_records() -> None:
 
 
 def test_a_name_of_another_peer_is_short_and_harmless() -> None:
-    peers = [f"12D3KooW{number:044d}" for number in range(MOST_NAMES + 10)]
+    peers = [f"12D3KooW{number:044d}" for number in range(MOST + 10)]
     try:
         note_name(peers[0], "\x1b[31mroot\x07\n\u202egnp " + "x" * 10**6)
         shown = name_and_id(peers[0])

@@ -1,4 +1,4 @@
-"""An authority that gives out tokens, and members of a swarm who have them."""
+"""An authority that issues tokens, and members of a swarm that have them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.dht.crypto import PrivateKey, PublicKey
 
 
 class Authority:
-    """Gives out tokens."""
+    """Issues tokens."""
 
     def __init__(self) -> None:
         self._key = PrivateKey()
@@ -23,7 +23,7 @@ class Authority:
 
 
 class Member(TokenAuthorizerBase):
-    """Belongs to whom an authority knows."""
+    """Authorizes the peers that an authority knows."""
 
     def __init__(self, authority: Authority, name: str = "member", lifetime: float = 3600.0) -> None:
         super().__init__(PrivateKey())

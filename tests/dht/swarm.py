@@ -1,4 +1,4 @@
-"""Nodes of the table on an in-memory network, in one loop."""
+"""Nodes of the DHT on an in-memory network, in one loop."""
 
 from __future__ import annotations
 

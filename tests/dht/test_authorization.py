@@ -1,4 +1,4 @@
-"""Tables for members only: who may take part, and what a captured message is worth."""
+"""A DHT for members only: which peers may take part, and what a captured message is worth."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_members_do_not_believe_others():
 
 
 @in_virtual_time
-async def test_a_stranger_is_told_that_it_gets_no_answer():
+async def test_strangers_learn_that_they_get_no_answer():
     swarm = Swarm()
     member = await swarm.node(authorizer=Member(Authority()))
     stranger = await swarm.p2p()
@@ -107,7 +107,7 @@ async def test_a_stranger_is_told_that_it_gets_no_answer():
 
 
 @in_virtual_time
-async def test_tokens_are_refreshed_before_they_expire_and_members_stay():
+async def test_tokens_are_refreshed_before_they_expire():
     swarm, authority = Swarm(), Authority()
     authorizers = [Member(authority, lifetime=60.0) for _ in range(3)]
     nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]
@@ -129,7 +129,7 @@ async def test_one_token_at_a_time_is_asked_for():
 
 
 @in_virtual_time
-async def test_a_failed_refresh_matters_when_the_old_token_has_expired():
+async def test_failed_refresh_matters_once_the_token_has_expired():
     authorizer = Member(Authority(), lifetime=60.0)
     token = await authorizer.refresh_token_if_needed()
     authorizer.fails = True
@@ -141,7 +141,7 @@ async def test_a_failed_refresh_matters_when_the_old_token_has_expired():
 
 
 @in_virtual_time
-async def test_who_gets_no_token_is_told_at_the_start():
+async def test_peers_without_token_fail_at_start():
     swarm, authority = Swarm(), Authority()
     await swarm.node(authorizer=Member(authority))
     without = Member(authority)
@@ -181,7 +181,7 @@ def make_exchange(node: DHTNode) -> tuple[ProgressBoard, ProgressExchange]:
 
 
 @in_virtual_time
-async def test_who_was_without_a_token_for_a_while_takes_part_again_by_itself(caplog):
+async def test_peers_rejoin_after_a_time_without_token(caplog):
     swarm, authority = Swarm(), Authority()
     authorizers = [Member(authority, lifetime=60.0) for _ in range(4)]
     nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]
@@ -207,7 +207,7 @@ async def test_who_was_without_a_token_for_a_while_takes_part_again_by_itself(ca
 
 
 @in_virtual_time
-async def test_while_the_token_is_good_a_failed_refresh_holds_up_nobody(caplog):
+async def test_failed_refresh_delays_nobody_with_a_valid_token(caplog):
     authorizer = Member(Authority(), lifetime=60.0)
     token = await authorizer.refresh_token_if_needed()
     authorizer.fails = True
@@ -221,7 +221,7 @@ async def test_while_the_token_is_good_a_failed_refresh_holds_up_nobody(caplog):
 
 
 @in_virtual_time
-async def test_those_who_wait_for_the_same_attempt_hear_of_its_failure_together():
+async def test_waiting_calls_share_the_failure_of_one_refresh():
     authorizer = Member(Authority())
     authorizer.fails = True
     began = asyncio.get_running_loop().time()
@@ -341,7 +341,7 @@ async def test_a_request_is_no_answer():
 
 
 @in_virtual_time
-async def test_hostile_tokens_are_refused_whatever_the_users_check_does():
+async def test_hostile_tokens_are_refused_even_if_checks_raise():
     class Fragile(Member):
         def is_token_valid(self, access_token: AccessToken) -> bool:
             return float(access_token.username) > 0
@@ -414,7 +414,7 @@ class OpenServicer(ServicerBase):
         return request
 
 
-def test_messages_without_room_for_a_signature_are_refused_at_once():
+def test_messages_that_cannot_be_signed_are_refused():
     class Streaming(ServicerBase):
         async def rpc_ask(self, request: Question, context: P2PContext) -> AsyncIterator[Reply]:
             yield Reply(text="")
@@ -497,12 +497,12 @@ async def test_without_preparation_and_with_times_as_text():
 
 
 @pytest.mark.parametrize("when", [None, datetime.now(timezone.utc), b"2026-01-01"])
-def test_a_token_whose_expiration_cannot_travel_is_refused_where_it_is_made(when):
+def test_tokens_with_unsendable_expiration_are_refused_when_made(when):
     with pytest.raises(TypeError, match="expiration_time must be a number or text, got"):
         AccessToken("bob", b"key", when)
 
 
-def test_the_same_token_with_a_whole_number_of_seconds():
+def test_integer_and_float_expirations_make_equal_tokens():
     token = AccessToken("bob", b"key", 5)
     assert token.signed_bytes() == AccessToken("bob", b"key", 5.0).signed_bytes()
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=AccessToken)
@@ -550,7 +550,7 @@ def stub_at(node: DHTNode, caller: Any) -> Any:
 
 
 @in_virtual_time
-async def test_members_call_each_other_and_prove_it_once_per_connection():
+async def test_members_prove_membership_once_per_connection():
     swarm, authority = Swarm(), Authority()
     server, caller = [await swarm.node(authorizer=Member(authority)) for _ in range(2)]
     secret = await serve_secret(server)
@@ -596,7 +596,7 @@ async def test_nobody_else_is_answered(kind):
 
 
 @in_virtual_time
-async def test_in_a_private_run_a_badge_is_needed_as_well():
+async def test_private_runs_need_a_badge_as_well():
     swarm, authority, token = Swarm(), Authority(), Token.new_run("private").text
     server = await swarm.node(authorizer=Member(authority), token=token)
     secret = await serve_secret(server)
@@ -639,7 +639,7 @@ async def test_an_answer_without_proof_is_not_believed(monkeypatch):
 
 
 @in_virtual_time
-async def test_who_falls_silent_before_it_lets_this_peer_in_is_not_waited_for_without_end():
+async def test_silent_peer_at_the_gate_times_out():
     swarm, authority = Swarm(), Authority()
     server, caller = [await swarm.node(authorizer=Member(authority)) for _ in range(2)]
     await serve_secret(server)
@@ -651,7 +651,7 @@ async def test_who_falls_silent_before_it_lets_this_peer_in_is_not_waited_for_wi
 
 
 @in_virtual_time
-async def test_the_gate_stays_closed_when_the_table_has_ended():
+async def test_gate_stays_closed_after_the_dht_ended():
     swarm, authority = Swarm(), Authority()
     server = await swarm.node(authorizer=Member(authority))
     secret = await serve_secret(server)
@@ -711,7 +711,7 @@ class MemberWithoutCall(Member):
 
 
 @in_virtual_time
-async def test_an_authorizer_whose_methods_take_no_call_shares_a_table_with_others():
+async def test_authorizers_without_call_parameter_work_with_others():
     swarm, authority = Swarm(), Authority()
     first = await swarm.node(authorizer=MemberWithoutCall(authority, "first"))
     second = await swarm.node(authorizer=Member(authority, "second"))
@@ -719,7 +719,7 @@ async def test_an_authorizer_whose_methods_take_no_call_shares_a_table_with_othe
     assert (await first.get("key", latest=True)).value == "value"
 
 
-async def test_a_request_for_one_member_is_refused_by_another():
+async def test_members_refuse_requests_addressed_to_others():
     authority = Authority()
     asker, answerer = (Member(authority, name) for name in ("asker", "answerer"))
     for service, is_valid in ((answerer, True), (asker, False)):

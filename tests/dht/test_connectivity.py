@@ -1,4 +1,4 @@
-"""Whose fault is a silence?"""
+"""Whether a silent peer is gone, or this machine offline or busy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(connectivity: Connectivity, number: int, *, answers: bool) -> bool:
 
 
 @in_virtual_time
-async def test_one_dead_peer_of_three_is_found_out_at_once():
+async def test_one_dead_peer_of_three_is_noticed():
     connectivity = Connectivity()
     ask(connectivity, 0, answers=True)
     assert ask(connectivity, 1, answers=False)
@@ -37,7 +37,7 @@ async def test_one_dead_peer_of_three_is_found_out_at_once():
 
 
 @in_virtual_time
-async def test_a_single_peer_that_is_silent_is_not_excused():
+async def test_single_silent_peer_is_not_excused():
     assert ask(Connectivity(), 0, answers=False)
 
 
@@ -63,7 +63,7 @@ async def test_what_was_long_ago_does_not_count():
 
 
 @in_virtual_time
-async def test_who_stays_silent_while_others_are_heard_is_gone_even_if_most_are():
+async def test_silent_majority_is_gone_once_another_answers():
     connectivity = Connectivity()
     ask(connectivity, 0, answers=True)
     for number in (1, 2, 3):
@@ -78,7 +78,7 @@ async def test_who_stays_silent_while_others_are_heard_is_gone_even_if_most_are(
 
 
 @in_virtual_time
-async def test_in_an_outage_of_any_length_nobody_is_to_blame():
+async def test_outages_of_any_length_blame_nobody():
     connectivity = Connectivity()
     assert ask(connectivity, 0, answers=False), "this one may as well be dead"
     for _ in range(100):
@@ -88,7 +88,7 @@ async def test_in_an_outage_of_any_length_nobody_is_to_blame():
 
 
 @in_virtual_time
-async def test_the_swarm_is_lost_when_nobody_answers_for_a_while_and_found_with_the_first_answer():
+async def test_swarm_is_lost_without_answers_and_found_again():
     connectivity = Connectivity()
     ask(connectivity, 0, answers=False)
     await asyncio.sleep(1000)
@@ -111,7 +111,7 @@ async def test_the_swarm_is_lost_when_nobody_answers_for_a_while_and_found_with_
 
 
 @in_virtual_time
-async def test_those_who_were_excused_are_remembered_up_to_a_limit():
+async def test_memory_of_excused_peers_is_bounded():
     connectivity = Connectivity()
     for number in range(MAX_EXCUSED + 10):
         ask(connectivity, number, answers=False)
@@ -119,7 +119,7 @@ async def test_those_who_were_excused_are_remembered_up_to_a_limit():
 
 
 @pytest.mark.parametrize("is_beating", [True, False], ids=["while the heart beats", "before it can"])
-async def test_nobody_is_to_blame_if_the_loop_was_late(is_beating):
+async def test_late_event_loop_blames_nobody(is_beating):
     connectivity = Connectivity()
     asked_at = connectivity.begin_call()
     time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still

@@ -74,7 +74,7 @@ def test_records_without_owner_pass_untouched(alice, mallory):
     assert mallory.strip_value(record) == b"value"
 
 
-def test_what_looks_like_a_signature_in_an_open_record_is_user_data(alice):
+def test_signature_lookalikes_in_open_records_are_user_data(alice):
     fake = b"value[signature:" + b"A" * 86 + b"==]"
     assert alice.strip_value(DHTRecord(KEY, b"subkey", fake, 100.0)) == fake
 
@@ -161,14 +161,14 @@ def test_checked_records_are_not_checked_again(alice, mallory, monkeypatch):
     assert alice.validate(record), "the signer knows its own signature"
 
 
-def test_what_others_have_changed_in_an_own_record_is_noticed(alice):
+def test_changes_to_an_owned_record_are_noticed(alice):
     record = signed(alice, alice, b"mine")
     later = dataclasses.replace(record, expiration_time=record.expiration_time + 1)
     other = dataclasses.replace(record, value=record.value.replace(b"mine", b"mime"))
     assert [alice.validate(each) for each in (record, later, other)] == [True, False, False]
 
 
-def test_other_forms_of_a_key_are_read_by_the_parser(alice):
+def test_parser_reads_other_forms_of_a_key(alice):
     """A comment may follow; and what only begins like a key of the usual form is none."""
     text = PrivateKey().get_public_key().to_bytes()
     assert PublicKey.from_bytes(text + b" somebody@somewhere").to_bytes() == text
@@ -177,7 +177,7 @@ def test_other_forms_of_a_key_are_read_by_the_parser(alice):
             PublicKey.from_bytes(wrong)
 
 
-def test_peers_of_tags_are_remembered_and_others_stay_refused():
+def test_peers_of_tags_are_cached_and_refusals_repeated():
     peer = Identity.generate().peer_id
     assert peer_of(tag_of(peer)) == peer
     assert peer_of(tag_of(peer)) is peer_of(tag_of(peer))

@@ -514,7 +514,7 @@ dht.shutdown()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_knows_the_facts_and_nothing_else_works():
+def test_forked_child_knows_facts_only():
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], check=True, timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""What a DHT looks like to those who hold one: how it shows itself, how it ends, other names of its options."""
+"""How a DHT shows itself, how it ends, and the other names of its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.errors import DHTError, P2PDaemonError, ReactorError
 from tests.p2p.peers import Number, Service, serving
 
 
-def test_a_peer_that_does_not_listen_is_called_through_a_relay_by_its_id() -> None:
+def test_relayed_peer_is_called_by_its_id() -> None:
     with DHT(start=True) as relay:
         peers = relay.get_visible_maddrs()
         with DHT(peers, start=True, no_listen=True) as hidden, DHT(peers, start=True) as caller:
@@ -51,7 +51,7 @@ def test_a_client_is_never_called(options: dict[str, bool]) -> None:
         assert server.p2p.relay.guests == []
 
 
-def test_a_peer_that_neither_listens_nor_finds_a_relay_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_without_port_or_relay_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with (
         DHT(start=True, relay=False) as server,
         DHT(server.get_visible_maddrs(), start=True, no_listen=True) as hidden,
@@ -81,7 +81,7 @@ def test_what_it_looks_like() -> None:
         assert str(second.peer_id) in repr(second)
 
 
-def test_its_address_is_short_and_the_whole_of_what_another_peer_needs() -> None:
+def test_short_address_is_enough_to_join() -> None:
     with DHT(start=True) as first:
         [address] = first.get_visible_maddrs()
         assert first.address == f"127.0.0.1:{address['tcp']}"
@@ -98,7 +98,7 @@ async def _look(dht: DHT, node: DHTNode) -> str:
     return DHT.__repr__(dht)
 
 
-def test_what_a_dht_looks_like_that_could_not_start() -> None:
+def test_repr_of_a_dht_that_could_not_start() -> None:
     dht = DHT(start=True, await_ready=False, host_maddrs=["/ip4/127.0.0.1/udp/1"])
     with pytest.raises(P2PDaemonError):
         dht.wait_until_ready()

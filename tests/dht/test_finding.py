@@ -1,4 +1,4 @@
-"""Calling a peer of which nothing but the id is known."""
+"""Calling a peer of which only the id is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def ask(caller: P2P, peer: PeerID) -> Number:
 
 
 @in_virtual_time
-async def test_a_peer_of_the_same_table_is_called_by_its_id():
+async def test_peer_is_called_by_its_id_alone():
     swarm = Swarm(seed=3)
     await swarm.grow(80)
     client = await swarm.node(client_mode=True)
@@ -41,7 +41,7 @@ async def test_a_peer_of_the_same_table_is_called_by_its_id():
 
 
 @in_virtual_time
-async def test_many_calls_at_once_share_one_search_and_a_search_in_vain_is_not_repeated_at_once():
+async def test_concurrent_calls_share_one_search_for_a_peer():
     swarm = Swarm(seed=4)
     await swarm.grow(30)
     caller = swarm.nodes[3].p2p
@@ -62,7 +62,7 @@ async def test_many_calls_at_once_share_one_search_and_a_search_in_vain_is_not_r
 
 
 @in_virtual_time
-async def test_a_search_costs_no_more_than_one_time_limit():
+async def test_search_for_a_peer_takes_one_timeout():
     """All who could know it fall silent."""
     swarm = Swarm(seed=5)
     await swarm.grow(40)
@@ -78,7 +78,7 @@ async def test_a_search_costs_no_more_than_one_time_limit():
 
 
 @in_virtual_time
-async def test_the_table_itself_does_not_search_for_whom_it_cannot_call():
+async def test_dht_calls_never_search_for_addresses():
     """Or a stranger that tells no address could make a node walk through the table for each ping."""
     swarm = Swarm(seed=6)
     await swarm.grow(20)
@@ -89,7 +89,7 @@ async def test_the_table_itself_does_not_search_for_whom_it_cannot_call():
 
 
 @in_virtual_time
-async def test_a_second_node_that_cannot_start_takes_nothing_away():
+async def test_failed_second_node_takes_nothing_away():
     swarm = Swarm(seed=8)
     node = await swarm.node()
     with pytest.raises(P2PDaemonError, match="registered already"):
@@ -98,7 +98,7 @@ async def test_a_second_node_that_cannot_start_takes_nothing_away():
 
 
 @in_virtual_time
-async def test_after_the_node_has_gone_nobody_is_looked_for():
+async def test_no_searches_after_the_node_shut_down():
     swarm = Swarm(seed=7)
     await swarm.grow(5)
     node = swarm.nodes[4]
@@ -109,7 +109,7 @@ async def test_after_the_node_has_gone_nobody_is_looked_for():
 
 
 @in_virtual_time
-async def test_the_last_of_sixty_nodes_calls_all_others_by_their_ids():
+async def test_last_of_sixty_nodes_calls_others_by_id():
     swarm = Swarm(seed=6)
     await swarm.grow(60)
     *others, last = swarm.nodes

@@ -1,4 +1,4 @@
-"""What an asker has already is not told again: contacts of nodes, and entries of dictionaries."""
+"""Answers leave out what the asker has: contacts of nodes, and entries of dictionaries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_any_bytes_can_be_read():
         assert NUMBERS[0] not in known
 
 
-def test_a_number_that_hides_another_one_does_so_in_one_request_only():
+def test_collisions_of_fingerprints_last_one_request():
     number, packed = NUMBERS[0], pack_known([NUMBERS[0]], RNG)
     # Whoever knew the factor could make them.
     factor = int.from_bytes(packed[:8], "big") | 1
@@ -58,7 +58,7 @@ def test_a_number_that_hides_another_one_does_so_in_one_request_only():
     assert not any(lookalike in other for other in others for lookalike in lookalikes)
 
 
-def test_entries_that_are_known_are_left_out_until_they_are_stored_anew():
+def test_known_entries_are_left_out_until_stored_again():
     key, now = DHTID.generate("key"), get_dht_time()
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
     for number in range(10):
@@ -76,7 +76,7 @@ def test_entries_that_are_known_are_left_out_until_they_are_stored_anew():
     assert nothing_new.latest_expiration_time == now + 99
 
 
-def test_equal_keys_of_different_types_have_numbers_of_their_own():
+def test_equal_subkeys_of_different_types_differ():
     item = ValueWithExpiration(b"value", get_dht_time() + 60)
     spellings = [1, True, 1.0, b"1", "1"]
     numbers = [numbers_of_entries(DHTID.generate("key"), [(subkey, item)])[subkey] for subkey in spellings * 2]
@@ -84,7 +84,7 @@ def test_equal_keys_of_different_types_have_numbers_of_their_own():
     assert numbers[: len(spellings)] == numbers[len(spellings) :]
 
 
-def test_who_wants_only_some_entries_gets_a_sample_in_which_nobody_is_hidden():
+def test_samples_of_entries_hide_nobody():
     key, now = DHTID.generate("key"), get_dht_time()
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
     for number in range(100):  # the last ninety are of somebody who stores all the time
@@ -151,7 +151,7 @@ async def test_nobody_is_told_what_it_knows(monkeypatch):
 
 
 @in_virtual_time
-async def test_one_who_says_nothing_of_what_it_knows_is_told_all(monkeypatch):
+async def test_askers_without_have_set_are_told_all(monkeypatch):
     told = Told(monkeypatch)
     swarm = await swarm_with_a_dictionary(40)
     told.answers = told.contacts = 0
@@ -162,7 +162,7 @@ async def test_one_who_says_nothing_of_what_it_knows_is_told_all(monkeypatch):
 
 
 @in_virtual_time
-async def test_several_keys_at_once_lead_to_the_same_nodes_as_one_by_one(monkeypatch):
+async def test_several_keys_lead_to_the_same_nodes(monkeypatch):
     swarm = await swarm_with_a_dictionary(0)
     keys = [DHTID.generate(f"key {number}") for number in range(16)]
     node = swarm.nodes[0]
@@ -193,7 +193,7 @@ async def test_nodes_with_chosen_ids_are_told_again(monkeypatch):
 
 
 @in_virtual_time
-async def test_those_that_hold_a_dictionary_take_turns_in_sending_it(monkeypatch):
+async def test_holders_of_a_dictionary_take_turns(monkeypatch):
     """To whoever asks two of them, as each tracker does."""
     told = Told(monkeypatch)
     swarm = await swarm_with_a_dictionary(40)

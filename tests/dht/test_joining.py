@@ -1,4 +1,4 @@
-"""How a node joins, finds back, and what it says when it cannot."""
+"""How a node joins, finds its swarm again, and what it says when it cannot."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_nobody_answers_and_that_is_all_right(caplog):
 
 
 @in_virtual_time
-async def test_one_good_address_among_dead_and_silent_ones_is_enough_and_quick():
+async def test_one_good_address_among_dead_ones_suffices():
     swarm = Swarm()
     good, silent = await swarm.grow(2)
     swarm.fall_silent(silent)
@@ -110,7 +110,7 @@ async def test_the_join_keeps_to_its_time():
 
 
 @in_virtual_time
-async def test_a_peer_that_nobody_can_dial_is_called_through_a_relay(caplog):
+async def test_undialable_peer_is_called_through_a_relay(caplog):
     swarm = Swarm()
     await swarm.grow(2)
     p2p = await swarm.p2p()
@@ -123,7 +123,7 @@ async def test_a_peer_that_nobody_can_dial_is_called_through_a_relay(caplog):
 
 
 @in_virtual_time
-async def test_a_peer_that_nobody_can_call_joins_as_a_client(caplog):
+async def test_unreachable_peer_joins_as_a_client(caplog):
     swarm = Swarm()
     await swarm.node()
     swarm.nodes[0].p2p.relay.wanted = False
@@ -145,7 +145,7 @@ async def test_a_peer_that_nobody_can_call_joins_as_a_client(caplog):
 
 
 @in_virtual_time
-async def test_one_peer_alone_does_not_keep_a_node_out():
+async def test_one_objecting_peer_keeps_nobody_out():
     swarm = Swarm()
     good, odd = await swarm.grow(2)
     dial = odd.p2p.transport.dial
@@ -207,7 +207,7 @@ async def test_a_broken_connection_keeps_nobody_out(failures):
 
 
 @in_virtual_time
-async def test_a_peer_that_does_not_listen_is_a_client_whatever_it_says():
+async def test_peer_that_does_not_listen_is_a_client():
     swarm = Swarm()
     await swarm.node()
     node = await DHTNode.create(p2p=await swarm.p2p(client_mode=True), initial_peers=await addresses(swarm.nodes[0]))
@@ -259,7 +259,7 @@ async def test_stale_buckets_are_looked_through_again():
 
 
 @in_virtual_time
-async def test_an_idle_node_asks_for_nothing_but_a_sign_of_life_now_and_then():
+async def test_idle_nodes_only_ping_now_and_then():
     swarm = Swarm(seed=4)
     await swarm.grow(5)
     await asyncio.sleep(100)
@@ -275,7 +275,7 @@ async def test_an_idle_node_asks_for_nothing_but_a_sign_of_life_now_and_then():
 
 
 @in_virtual_time
-async def test_records_move_to_newcomers_so_that_nothing_is_lost():
+async def test_records_move_to_new_nodes():
     swarm = Swarm(seed=5)
     old = await swarm.grow(6)
     for number in range(30):
@@ -295,7 +295,7 @@ async def test_records_move_to_newcomers_so_that_nothing_is_lost():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_handed_over_is_what_the_rule_says(seed):
+def test_handed_over_records_follow_the_rule(seed):
     rng = random.Random(seed)
     num_replicas = rng.randint(1, 5)
     table = RoutingTable(DHTID.generate(rng=rng), 20, 5)
@@ -321,7 +321,7 @@ def test_what_is_handed_over_is_what_the_rule_says(seed):
 
 
 @in_virtual_time
-async def test_those_whose_program_has_ended_are_seldom_looked_for():
+async def test_ended_peers_are_pinged_rarely():
     swarm = Swarm(seed=9)
     *alive, gone = await swarm.grow(6)
     await swarm.kill(gone)

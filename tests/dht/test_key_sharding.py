@@ -1,4 +1,4 @@
-"""Records of one kind in many keys: where each stands, what a sample tells, and that all find each other meanwhile."""
+"""Records of a swarm in many keys: which key holds what, what a sample tells, and that all peers find each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def owner(number: int) -> bytes:
     return b"owner %d" % number
 
 
-def test_small_swarms_have_one_key_of_the_plain_name():
+def test_small_swarms_use_one_plain_key():
     spread = KeySharding(owner(0))
     assert spread.places_to_write() == [""]
     assert spread.place_beside(random.Random(0)) is None
@@ -38,7 +38,7 @@ def test_small_swarms_have_one_key_of_the_plain_name():
     assert key_at("run_progress", "01") == "run_progress.01"
 
 
-def test_places_are_spread_evenly_and_written_above_by_chance():
+def test_owners_fill_keys_evenly_and_levels_above_randomly():
     owners = [owner(number) for number in range(4096)]
     counts = Counter(path_of(each)[:4] for each in owners)
     assert len(counts) == 16
@@ -69,7 +69,7 @@ def test_any_key_tells_how_many_owners_there_are(depths):
         assert fmean(estimates) == pytest.approx(len(owners), rel=0.35)
 
 
-def test_a_few_who_lie_about_the_depth_change_little():
+def test_few_liars_about_depth_change_little():
     honest = [5] * 64
     assert estimate_owners(0, [*honest, MAX_DEPTH, MAX_DEPTH]) < 1.1 * estimate_owners(0, honest)
     assert estimate_owners(3, []) == 0.0
@@ -119,7 +119,7 @@ class Swarm:
 
 
 @pytest.mark.slow_drill
-def test_all_agree_about_a_swarm_that_grows_and_shrinks():
+def test_peers_agree_while_a_swarm_grows_and_shrinks():
     swarm = Swarm()
     swarm.join(50)
     for size in (100, 200, 400, 1000, 3000):
@@ -155,7 +155,7 @@ def test_where_two_depths_fit_all_follow_the_majority(size, shallow, deep, share
 
 
 @pytest.mark.parametrize("size", [235, 250, 265, 300, 315])
-def test_all_agree_although_some_keys_have_more_owners_than_others(size):
+def test_peers_agree_despite_uneven_keys(size):
     swarm = Swarm()
     swarm.join(size)  # about as many as two keys may have at most
     swarm.live(12)
@@ -176,14 +176,14 @@ def crowd():
 
 
 @pytest.mark.slow_drill
-def test_a_crowd_that_comes_at_once_divides_the_keys(crowd):
+def test_sudden_crowd_divides_the_keys(crowd):
     depths = Counter(spread.depth for spread in crowd.spreads.values())
     assert min(depths) >= 3, depths
     assert max(depths) - min(depths) <= 1, depths
 
 
 @pytest.mark.slow_drill
-def test_it_is_enough_to_read_a_few_more_records_than_a_key_should_have(crowd):
+def test_reading_slightly_more_than_a_key_suffices(crowd):
     swarm = Swarm(most_read=MOST_READ)
     swarm.join(2000)
     swarm.live(8)
@@ -203,7 +203,7 @@ def test_a_newcomer_finds_the_depth_at_the_top(crowd):
     assert abs(newcomer.depth - depths.most_common(1)[0][0]) <= 1
 
 
-def test_one_key_full_of_inventions_divides_nothing_for_others():
+def test_one_key_of_invented_records_divides_nothing():
     swarm = Swarm()
     swarm.join(700)
     swarm.live(8)

@@ -1,4 +1,4 @@
-"""What a walk makes of hostile hearsay."""
+"""What a walk makes of hostile answers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_contacts_that_are_none_are_dropped(raw):
 
 
 @in_virtual_time
-async def test_a_node_is_reached_by_the_good_one_of_its_addresses():
+async def test_node_is_reached_by_its_good_address():
     swarm = Swarm(seed=2)
     target = await swarm.node()
     asker = await swarm.node(initial_peers=[])
@@ -127,7 +127,7 @@ async def test_a_node_is_reached_by_the_good_one_of_its_addresses():
 
 
 @in_virtual_time
-async def test_a_peer_told_to_be_this_one_is_not_called():
+async def test_node_never_calls_itself_by_hearsay():
     swarm = Swarm(seed=3)
     node = await swarm.node()
     own = pack_contact(NodeContact(node.peer_id.to_bytes(), ["/memory/1"]))
@@ -174,7 +174,7 @@ async def swarm_with_censors(size: int = 12, count: int = 20) -> Swarm:
 
 
 @in_virtual_time
-async def test_nodes_that_chose_their_places_next_to_a_key_hide_nothing():
+async def test_chosen_ids_near_a_key_hide_nothing():
     swarm = await swarm_with_censors()
     assert await swarm.nodes[3].store("key", 1, get_dht_time() + 100)
     honest = sorted(swarm.nodes, key=lambda node: KEY ^ node.node_id)
@@ -187,7 +187,7 @@ async def test_nodes_that_chose_their_places_next_to_a_key_hide_nothing():
 
 
 @in_virtual_time
-async def test_a_node_of_chosen_id_holds_records_where_there_is_nobody_else():
+async def test_chosen_ids_hold_records_if_alone():
     swarm = Swarm(seed=6)
     nodes = [await swarm.node(node_id=near_key(number)) for number in range(3)]
     assert await nodes[0].store("key", 1, get_dht_time() + 100)
@@ -199,7 +199,7 @@ async def test_a_node_of_chosen_id_holds_records_where_there_is_nobody_else():
 
 
 @in_virtual_time
-async def test_nobody_hides_an_honest_node_by_telling_of_it_under_another_peer():
+async def test_honest_nodes_survive_false_contacts():
     swarm = Swarm(seed=7)
     target, asker = await swarm.node(), await swarm.node(initial_peers=[])
     lie = pack_contact(NodeContact(PeerID(b"nobody").to_bytes(), ["/memory/1"]))
@@ -215,7 +215,7 @@ async def test_nobody_hides_an_honest_node_by_telling_of_it_under_another_peer()
 
 
 @in_virtual_time
-async def test_an_answer_under_another_id_is_counted_and_told_once(caplog, monkeypatch):
+async def test_answers_under_other_ids_are_counted(caplog, monkeypatch):
     monkeypatch.setattr(traverse, "warn_seldom", Seldom(traverse.logger.warning))
     swarm, liar = await swarm_with_liar()
     for _ in range(3):

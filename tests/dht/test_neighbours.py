@@ -98,7 +98,7 @@ async def start_alone(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     return node
 
 
-async def test_the_first_starts_alone_and_those_who_come_later_join_it(
+async def test_later_nodes_join_one_that_started_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "shoal.dht.joining")
@@ -159,7 +159,7 @@ def _present(node: DHTNode) -> dict[Any, Any]:
     return node._neighbours.network.present
 
 
-async def test_members_of_a_private_run_do_not_join_strangers(
+async def test_private_members_join_no_strangers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Token.new_run("mine")
@@ -180,7 +180,7 @@ async def test_members_of_a_private_run_do_not_join_strangers(
     [{}, {b"id": b"nonsense"}, {b"id": b"\xff\xfe"}, {b"id": b"QmNoEd25519"}, {b"id": None}],
     ids=["no id", "no base58", "no text", "no key", "no value"],
 )
-async def test_what_is_announced_and_is_no_peer_is_not_called(own_service: str, properties: dict[Any, Any]) -> None:
+async def test_announcements_of_other_things_are_ignored(own_service: str, properties: dict[Any, Any]) -> None:
     found: list[object] = []
     liar = AsyncZeroconf(interfaces=["127.0.0.1"])
     async with Peers("tcp") as peers:
@@ -202,7 +202,7 @@ async def test_what_is_announced_and_is_no_peer_is_not_called(own_service: str, 
     await liar.async_close()
 
 
-async def test_a_name_that_is_not_of_the_service_is_no_peer(own_service: str) -> None:
+async def test_names_of_other_services_are_ignored(own_service: str) -> None:
     """Whatever ends otherwise raises an error of zeroconf, which would reach nobody."""
     async with Peers("tcp") as peers:
         found: list[object] = []
@@ -249,7 +249,7 @@ async def test_names_that_never_answer_wait_for_their_turn(own_service: str, mon
         await network.close()
 
 
-async def test_any_failure_of_zeroconf_is_told_and_tried_again(
+async def test_zeroconf_failures_are_logged_and_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
@@ -278,7 +278,7 @@ async def test_any_failure_of_zeroconf_is_told_and_tried_again(
         await network.close()
 
 
-async def test_a_neighbour_with_another_time_is_joined_with_a_warning(
+async def test_neighbour_with_another_clock_joins_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="shoal.dht.joining")
@@ -335,9 +335,7 @@ async def test_a_machine_that_moves_announces_its_new_addresses(monkeypatch: pyt
         await network.close()
 
 
-async def test_after_a_move_the_peers_of_the_network_before_are_forgotten(
-    own_service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_peers_of_the_former_network_are_forgotten(own_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would be called in vain for ever, and many of them would leave no room for others."""
     monkeypatch.setattr(room, "LOOK_AGAIN_SECONDS", 0.01)
     async with Peers("tcp") as peers:
@@ -355,7 +353,7 @@ async def test_after_a_move_the_peers_of_the_network_before_are_forgotten(
         await left.close()
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     with pytest.raises(ModuleNotFoundError, match=r"'local' needs zeroconf, .*: pip install 'shoal\[local\]'"):
         shoal.DHT("local", start=True)

@@ -70,7 +70,7 @@ async def test_nearest_nodes_are_found():
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_more_nodes_than_fit_into_a_bucket_are_found():
+async def test_nodes_beyond_bucket_size_are_found():
     swarm = Swarm(seed=1)
     await swarm.grow(100)
     node_ids = [node.node_id for node in swarm.nodes]
@@ -84,7 +84,7 @@ async def test_more_nodes_than_fit_into_a_bucket_are_found():
 
 
 @in_virtual_time
-async def test_more_replicas_than_fit_into_a_bucket_are_stored():
+async def test_replicas_beyond_bucket_size_are_stored():
     swarm = Swarm(seed=2)
     await swarm.grow(40, bucket_size=4, num_replicas=12)
     for number in range(10):
@@ -95,7 +95,7 @@ async def test_more_replicas_than_fit_into_a_bucket_are_stored():
 
 
 @in_virtual_time
-async def test_a_search_may_begin_with_nodes_that_the_table_does_not_know():
+async def test_searches_may_start_at_given_nodes():
     swarm = Swarm()
     stranger = await swarm.node()
     loner = await swarm.node(initial_peers=[])
@@ -122,7 +122,7 @@ async def test_dead_nodes_are_not_among_the_results():
 
 
 @in_virtual_time
-async def test_all_that_would_be_asked_first_may_be_dead():
+async def test_search_survives_dead_first_nodes():
     swarm = Swarm(seed=4)
     reader, *others = await swarm.grow(70)
     key = DHTID.generate("key")
@@ -164,7 +164,7 @@ async def test_later_expirations_win_and_ties_lose():
 
 
 @in_virtual_time
-async def test_the_nearest_nodes_hold_a_record_and_no_others():
+async def test_only_the_nearest_nodes_hold_a_record():
     swarm = Swarm(seed=5)
     await swarm.grow(40)
     for number in range(10):
@@ -201,7 +201,7 @@ async def test_dead_replicas_are_replaced_by_the_next_nearest():
 
 
 @in_virtual_time
-async def test_silent_nodes_delay_a_store_but_do_not_break_it():
+async def test_silent_nodes_only_delay_a_store():
     swarm = Swarm(seed=8)
     await swarm.grow(20)
     key = DHTID.generate("key")
@@ -262,7 +262,7 @@ async def test_many_keys_at_once():
 
 
 @in_virtual_time
-async def test_store_many_with_subkeys_and_expirations_of_their_own():
+async def test_store_many_takes_subkeys_and_expirations():
     swarm = Swarm()
     one, other = await swarm.grow(2)
     whole_seconds = int(later(3000))
@@ -383,7 +383,7 @@ async def test_a_node_that_tells_nothing_leaves_nothing_out(lie, latest):
 
 
 @in_virtual_time
-async def test_entries_expire_one_by_one_and_are_replaced_by_later_ones_only():
+async def test_entries_expire_singly_and_yield_to_later_ones():
     swarm = Swarm(seed=11)
     one, other = (await swarm.grow(10))[:2]
     start = get_dht_time()
@@ -413,7 +413,7 @@ async def test_reading_does_not_change_what_is_stored():
 
 
 @in_virtual_time
-async def test_results_of_two_callers_are_not_the_same_object():
+async def test_callers_get_separate_result_objects():
     swarm = Swarm(seed=13)
     one, other = (await swarm.grow(5))[:2]
     await one.store("d", [1], later(10), subkey="a")
@@ -426,7 +426,7 @@ async def test_results_of_two_callers_are_not_the_same_object():
 
 
 @in_virtual_time
-async def test_clients_use_the_table_without_being_part_of_it():
+async def test_clients_use_the_dht_without_serving_it():
     swarm = Swarm(seed=14)
     await swarm.grow(6)
     client, other_client = await swarm.grow(2, client_mode=True)
@@ -442,7 +442,7 @@ async def test_clients_use_the_table_without_being_part_of_it():
 
 
 @in_virtual_time
-async def test_what_a_client_stores_is_visible_even_with_one_replica():
+async def test_client_stores_are_visible_with_one_replica():
     swarm = Swarm(seed=15)
     server = await swarm.node(num_replicas=1)
     client = await swarm.node(num_replicas=1, client_mode=True, cache_on_store=False)
@@ -455,7 +455,7 @@ async def test_what_a_client_stores_is_visible_even_with_one_replica():
 
 
 @in_virtual_time
-async def test_a_minority_does_not_decide_whether_a_store_succeeded():
+async def test_minority_does_not_decide_a_store():
     swarm = Swarm(seed=16)
     await swarm.grow(10)
     key = DHTID.generate("key")
@@ -517,7 +517,7 @@ async def test_cancelling_a_get_cancels_its_search():
 
 
 @in_virtual_time
-async def test_cancelling_a_store_ends_the_walk_and_stores_nothing():
+async def test_cancelled_store_stores_nothing():
     swarm = Swarm(seed=19, delay=0.2)
     *_, node = await swarm.grow(8)
     storing = asyncio.ensure_future(node.store("a", 1, later(100)))
@@ -564,7 +564,7 @@ async def test_shutdown_ends_what_is_in_progress():
 
 @pytest.mark.parametrize("count", [1, 3])
 @in_virtual_time
-async def test_shutdown_at_any_moment_ends_what_is_in_progress(count):
+async def test_shutdown_ends_operations_in_progress(count):
     for moment in range(30):
         swarm = Swarm(seed=22, delay=0.0)
         node = (await swarm.grow(count))[-1]
@@ -584,7 +584,7 @@ async def test_shutdown_at_any_moment_ends_what_is_in_progress(count):
 
 
 @in_virtual_time
-async def test_shutdown_before_a_search_has_begun_resolves_its_future():
+async def test_shutdown_resolves_futures_of_unstarted_searches():
     swarm = Swarm(seed=21)
     node, _ = await swarm.grow(2)
     futures = await node.get_many(["missing"], return_futures=True)
@@ -604,7 +604,7 @@ async def test_only_create_makes_nodes():
 
 
 @in_virtual_time
-async def test_settings_of_a_peer_that_exists_already_are_refused():
+async def test_settings_of_an_existing_peer_are_refused():
     p2p = await Swarm().p2p()
     with pytest.raises(ValueError, match=r"host_maddrs.* no effect together with p2p"):
         await DHTNode.create(p2p=p2p, host_maddrs=[])
@@ -668,7 +668,7 @@ print(run(main()))
 
 
 @pytest.mark.slow_drill
-def test_the_same_seed_gives_the_same_run_whatever_the_hash_seed():
+def test_same_seed_gives_the_same_run():
     stories = [
         subprocess.run(
             [sys.executable, "-c", STORY],

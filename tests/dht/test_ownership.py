@@ -1,4 +1,4 @@
-"""What is marked with an owner belongs to that owner alone: at every node, for every way of taking it."""
+"""A record with an owner tag belongs to its owner alone, at every node and against every attack."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OwnedRecord:
 
 
 @in_virtual_time
-async def test_nobody_else_can_overwrite_it_at_any_node_and_the_owner_can():
+async def test_only_the_owner_can_overwrite_a_record():
     owned = await OwnedRecord.create()
     for attacker in owned.others:
         assert not await attacker.store(KEY, "forged", owned.expires + 10, subkey=owned.subkey)
@@ -75,7 +75,7 @@ async def test_nobody_else_can_overwrite_it_at_any_node_and_the_owner_can():
 
 
 @in_virtual_time
-async def test_it_stays_the_owners_when_the_owner_is_gone():
+async def test_record_stays_owned_after_its_owner_left():
     owned = await OwnedRecord.create()
     await owned.owner.shutdown()
     await owned.owner.p2p.shutdown()
@@ -243,7 +243,7 @@ async def test_nor_does_one_that_was_there_before(in_cache):
 
 @pytest.mark.parametrize("in_cache", [False, True], ids=["storage", "cache"])
 @in_virtual_time
-async def test_a_plain_value_that_came_first_keeps_no_owner_out(in_cache):
+async def test_plain_values_make_way_for_owners(in_cache):
     owned = await OwnedRecord.create()
     plain = NewRecord(DHTID.generate("taken"), PLAIN_VALUE, MSGPackSerializer.dumps("plain"), later(1000), in_cache)
     for node in owned.nodes:
@@ -292,7 +292,7 @@ def looks(monkeypatch) -> list[bytes]:
 
 
 @in_virtual_time
-async def test_signatures_are_looked_at_only_before_others_get_the_entry(looks):
+async def test_signatures_are_checked_before_others_get_entries(looks):
     swarm = Swarm()
     owner, *_ = nodes = [await swarm.node() for _ in range(3)]
     for number in range(5):
@@ -346,7 +346,7 @@ async def test_copies_for_others_are_looked_at_too():
 
 
 @in_virtual_time
-async def test_what_is_wrong_in_a_part_of_a_value_is_gone_from_all_of_it():
+async def test_forged_entries_vanish_from_the_whole_value():
     node, owner = await Swarm().node(), Identity.generate().peer_id
     here = LocalRecords(None, node.protocol.record_validator)
     assert here.keep(unsigned_by(owner), Payer(owner, owner))
@@ -366,7 +366,7 @@ async def test_nobody_else_may_bring_it_unproven():
 
 
 @in_virtual_time
-async def test_who_brings_many_records_has_each_of_them_checked_at_once():
+async def test_peers_with_many_records_are_checked_immediately():
     """Else their signatures would be checked all together, while the loop stands still."""
     swarm = Swarm()
     liar, holder = await swarm.node(), await swarm.node()
@@ -376,7 +376,7 @@ async def test_who_brings_many_records_has_each_of_them_checked_at_once():
 
 
 @in_virtual_time
-async def test_many_peers_of_one_host_are_checked_at_once():
+async def test_hosts_with_many_records_are_checked_immediately():
     node = await Swarm().node()
     here = LocalRecords(None, node.protocol.record_validator)
     peers = [Identity.generate().peer_id for _ in range(MOST_RECORDS_OF_A_TRUSTED_HOST + 5)]

@@ -1,4 +1,4 @@
-"""Nodes that join by addresses which do not say what peer is there, in virtual time."""
+"""Nodes that join by addresses without a peer id, in virtual time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_newcomers_become_nodes_like_others() -> None:
 
 
 @in_virtual_time
-async def test_one_of_several_is_enough_and_the_rest_is_met_later() -> None:
+async def test_one_initial_peer_suffices_others_follow() -> None:
     network = a_network()
     hosts = [network.add_host() for _ in range(3)]
     first = await start(hosts[0])
@@ -83,7 +83,7 @@ async def test_nobody_answers() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_starts_first_finds_whatever_peer_comes() -> None:
+async def test_first_node_finds_peers_that_start_later() -> None:
     network = a_network()
     here, there = network.add_host(), network.add_host()
     node = await start(here, f"{there.ip}:{PORT}", ensure_bootstrap_success=False)
@@ -95,7 +95,7 @@ async def test_a_node_that_starts_first_finds_whatever_peer_comes() -> None:
 
 
 @in_virtual_time
-async def test_another_peer_at_the_same_address_is_as_good() -> None:
+async def test_any_peer_at_the_address_will_do() -> None:
     network = a_network()
     here, there = network.add_host(), network.add_host()
     first = await start(there)
@@ -111,7 +111,7 @@ async def test_another_peer_at_the_same_address_is_as_good() -> None:
 
 
 @in_virtual_time
-async def test_a_neighbour_that_does_not_answer_at_first_is_tried_again() -> None:
+async def test_silent_neighbour_is_tried_again() -> None:
     network = a_network()
     here, there = network.add_host(), network.add_host()
     node, identity = await start(here), Identity.generate(network.rng)
@@ -127,14 +127,14 @@ async def test_a_neighbour_that_does_not_answer_at_first_is_tried_again() -> Non
 
 
 @in_virtual_time
-async def test_in_a_simulation_nobody_looks_around_in_the_real_network() -> None:
+async def test_simulations_never_touch_the_real_network() -> None:
     pytest.importorskip("zeroconf")
     with pytest.raises(ValueError, match="this peer is not on one: give it addresses"):
         await start(a_network().add_host(), "local")
 
 
 @in_virtual_time
-async def test_two_nodes_that_have_each_others_addresses_may_start_in_any_order() -> None:
+async def test_two_nodes_may_start_in_any_order() -> None:
     """A list of addresses may be the same at all peers; one's own is in it."""
     network = a_network()
     hosts = [network.add_host() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The three calls between two nodes, also with hostile ones."""
+"""The three calls between two nodes, honest and hostile."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_store_and_find_dictionaries():
 
 
 @in_virtual_time
-async def test_who_looks_for_neighbors_alone_is_sent_no_values():
+async def test_requests_for_neighbors_get_no_values():
     caller, server = await pair()
     peer = server.p2p.peer_id
     assert await caller.call_store(peer, [plain(b"v" * 10_000, later(10))]) == [True]
@@ -163,7 +163,7 @@ async def test_a_whole_dictionary_can_be_stored_at_once():
 
 
 @in_virtual_time
-async def test_find_prefers_the_later_one_of_storage_and_cache():
+async def test_find_prefers_the_later_copy():
     caller, server = await pair()
     peer = server.p2p.peer_id
     await caller.call_store(peer, [plain(b"stored", later(10)), plain(b"cached", later(20), in_cache=True)])
@@ -175,7 +175,7 @@ async def test_find_prefers_the_later_one_of_storage_and_cache():
 
 
 @in_virtual_time
-async def test_find_tells_of_the_nearest_nodes_but_not_of_the_asker():
+async def test_find_tells_nearest_nodes_except_the_asker():
     swarm = Swarm()
     server, *others = [await make_protocol(swarm, bucket_size=5) for _ in range(12)]
     for other in others:
@@ -195,7 +195,7 @@ async def test_find_tells_of_the_nearest_nodes_but_not_of_the_asker():
 
 
 @in_virtual_time
-async def test_unknown_or_dead_peers_do_not_answer_and_leave_the_table():
+async def test_dead_peers_leave_the_routing_table():
     caller, server = await pair()
     assert await caller.call_ping(PeerID(b"unknown")) is None
     await caller.call_ping(server.p2p.peer_id)
@@ -209,7 +209,7 @@ async def test_unknown_or_dead_peers_do_not_answer_and_leave_the_table():
 @pytest.mark.parametrize("method", ["call_find", "call_store", "call_ping"])
 @pytest.mark.parametrize("when", ["dialling", "calling"])
 @in_virtual_time
-async def test_a_broken_connection_is_no_proof_that_a_node_is_gone(when, method, failures):
+async def test_broken_connections_do_not_prove_death(when, method, failures):
     swarm = Swarm()
     one, other = await swarm.grow(2)
     call, left = one.p2p.call, failures
@@ -237,7 +237,7 @@ async def test_a_broken_connection_is_no_proof_that_a_node_is_gone(when, method,
 
 
 @in_virtual_time
-async def test_a_silent_peer_costs_no_more_than_the_waiting_time():
+async def test_silent_peer_costs_one_timeout():
     swarm = Swarm()
     caller, server = await make_protocol(swarm), await make_protocol(swarm)
     await introduce(caller, server)
@@ -249,7 +249,7 @@ async def test_a_silent_peer_costs_no_more_than_the_waiting_time():
 
 
 @in_virtual_time
-async def test_the_number_of_calls_in_flight_can_be_limited():
+async def test_calls_in_flight_can_be_limited():
     swarm = Swarm(delay=0.5)
     caller = await make_protocol(swarm, parallel_rpc=2)
     servers = [await make_protocol(swarm) for _ in range(6)]
@@ -272,7 +272,7 @@ async def test_a_reachable_node_passes_the_check():
 
 
 @in_virtual_time
-async def test_a_node_that_cannot_be_called_back_is_told_so_in_time():
+async def test_uncallable_node_is_told_in_time():
     caller, server = await pair()
     await caller.p2p.transport.close()
     with pytest.raises(ValidationError, match="cannot call this node back"):
@@ -281,7 +281,7 @@ async def test_a_node_that_cannot_be_called_back_is_told_so_in_time():
 
 
 @in_virtual_time
-async def test_a_node_behind_a_black_hole_is_told_so_in_time():
+async def test_node_behind_a_black_hole_is_told():
     caller, server = await pair()
 
     async def never(*args):
@@ -296,7 +296,7 @@ async def test_a_node_behind_a_black_hole_is_told_so_in_time():
 
 @pytest.mark.parametrize("error", [RefusedDialError, IdentityMismatchError, InterruptedDialError, DialError, None])
 @in_virtual_time
-async def test_a_scanner_learns_nothing_by_the_time_of_the_answer(error):
+async def test_answer_times_reveal_nothing_to_scanners(error):
     """A newcomer says where to call it, and a port there may be closed, filtered, or open for something else."""
     caller, server = await pair()
     began, loop = 0.0, asyncio.get_running_loop()
@@ -355,7 +355,7 @@ async def test_invalid_records_are_not_stored():
 
 
 @in_virtual_time
-async def test_invalid_records_are_not_believed_but_their_neighbors_are():
+async def test_invalid_records_do_not_spoil_neighbors():
     swarm = Swarm()
     caller = await make_protocol(swarm, record_validator=NoBadValues())
     server, third = await make_protocol(swarm), await make_protocol(swarm)
@@ -375,7 +375,7 @@ async def test_invalid_records_are_not_believed_but_their_neighbors_are():
 
 
 @in_virtual_time
-async def test_who_wants_more_neighbors_is_told_more_within_limits():
+async def test_askers_get_more_neighbors_within_limits():
     swarm = Swarm()
     caller, server = await pair()
     for _ in range(200):
@@ -397,7 +397,7 @@ async def test_who_wants_more_neighbors_is_told_more_within_limits():
 
 
 @in_virtual_time
-async def test_a_node_with_another_address_is_told_of_with_that_one():
+async def test_changed_addresses_are_told():
     caller, server = await pair()
     swarm = Swarm()
     moved = [await swarm.p2p() for _ in range(3)][-1].peer_id
@@ -411,7 +411,7 @@ async def test_a_node_with_another_address_is_told_of_with_that_one():
 
 
 @in_virtual_time
-async def test_an_id_that_another_peer_has_now_is_told_of_with_that_peer():
+async def test_ids_are_told_with_their_current_peer():
     caller, server = await pair()
     swarm = Swarm()
     *_, former, present = [(await swarm.p2p()).peer_id for _ in range(4)]
@@ -428,7 +428,7 @@ async def test_an_id_that_another_peer_has_now_is_told_of_with_that_peer():
 
 
 @in_virtual_time
-async def test_what_does_not_fit_into_one_answer_is_fetched_alone():
+async def test_values_too_large_together_are_fetched_alone():
     caller, server = await pair()
     keys = [DHTID(number) for number in range(6)]
     values = [bytes([number]) * 300_000 for number in range(6)]
@@ -448,7 +448,7 @@ async def test_many_small_records_are_split_too():
 
 
 @in_virtual_time
-async def test_of_a_dictionary_that_is_too_large_the_latest_entries_are_sent(caplog, monkeypatch):
+async def test_oversized_dictionary_sends_its_latest_entries(caplog, monkeypatch):
     # Another test may have caused that line already.
     monkeypatch.setattr(records, "warn_seldom", Seldom(records.logger.warning))
     caller, server = await pair()
@@ -570,7 +570,7 @@ async def test_hostile_requests_are_refused_and_do_no_harm(method, request_):
     ids=repr,
 )
 @in_virtual_time
-async def test_subkeys_that_are_none_are_refused_one_by_one(subkey):
+async def test_impossible_subkeys_are_refused_individually(subkey):
     caller, server = await pair()
     records = [NewRecord(DHTID(5), subkey, b"v", later(9)), plain(b"v", later(9))]
     assert await caller.call_store(server.p2p.peer_id, records) == [False, True]
@@ -600,7 +600,7 @@ async def test_malformed_dictionaries_are_refused(content):
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_message_or_a_protocol_error(data):
+def test_any_bytes_decode_or_raise_protocol_errors(data):
     for message_type in (PingRequest, PingResponse, StoreRequest, StoreResponse, FindRequest, FindResponse):
         with contextlib.suppress(ProtocolError):
             decode_header(data, message_type)
@@ -689,7 +689,7 @@ async def test_impossible_finds_count_as_nothing(result):
 
 
 @in_virtual_time
-async def test_a_full_bucket_drops_its_dead_for_a_newcomer():
+async def test_full_bucket_replaces_dead_nodes():
     swarm = Swarm()
     settings = {"bucket_size": 2, "depth_modulo": 1, "wait_timeout": 1}
     server = await make_protocol(swarm, **settings)
@@ -732,7 +732,7 @@ async def test_nothing_goes_on_after_the_shutdown():
 
 @pytest.mark.parametrize(("neighbors_only", "calls"), [(False, 2), (True, 1)])
 @in_virtual_time
-async def test_who_says_too_much_of_every_key_costs_no_timeout_for_each(neighbors_only, calls):
+async def test_node_refusing_all_values_costs_one_timeout(neighbors_only, calls):
     """It answers the first question, and no other one."""
     asked = 0
 

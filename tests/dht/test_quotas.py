@@ -185,7 +185,7 @@ async def test_what_is_cleared_takes_nothing():
 
 
 @in_virtual_time
-async def test_a_cache_with_a_limit_of_its_own_is_counted_as_it_is():
+async def test_bounded_cache_is_charged_for_its_content():
     here = LocalRecords(10, None)
     for number in range(100):
         assert here.keep(plain(number, seconds=1000 + number, in_cache=True))
@@ -211,7 +211,7 @@ def test_validators_remember_no_large_records():
 
 
 @in_virtual_time
-async def test_a_peer_has_few_entries_under_a_key_only_if_that_is_crowded():
+async def test_crowded_keys_limit_entries_per_peer():
     """Nobody could read all of them; a newcomer's entry is kept, and told first."""
     carol = Payer("carol", "a network")
     here = some_records(Room(entries_per_key=20, entries_per_key_and_peer=2, entries_per_key_and_host=3))
@@ -232,7 +232,7 @@ async def test_a_peer_has_few_entries_under_a_key_only_if_that_is_crowded():
     assert all(here.keep(entry(NEAR, f"again {number}"), ALICE) for number in range(4)), "it is not crowded any more"
 
 
-async def test_up_to_half_of_the_room_is_for_whoever_comes():
+async def test_half_of_the_room_is_free_for_all():
     metrics = Metrics()
     here = some_records(records_of_size(40), metrics)
     kept = [bool(here.keep(plain(1000 + number), ALICE)) for number in range(40)]
@@ -276,7 +276,7 @@ async def test_who_is_refused_is_named_once(caplog):
 
 
 @in_virtual_time
-async def test_the_farthest_goes_first_then_what_would_live_longest(caplog):
+async def test_farthest_and_longest_lived_records_go_first(caplog):
     metrics = Metrics()
     here = some_records(records_of_size(8), metrics)
     for number, (key, seconds, in_cache) in enumerate(
@@ -299,7 +299,7 @@ async def test_the_farthest_goes_first_then_what_would_live_longest(caplog):
 
 
 @in_virtual_time
-async def test_a_dictionary_that_has_lost_entries_is_still_believed():
+async def test_dictionary_without_lost_entries_is_believed():
     """The one that would live longest goes first, and no dictionary may claim to outlive its entries."""
     here = some_records(records_of_size(8))
     for number in range(20):
@@ -312,7 +312,7 @@ async def test_a_dictionary_that_has_lost_entries_is_still_believed():
 
 
 @in_virtual_time
-async def test_strangers_that_fill_the_table_leave_room_for_the_others():
+async def test_strangers_leave_room_for_others():
     """They store what lives a day, all over the table, from many peers of few networks; honest records come later."""
     rng, room = random.Random(2), records_of_size(400)
     here = some_records(room)
@@ -364,7 +364,7 @@ async def test_a_node_charges_those_who_store():
     ],
 )
 @in_virtual_time
-async def test_whose_network_it_is_follows_from_where_a_peer_connects_from(seen, network, monkeypatch):
+async def test_networks_follow_from_connection_addresses(seen, network, monkeypatch):
     accept = Server.accept
 
     def accept_from_there(server: Server, stream: Stream) -> None:
@@ -389,7 +389,7 @@ async def test_whose_network_it_is_follows_from_where_a_peer_connects_from(seen,
 
 
 @in_virtual_time
-async def test_a_peer_that_connects_from_elsewhere_is_known_by_that_network(monkeypatch):
+async def test_peer_belongs_to_the_network_it_connects_from(monkeypatch):
     accept, places = Server.accept, ["/ip4/192.168.1.5/tcp/1"]
 
     def accept_from_there(server: Server, stream: Stream) -> None:

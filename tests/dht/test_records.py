@@ -48,7 +48,7 @@ def test_packing_values():
     assert DictionaryDHTValue.unpackb(packed).get("s") == dictionary.get("s")
 
 
-def test_of_a_dictionary_that_is_too_large_the_newest_entries_are_sent(monkeypatch, caplog):
+def test_packing_keeps_the_newest_entries(monkeypatch, caplog):
     monkeypatch.setattr(records, "warn_seldom", Seldom(records.logger.warning))
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
     for number in range(100):
@@ -139,7 +139,7 @@ async def test_what_lives_longer_is_not_believed():
 
 
 @in_virtual_time
-async def test_what_a_node_with_a_faster_clock_has_accepted_is_no_reason_to_refuse_the_rest():
+async def test_records_of_faster_clocks_spoil_nothing():
     """Else anybody could hide all that stands under a key from those whose clocks are slower."""
     fast, slow, key = LocalRecords(None, None), LocalRecords(None, None), DHTID.generate("key")
     assert fast.keep(NewRecord(key, MSGPackSerializer.dumps("honest"), b"value", later(100)))

@@ -1,4 +1,4 @@
-"""Records that are stored again and again go straight to the nodes that were found before."""
+"""Repeated stores go straight to the nodes that were found before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def grow(count: int, **options: int) -> tuple[Swarm, DHTNode]:
 
 
 @in_virtual_time
-async def test_a_key_is_walked_to_once_in_a_while(walks):
+async def test_repeated_stores_reuse_the_walk(walks):
     swarm, owner = await grow(12)
     walks.clear()
     assert await store(owner, 0)
@@ -67,7 +67,7 @@ async def test_a_key_is_walked_to_once_in_a_while(walks):
 
 
 @in_virtual_time
-async def test_a_nearer_node_that_has_come_gets_the_record(walks):
+async def test_nearer_newcomer_gets_the_record(walks):
     swarm, owner = await grow(8)
     assert await store(owner, 0)
     keepers, newcomers = holders(swarm, KEY_ID), []
@@ -97,7 +97,7 @@ async def test_nodes_that_have_left_are_replaced(walks):
 
 
 @in_virtual_time
-async def test_if_none_of_them_answers_the_key_is_walked_to_again(walks):
+async def test_walk_repeats_if_no_known_node_answers(walks):
     swarm, _ = await grow(24, bucket_size=5)
     owner = await swarm.node(client_mode=True, bucket_size=5)  # which does not keep it itself
     assert await store(owner, 0)

@@ -1,4 +1,4 @@
-"""Ids, buckets, and the table of neighbors."""
+"""Ids, buckets, and the routing table."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_random_ids_come_from_the_given_source():
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_puts_the_midpoint_into_the_upper_half():
+def test_split_puts_midpoint_into_upper_half():
     bucket = KBucket(0, DHTID.MAX, size=4)
     middle = DHTID(DHTID.MAX // 2)
     for node_id in (DHTID(middle - 1), middle):
@@ -106,7 +106,7 @@ def test_the_newest_replacement_follows_a_member():
     assert list(bucket.replacement_nodes) == [1]
 
 
-def test_a_suspect_keeps_its_place_until_a_living_node_wants_it():
+def test_suspects_stay_until_a_living_node_comes():
     table = RoutingTable(DHTID(0), bucket_size=2, depth_modulo=1)
     first, second, third, fourth = (DHTID(2**159 + number) for number in range(4))
     table.add_or_update_node(DHTID(1), peer(100))
@@ -154,7 +154,7 @@ def test_the_id_of_a_suspect_is_free():
 
 
 @in_virtual_time
-async def test_a_full_bucket_asks_for_a_check_of_its_oldest_member_but_not_too_often():
+async def test_full_bucket_checks_its_oldest_member_rarely():
     import asyncio
 
     table = RoutingTable(DHTID(0), bucket_size=2, depth_modulo=1)
@@ -250,7 +250,7 @@ def test_nobody_takes_over_the_id_of_another_peer():
     assert table[DHTID(7)] == peer(2)
 
 
-def test_a_peer_with_a_new_id_loses_the_old_one():
+def test_peer_with_new_id_loses_the_old():
     table = RoutingTable(DHTID(0), 20, 5)
     table.add_or_update_node(DHTID(7), peer(1))
     table.add_or_update_node(DHTID(8), peer(1))
@@ -278,7 +278,7 @@ def test_nearest_neighbors_are_exact(count, k, query, seed):
         assert [n for n, _ in table.get_nearest_neighbors(query, k, exclude=excluded)] == others
 
 
-def test_a_member_is_its_own_nearest_neighbor_unless_excluded():
+def test_member_is_its_own_nearest_neighbor():
     table = random_table(200, 20, 5)
     member = next(iter(dict(table)))
     assert table.get_nearest_neighbors(member, 1)[0][0] == member
@@ -321,7 +321,7 @@ def test_chosen_ids_come_after_all_others():
     assert table.get_nearest_neighbors(key, len(nearest), exclude=chosen[3])[-6:] == nearest[-6:]
 
 
-def test_who_takes_an_id_that_was_chosen_before_is_believed():
+def test_natural_owner_of_a_chosen_id_is_believed():
     table, honest = RoutingTable(DHTID(0), 20, 5), DHTID.of_peer(peer(1))
     table.add_or_update_node(honest, peer(2))
     assert honest in table.chosen

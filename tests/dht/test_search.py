@@ -1,4 +1,4 @@
-"""How what several nodes say about one key becomes one result."""
+"""How the answers of several nodes about one key become one result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def result_of(*candidates: tuple[StoredValue, float]):
 
 
 @in_virtual_time
-async def test_the_latest_plain_value_wins_and_of_equals_the_first():
+async def test_latest_plain_value_wins():
     values = [(plain("old"), later(10)), (plain("new"), later(20)), (plain("tie"), later(20))]
     for order in itertools.permutations(values):
         found, source = result_of(*order)
@@ -71,7 +71,7 @@ async def test_dictionaries_are_united_entry_by_entry():
 @pytest.mark.parametrize("plain_first", [False, True])
 @pytest.mark.parametrize("plain_lives_longer", [False, True])
 @in_virtual_time
-async def test_between_a_plain_value_and_a_dictionary_the_later_one_wins(plain_first, plain_lives_longer):
+async def test_later_of_plain_value_and_dictionary_wins(plain_first, plain_lives_longer):
     entries = dictionary(a=(1, later(20)))
     candidates = [(plain("plain"), later(30 if plain_lives_longer else 10)), (entries, later(20))]
     found, _ = result_of(*(candidates if plain_first else candidates[::-1]))
@@ -79,7 +79,7 @@ async def test_between_a_plain_value_and_a_dictionary_the_later_one_wins(plain_f
 
 
 @in_virtual_time
-async def test_a_result_serves_those_who_ask_for_no_more():
+async def test_result_serves_searches_that_need_no_more():
     pending = PendingSearches()
     first, *others = (KeySearch(KEY, sufficient, None) for sufficient in (later(50), later(5), later(50), later(51)))
     stranger = KeySearch(DHTID(7), later(5), None)
@@ -94,7 +94,7 @@ async def test_a_result_serves_those_who_ask_for_no_more():
 
 
 @in_virtual_time
-async def test_a_sample_of_the_entries_serves_only_those_who_ask_for_no_more_of_them():
+async def test_sample_serves_searches_for_fewer_entries():
     pending = PendingSearches()
     most = [8, 0, 9, 8, 3]
     sample, *others = (KeySearch(KEY, float("inf"), None, most_entries=number) for number in most)

@@ -37,7 +37,7 @@ def later(seconds: float) -> float:
 # --- values with expirations ------------------------------------------------------------------------------------------
 
 
-def test_value_with_expiration_is_like_a_tuple_of_two():
+def test_value_with_expiration_is_a_pair():
     item = ValueWithExpiration("v", 1.5)
     value, expiration_time = item
     assert (value, expiration_time) == ("v", 1.5) == (item.value, item.expiration_time) == (item[0], item[1])
@@ -50,7 +50,7 @@ def test_value_with_expiration_is_like_a_tuple_of_two():
         item.value = 2  # type: ignore[misc]
 
 
-def test_heap_entries_are_ordered_by_expiration_whatever_the_key():
+def test_heap_entries_are_ordered_by_expiration():
     assert HeapEntry(1.0, object()) < HeapEntry(2.0, object())
     assert HeapEntry(1.0, "a") == HeapEntry(1.0, 5)
 
@@ -89,7 +89,7 @@ async def test_only_later_expirations_replace():
 
 
 @in_virtual_time
-async def test_a_rejected_store_does_not_shorten_the_life_of_what_is_there():
+async def test_rejected_store_shortens_no_life():
     storage: TimedStorage[str, int] = TimedStorage()
     storage.store("k", 1, later(10))
     assert not storage.store("k", 2, later(1))
@@ -254,7 +254,7 @@ async def test_latest_expiration_counts_accepted_entries_only():
     assert dictionary.latest_expiration_time == with_earlier
 
 
-def test_equal_subkeys_share_a_slot_in_the_latest_spelling():
+def test_equal_subkeys_keep_the_latest_spelling():
     dictionary: DictionaryDHTValue[int] = DictionaryDHTValue()
     dictionary.store(0, 1, later(5))
     dictionary.store(False, 2, later(6))
@@ -302,7 +302,7 @@ def test_malformed_dictionaries_are_refused(content):
 
 
 @in_virtual_time
-async def test_of_entries_with_one_key_the_one_that_expires_last_counts():
+async def test_last_expiring_duplicate_entry_counts():
     entries = [
         ["a", b"1", later(2)],
         ["b", b"2", later(3)],
@@ -317,7 +317,7 @@ async def test_of_entries_with_one_key_the_one_that_expires_last_counts():
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_are_a_dictionary_or_a_value_error(data):
+def test_any_bytes_unpack_or_raise_value_error(data):
     for attempt in (DictionaryDHTValue.unpackb, MSGPackSerializer.loads):
         with contextlib.suppress(ValueError):
             attempt(data if attempt is DictionaryDHTValue.unpackb else msgpack.packb(msgpack.ExtType(0x50, data)))
@@ -327,7 +327,7 @@ def test_any_bytes_are_a_dictionary_or_a_value_error(data):
 
 
 @in_virtual_time
-async def test_plain_values_and_dictionaries_replace_each_other_by_expiration():
+async def test_plain_values_and_dictionaries_compete_by_expiration():
     storage = DHTLocalStorage()
     assert storage.store(KEY, b"plain", later(5))
     assert not storage.store(KEY, b"sub", later(5), subkey="s"), "a tie"

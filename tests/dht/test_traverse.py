@@ -71,7 +71,7 @@ async def test_finds_the_nearest_nodes():
 
 
 @in_virtual_time
-async def test_each_node_is_asked_about_a_query_once_and_never_too_many_at_a_time():
+async def test_nodes_are_asked_once_with_bounded_concurrency():
     world = World()
     targets = [DHTID.generate(number) for number in range(30)]
     await walk(world, targets, num_workers=3)
@@ -81,7 +81,7 @@ async def test_each_node_is_asked_about_a_query_once_and_never_too_many_at_a_tim
 
 
 @in_virtual_time
-async def test_requests_carry_several_queries_but_not_more_than_allowed():
+async def test_requests_carry_several_queries_within_limits():
     world = World()
     targets = [DHTID.generate(number) for number in range(36)]
     await walk(world, targets)
@@ -94,7 +94,7 @@ async def test_requests_carry_several_queries_but_not_more_than_allowed():
 
 
 @in_virtual_time
-async def test_nodes_that_do_not_respond_are_replaced_by_the_next_nearest():
+async def test_silent_nodes_are_replaced_by_the_next():
     world = World()
     for node in world.nearest(TARGET, 10)[::2]:
         world.dead[node] = None
@@ -103,7 +103,7 @@ async def test_nodes_that_do_not_respond_are_replaced_by_the_next_nearest():
 
 
 @in_virtual_time
-async def test_a_narrow_beam_gets_past_many_that_do_not_respond():
+async def test_narrow_beam_gets_past_silent_nodes():
     world = World()
     world.dead = dict.fromkeys(world.nearest(TARGET, 12))
     [found] = (await walk(world, [TARGET], beam_size=2, num_workers=1)).values()
@@ -111,7 +111,7 @@ async def test_a_narrow_beam_gets_past_many_that_do_not_respond():
 
 
 @in_virtual_time
-async def test_those_who_read_a_record_ask_different_holders_of_it_first():
+async def test_readers_ask_different_holders_first():
     world, rng = World(), random.Random(1)
     nearest, firsts = world.nearest(TARGET, 5), Counter()
     everybody = {"num_workers": 1, "num_replicas": 5, "beam_size": 2}
@@ -130,7 +130,7 @@ async def test_those_who_read_a_record_ask_different_holders_of_it_first():
 
 @in_virtual_time
 @pytest.mark.parametrize("dead", [0, 1, 4])
-async def test_drawing_holders_leads_to_the_nearest_ones_all_the_same(dead):
+async def test_drawn_holders_still_lead_to_the_nearest(dead):
     world, rng = World(), random.Random(1)
     world.dead = dict.fromkeys(world.nearest(TARGET, dead))
     await walk(world, [TARGET], beam_size=2, num_workers=1, num_replicas=5)
@@ -224,7 +224,7 @@ async def test_finishing_from_outside_ends_only_that_query():
 
 
 @in_virtual_time
-async def test_a_silent_node_does_not_hold_up_what_does_not_need_it():
+async def test_silent_node_delays_only_its_own_queries():
     world = World()
     world.dead = {world.nodes[0]: None}
     start = asyncio.get_running_loop().time()
@@ -264,7 +264,7 @@ async def test_slow_nodes_count_when_they_answer_after_all():
 
 
 @in_virtual_time
-async def test_who_needs_few_nodes_asks_no_more_than_may_be_among_them():
+async def test_walk_asks_only_possible_results():
     world = World()
     world.answer_time = 1.0
     in_front = 0
@@ -285,7 +285,7 @@ async def test_who_needs_few_nodes_asks_no_more_than_may_be_among_them():
 
 
 @in_virtual_time
-async def test_the_rest_of_the_beam_is_asked_at_once_when_the_nearest_have_answered():
+async def test_rest_of_beam_follows_the_nearest_answers():
     world = World()
     loop = asyncio.get_running_loop()
     [slowly] = (await walk(world, [TARGET])).values()
@@ -300,7 +300,7 @@ async def test_the_rest_of_the_beam_is_asked_at_once_when_the_nearest_have_answe
 
 @pytest.mark.parametrize("silent", [0, 1, 2, 3, 5])
 @in_virtual_time
-async def test_silent_nodes_are_waited_for_only_if_they_are_most_of_those_that_matter(silent):
+async def test_silent_majority_near_the_target_is_awaited(silent):
     world = World()
     for node in [*world.nearest(TARGET, silent), *world.nearest(TARGET, 20)[12:14]]:
         world.dead[node] = None
@@ -311,7 +311,7 @@ async def test_silent_nodes_are_waited_for_only_if_they_are_most_of_those_that_m
 
 
 @in_virtual_time
-async def test_cancelling_leaves_requests_to_themselves_and_calls_nobody_back():
+async def test_cancelled_walk_calls_nobody_back():
     world = World()
     running = asyncio.ensure_future(
         Traversal(
@@ -353,7 +353,7 @@ async def test_the_same_seed_gives_the_same_walk():
 
 
 @in_virtual_time
-async def test_ever_nearer_made_up_nodes_do_not_keep_a_walk_going_for_ever():
+async def test_invented_nearer_nodes_cannot_prolong_a_walk():
     requests = []
 
     async def lure(node: DHTID, targets: list[DHTID]):

@@ -59,14 +59,14 @@ def test_signing_ascends_and_validation_descends():
     ]
 
 
-def test_all_must_accept_and_the_first_refusal_ends_it():
+def test_first_refusal_ends_validation():
     journal: list[str] = []
     composite = CompositeValidator([Stamp("", 1, journal), Stamp("", 2, journal, accepts=False)])
     assert not composite.validate(RECORD)
     assert len(journal) == 1
 
 
-def test_validators_are_merged_where_they_can_be_and_sorted_where_not():
+def test_validators_merge_or_sort_by_priority():
     journal: list[str] = []
     composite = CompositeValidator([Mergeable("first", 5, journal)])
     composite.extend([Mergeable("second", 1, journal), Stamp("low", 0, journal)])
@@ -80,7 +80,7 @@ def test_an_empty_composite_accepts_everything_as_it_is():
     assert composite.sign_value(RECORD) == composite.strip_value(RECORD) == b"value"
 
 
-def test_what_is_no_validator_is_refused_and_nothing_is_added():
+def test_other_objects_are_refused_as_validators():
     composite = CompositeValidator()
     with pytest.raises(TypeError, match="must derive from RecordValidatorBase"):
         composite.extend([Stamp("", 0, []), "validator"])  # type: ignore[list-item]
@@ -91,7 +91,7 @@ def test_the_base_class_merges_with_nobody():
     assert not Stamp("", 0, []).merge_with(Stamp("", 0, []))
 
 
-def test_the_memory_of_accepted_records_is_bounded_and_keeps_what_is_used():
+def test_memory_of_accepted_records_is_bounded():
     records = [DHTRecord(b"k", b"s", b"%d" % number, 1.0) for number in range(10)]
     accepted = AcceptedRecords(size=3)
     for record in records:

@@ -1,4 +1,4 @@
-"""Walks of one process wait for each other."""
+"""Walks of one process queue up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CROWD = 200
 
 
 @in_virtual_time
-async def test_few_walks_are_on_their_way_at_a_time_and_none_is_lost(monkeypatch):
+async def test_few_walks_run_at_once(monkeypatch):
     in_flight, most = 0, 0
     run_walk = Traversal.run
 
@@ -37,7 +37,7 @@ async def test_few_walks_are_on_their_way_at_a_time_and_none_is_lost(monkeypatch
     assert most == WALKS_IN_FLIGHT, "the nodes of this process share one line"
 
 
-def test_waiting_in_line_takes_no_time_from_calls_and_machines_have_lines_of_their_own():
+def test_waiting_walks_cost_calls_no_time():
     async def main() -> None:
         network = Network(Link(delay=0.15))
         nodes = await start_dht_nodes(network, 4, bootstrap_timeout=5)
@@ -84,7 +84,7 @@ async def test_who_is_cancelled_in_line_leaves_it():
 
 
 @in_virtual_time
-async def test_a_search_whose_caller_has_left_is_no_walk():
+async def test_abandoned_search_takes_no_place_in_line():
     swarm = Swarm(seed=1)
     nodes = await swarm.grow(4)
     for _ in range(WALKS_IN_FLIGHT):

@@ -9,23 +9,23 @@ import pytest
 from tests.documents.pages import ROOT
 
 HELD_BY = """
-a Go daemon (`p2pd`), | tests/dht/test_dht.py::test_a_forked_child_knows_the_facts_and_nothing_else_works
+a Go daemon (`p2pd`), | tests/dht/test_dht.py::test_forked_child_knows_facts_only
 a peer listens at | tests/p2p/test_tcp.py::test_listening_everywhere
 `use_auto_relay=False`, | tests/p2p/test_reach.py::test_trusted_relays_are_parsed_and_relays_can_be_turned_off
-a peer that nobody | tests/dht/test_joining.py::test_a_peer_that_nobody_can_call_joins_as_a_client
+a peer that nobody | tests/dht/test_joining.py::test_unreachable_peer_joins_as_a_client
 `conn_manager`, `dht_mode`, `tls`, | tests/test_drop_in.py::test_what_belongs_to_a_daemon_is_accepted_and_told_once
 QUIC addresses in `host_maddrs` | tests/test_drop_in.py::test_addresses_for_quic_are_skipped
 RSA keys in `identity_path`, | tests/test_drop_in.py::test_an_rsa_identity_is_refused_with_the_fix
 an RSA peer id | tests/test_drop_in.py::test_an_address_with_an_rsa_peer_id_is_an_error_of_the_daemon
 an initial peer that | tests/test_drop_in.py::test_a_peer_that_cannot_be_reached_is_told
 protobuf messages, `add_protobuf_handler`, `add_binary_stream_handler` | tests/p2p/test_rpc.py::test_unary
-a peer with a | tests/dht/test_neighbours.py::test_a_neighbour_with_another_time_is_joined_with_a_warning
+a peer with a | tests/dht/test_neighbours.py::test_neighbour_with_another_clock_joins_with_warning
 nothing limits what strangers | tests/p2p/test_limits.py::test_thousands_of_strangers_do_not_keep_honest_peers_out
-node ids are random | tests/dht/test_finding.py::test_the_last_of_sixty_nodes_calls_all_others_by_their_ids
-`store` returns what the | tests/dht/test_node.py::test_a_minority_does_not_decide_whether_a_store_succeeded
+node ids are random | tests/dht/test_finding.py::test_last_of_sixty_nodes_calls_others_by_id
+`store` returns what the | tests/dht/test_node.py::test_minority_does_not_decide_a_store
 records live as long | tests/dht/test_records.py::test_a_record_lives_a_day_at_most
-a node keeps as | tests/dht/test_quotas.py::test_up_to_half_of_the_room_is_for_whoever_comes
-only nodes with a | tests/dht/test_ownership.py::test_nobody_else_can_overwrite_it_at_any_node_and_the_owner_can
+a node keeps as | tests/dht/test_quotas.py::test_half_of_the_room_is_free_for_all
+only nodes with a | tests/dht/test_ownership.py::test_only_the_owner_can_overwrite_a_record
 a blocking call inside | tests/dht/test_dht.py::test_blocking_calls_inside_the_loop_are_refused
 peers with another codec, | tests/averaging/test_rounds.py::test_peers_with_other_settings_refuse_and_say_why
 when a peer | tests/averaging/test_sessions.py::test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything
@@ -36,17 +36,17 @@ bfloat16 travels as float32 | tests/compression/test_codecs.py::test_bfloat16_tr
 `gather`, | tests/averaging/test_untrue_messages.py::test_more_to_gather_than_fits_is_refused_before_anything_is_sent
 `PowerSGDGradientAverager` | tests/optim/test_low_rank_averagers.py::test_all_peers_begin_with_the_same_directions
 the donor with the | tests/hostile/test_newcomers.py::test_newcomers_take_the_state_that_most_donors_have
-`client_mode=None` of | tests/optim/test_optimizer_options.py::test_client_mode_is_taken_as_given_else_from_the_dht
-if a round of | tests/optim/test_optimizer.py::test_without_its_group_a_peer_trains_on_and_finally_steps_alone
-a peer that is | tests/optim/test_optimizer.py::test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone
+`client_mode=None` of | tests/optim/test_optimizer_options.py::test_client_mode_defaults_to_that_of_the_dht
+if a round of | tests/optim/test_optimizer.py::test_without_a_group_a_peer_finally_steps_alone
+a peer that is | tests/optim/test_optimizer.py::test_a_peer_that_missed_a_round_downloads
 batches of other sizes | tests/optim/test_grad_averager.py::test_every_sample_counts_the_same
 a batch without gradients | tests/optim/test_missing_gradients.py::test_a_batch_without_any_gradient_does_not_count
 a first step with | tests/optim/test_optimizer_state.py::test_initialization_changes_nothing_that_training_could_see
 a newcomer steps its | tests/optim/test_schedules.py::test_a_joiner_continues_the_schedule
 peers of a run | tests/optim/test_company.py::test_a_newcomer_with_another_option_stops_at_once
 whatever a | tests/optim/test_members.py::test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_it
-`load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state_of_the_run
-your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch_and_leave_the_dictionary_alone
+`load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state
+your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch
 older versions of Python | tests/test_oldest.py::test_the_lowest_version_is_tested
 `MPFuture` works across processes | tests/test_futures.py::test_another_loop_awaits_what_the_background_loop_does
 `hivemind-dht` has a new | tests/cli/test_dht_command.py::test_scripts_read_the_addresses_from_stderr

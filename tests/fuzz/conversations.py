@@ -20,13 +20,12 @@ from shoal.dht.validation import PLAIN_VALUE
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.frames import receive_frame
 from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.net.memory import MemoryNetwork
 from shoal.net.server import Server
 from shoal.net.tcp.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
 from shoal.net.tcp.stream import TcpStream
-from shoal.net.transport import Session, decode_header
+from shoal.net.transport import Session, decode_header, receive_frame
 from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

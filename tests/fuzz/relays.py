@@ -12,14 +12,13 @@ import msgspec
 from shoal.access.badges import Grant, encode_badge, read_badge
 from shoal.errors import NotAMemberError, ProtocolError
 from shoal.metrics import Metrics
-from shoal.net.addresses import AddressBook, is_loopback
+from shoal.net.addresses import AddressBook, is_loopback, is_private
 from shoal.net.memory import MemoryNetwork
 from shoal.net.transport import decode_header
 from shoal.p2p import Multiaddr
 from shoal.peers.identity import is_circuit, relay_of
 from shoal.reach.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
 from shoal.reach.punching import Puncher
-from shoal.reach.reachability import is_private
 from shoal.reach.relay.circuit import Circuit
 from shoal.reach.relay.incoming import may_be_dialled
 from shoal.reach.relay.messages import Reach

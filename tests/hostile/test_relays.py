@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 
 from shoal.errors import NoRoomError, NotAMemberError, ShoalError, StreamClosedError
-from shoal.net.frames import receive_frame
-from shoal.net.transport import COOKIE_BYTES, Session
+from shoal.net.transport import COOKIE_BYTES, Session, receive_frame
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.reach.relay.messages import Connect, Connected, Incoming, Ready, RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import (
+    Connect,
+    ConnectAnswer,
+    Connected,
+    Incoming,
+    Ready,
+    Reserve,
+    ReserveAnswer,
+    Reserved,
+)
 from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, serving, stub, until
 from tests.p2p.test_membership import SECRET
@@ -87,8 +95,8 @@ class Scene:
         for guest in guests:
             dialler = await self.peer()
             request = Connect(target=guest.peer_id.to_bytes(), count=PER_CALL)
-            answer: Connected = await RelayServer.get_stub(dialler, self.relay).rpc_connect(request)
-            assert answer.code == RelayCode.OK
+            answer: ConnectAnswer = await RelayServer.get_stub(dialler, self.relay).rpc_connect(request)
+            assert isinstance(answer, Connected)
             for cookie in answer.cookies:
                 await self._open(dialler, cookie)
         await until(lambda: len(self.ends) == 2 * CIRCUITS)
@@ -117,8 +125,7 @@ async def reserve(p2p: P2P, relay: PeerID, stack: AsyncExitStack) -> bool:
     """Ask for a reservation, and hold it."""
     call = await stack.enter_async_context(RelayServer.get_stub(p2p, relay).rpc_reserve())
     await call.send(Reserve(), end=True)
-    answer: Reserved | None = await call.receive(Reserved)
-    return answer is not None and answer.code == RelayCode.OK
+    return isinstance(await call.receive(ReserveAnswer), Reserved)
 
 
 async def test_a_crowd_of_one_host_gets_few_reservations() -> None:

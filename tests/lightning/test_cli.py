@@ -45,7 +45,7 @@ def test_lightning_cli_makes_the_strategy_of_a_file(pl: ModuleType, tmp_path: Pa
 
 
 @pytest.mark.slow_drill
-def test_a_lightning_that_is_imported_later_knows_the_strategy() -> None:
+def test_lightning_imported_later_knows_the_strategy() -> None:
     """``LightningCLI`` asks before it makes one."""
     program = f"""
 import shoal.lightning

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups")]
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 30)
-def test_three_processes_and_a_group_of_two_of_them() -> None:
+def test_a_group_of_two_in_three_processes() -> None:
     run_in_group(collectives.among_three, 3)
 
 
@@ -49,7 +49,7 @@ def test_unknown_operation_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
 @pytest.mark.parametrize("value", ["", "first", "0x1"])
-def test_a_rank_in_the_environment_that_is_no_number_is_named(monkeypatch, name, value):
+def test_a_rank_that_is_no_number_is_named(monkeypatch, name, value):
     for each in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)

@@ -153,7 +153,7 @@ class Watcher:
         model.validation_step = validation_step
 
 
-def test_outer_parameters_are_validated_and_left_in_the_model(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+def test_outer_parameters_are_validated_and_kept(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     begin, seen = weights(model), Watcher(model)
     strategy = make(None, low_communication={"sync_every": 4, "outer_optimizer": MEAN})

@@ -217,7 +217,7 @@ def test_losses_are_reported_to_those_who_watch(
     told: list[float] = []
     losses: list[float] = []
     monkeypatch.setattr(Reporting, "is_due", property(lambda self: True))
-    monkeypatch.setattr(Reporting, "report", lambda self, figures: told.append(float(figures["loss"])))
+    monkeypatch.setattr(Reporting, "report", lambda self, figures, last: told.append(float(figures["loss"])))
 
     class Look(pl.callbacks.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -280,9 +280,7 @@ def test_resume(make: Make, pl: ModuleType, tmp_path: Path, options: dict[str, A
 
 
 @pytest.mark.usefixtures("by_count")
-def test_the_checkpoint_of_a_plain_trainer_does_not_bring_its_schedule(
-    make: Make, pl: ModuleType, tmp_path: Path
-) -> None:
+def test_plain_checkpoints_do_not_bring_their_schedule(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     """It has counted batches. If its step were taken for that of the swarm, learning rates would stand still."""
 
     def configure(module: torch.nn.Module) -> Any:
@@ -314,7 +312,7 @@ def test_checkpoint_of_the_strategy_goes_on_without_it(make: Make, pl: ModuleTyp
     DEVICE_TYPE == "fake", reason="torch gives a model that leaves it new parameters; not those of GPUs"
 )
 @pytest.mark.usefixtures("by_count")
-def test_an_optimizer_is_as_before_when_training_has_ended(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+def test_the_optimizer_is_restored_after_training(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     optimizer = sgd(model)
     model.configure_optimizers = lambda: optimizer
@@ -326,7 +324,7 @@ def test_an_optimizer_is_as_before_when_training_has_ended(make: Make, pl: Modul
     assert (before - weights(model)).min() > 0.01, "gradients are still being clipped"
 
 
-def test_a_peer_that_fails_to_leave_politely_leaves_all_the_same(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_goodbye_does_not_keep_a_peer(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model, strategy = make_model(pl), make()
     original = shoal.Optimizer.shutdown
 
@@ -342,7 +340,7 @@ def test_a_peer_that_fails_to_leave_politely_leaves_all_the_same(make: Make, pl:
 # --- grad buffers -----------------------------------------------------------------------------------------------------
 
 
-def test_zero_grad_is_disabled_while_training_with_reused_buffers(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+def test_zero_grad_is_disabled_with_reused_buffers(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     original = type(model).optimizer_zero_grad
     during = []

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from shoal.errors import DialError
 from shoal.metrics import Metrics
-from shoal.net.frames import send_frame
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, Session, Stream, Throttle
+from shoal.net.transport import COOKIE_BYTES, Session, Stream, Throttle, send_frame
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.punching import Puncher

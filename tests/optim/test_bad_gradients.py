@@ -65,7 +65,7 @@ def warnings_of(caplog, text):
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]
 
 
-def test_the_others_step_with_their_own_average_and_so_does_the_bad_one(make_trainers, caplog):
+def test_all_step_with_the_average_of_the_good(make_trainers, caplog):
     trainers = make_trainers(4, delay_state_averaging=False, **PLAIN)
     recorders = [Recorder(trainer, [1, 2] if i == 0 else []) for i, trainer in enumerate(trainers)]
     meet(*trainers)
@@ -118,7 +118,7 @@ def test_nobody_suffers_whatever_the_options(make_trainers, options):
 
 
 @pytest.mark.parametrize("options", [PLAIN, POWER_SGD, POWER_EF], ids=["plain", "PowerSGD", "PowerEF"])
-def test_if_all_are_bad_all_skip_the_step_and_go_on_together(make_trainers, options, caplog):
+def test_if_all_are_bad_all_skip_the_step(make_trainers, options, caplog):
     trainers = make_trainers(3, delay_state_averaging=False, **options)
     recorders = [Recorder(trainer, [1]) for trainer in trainers]
     meet(*trainers)
@@ -156,7 +156,7 @@ def test_a_peer_alone_skips_the_step(make_trainers, options, caplog):
     [{"delay_state_averaging": False, **PLAIN}, {"use_local_updates": True}],
     ids=["copied", "as differences"],
 )
-def test_bad_parameters_are_replaced_by_those_of_the_others(make_trainers, options, caplog):
+def test_bad_parameters_are_replaced_by_a_download(make_trainers, options, caplog):
     trainers = make_trainers(3, **options)
     meet(*trainers)
     in_parallel(*(functools.partial(t.train_until, 2) for t in trainers))

@@ -79,7 +79,7 @@ def know_each_other(trainers: list[Trainer]) -> None:
         pytest.param(chained, True, torch.float32, id="float32-offload-chained"),
     ],
 )  # every two values together
-def test_a_run_goes_on_as_if_it_had_not_been_interrupted(make_trainers, schedule, offload, dtype):
+def test_a_resumed_run_equals_an_uninterrupted_one(make_trainers, schedule, offload, dtype):
     options = {"optimizer": adam, "scheduler": schedule, "offload": offload, "target": 8, "dtype": dtype}
     (trainer,) = make_trainers(1, **options)
     trainer.opt.tracker.report_local_progress(0, 1)
@@ -104,7 +104,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(make_trainers, schedule
 
 
 @pytest.mark.parametrize("averager", [PowerSGDGradientAverager, PowerEFGradientAverager])
-def test_what_peers_know_of_earlier_rounds_is_resumed_by_all(make_trainers, averager):
+def test_memory_of_earlier_rounds_is_resumed(make_trainers, averager):
     factory = averager.get_factory(averager_rank=1, min_compression_ratio=0.3)
     options = {"grad_averager": factory, "target": 16, "delay_state_averaging": False, "use_ext_grad_buffer": False}
     trainers = make_trainers(2, **options)
@@ -137,7 +137,7 @@ def test_other_peers_follow_a_run_that_was_resumed(make_trainers):
     assert torch.equal(values(second.model), values(first.model))
 
 
-def test_a_checkpoint_behind_the_swarm_is_brought_up_to_date(make_trainers):
+def test_a_checkpoint_behind_the_swarm_catches_up(make_trainers):
     (first,) = make_trainers(1)
     first.train_until(1)
     (saved,) = write_and_read(first)
@@ -150,7 +150,7 @@ def test_a_checkpoint_behind_the_swarm_is_brought_up_to_date(make_trainers):
     assert torch.equal(values(late.model), values(first.model))
 
 
-def test_who_has_loaded_a_checkpoint_believes_the_only_other_peer(make_trainers):
+def test_after_loading_a_lone_other_peer_is_believed(make_trainers):
     """As a newcomer does: a state that was loaded says nothing of how far others are. accelerate always loads one."""
     (first,) = make_trainers(1)
     first.train_until(5)
@@ -174,7 +174,7 @@ def test_work_in_the_background_is_in_the_checkpoint(make_trainers):
     assert torch.equal(wide, values(trainer.model).to(wide.device))
 
 
-def test_plain_torch_understands_a_checkpoint_and_the_other_way_round(make_trainers):
+def test_checkpoints_are_exchangeable_with_plain_torch(make_trainers):
     (trainer,) = make_trainers(1, optimizer=adam, scheduler=chained)
     trainer.train_until(2)
     (saved,) = write_and_read(trainer)
@@ -193,7 +193,7 @@ def test_plain_torch_understands_a_checkpoint_and_the_other_way_round(make_train
     assert all(state["exp_avg"].eq(0).all() for state in other.opt.opt.state.values()), "statistics always exist"
 
 
-def test_a_checkpoint_without_its_schedule_does_not_slow_down_twice(make_trainers):
+def test_a_checkpoint_without_its_schedule_slows_down_once(make_trainers):
     """Others wrote only ``state["local_epoch"]`` beside the state of the optimizer, learning rate included."""
     (trainer,) = make_trainers(1, scheduler=chained)
     trainer.train_until(4)
@@ -207,7 +207,7 @@ def test_a_checkpoint_without_its_schedule_does_not_slow_down_twice(make_trainer
     assert other.opt.opt.param_groups[0]["lr"] == pytest.approx(trainer.opt.opt.param_groups[0]["lr"])
 
 
-def test_what_does_not_fit_is_refused_and_the_argument_stays_as_it_is(make_trainers, caplog):
+def test_a_checkpoint_that_does_not_fit_is_refused(make_trainers, caplog):
     low_rank = PowerEFGradientAverager.get_factory(averager_rank=1, min_compression_ratio=0.3)
     (trainer,) = make_trainers(1, optimizer=adam, offload=True, grad_averager=low_rank)
     trainer.train_until(1)

@@ -161,7 +161,7 @@ def test_remainder():
     assert OtherTensors.find(None, [alone], []) == OtherTensors()
 
 
-def test_the_search_for_modules_does_not_disturb_other_threads():
+def test_the_search_for_modules_disturbs_no_thread():
     """Where a thread makes a tuple, nobody else may hold it before it is complete."""
     whole, errors, ends = Whole(1), list[SystemError](), threading.Event()
 
@@ -195,7 +195,7 @@ def around(trainer: Trainer) -> Any:
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_a_schedule_that_counts_batches_is_noticed_at_the_second_one(make_trainers, caplog, offload):
+def test_a_schedule_that_counts_batches_is_noticed(make_trainers, caplog, offload):
     (trainer,) = make_trainers(1, target=10**6, offload=offload)
     schedule = around(trainer)
     for _ in range(4):
@@ -229,7 +229,7 @@ def test_a_schedule_of_epochs_is_fine(make_trainers, caplog, offload, by_user):
     assert told(caplog, "learning rate") == []
 
 
-def test_other_rates_of_other_peers_are_noticed_at_the_first_exchange(make_trainers, caplog):
+def test_different_rates_are_noticed_at_once(make_trainers, caplog):
     trainers = make_trainers(2)
     for group in trainers[0].opt.param_groups:
         group["lr"] = 0.05

@@ -123,7 +123,7 @@ def test_sparse_embeddings_that_somebody_else_trains(dht: DHT) -> None:
     make(dht, trained=model[0]).shutdown()
 
 
-def test_a_model_that_is_not_to_be_found_any_more(
+def test_a_model_that_cannot_be_found(
     dht: DHT, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
@@ -138,7 +138,7 @@ def test_a_model_that_is_not_to_be_found_any_more(
     assert caplog.records == []
 
 
-def test_what_fails_at_the_last_moment_leaves_nothing_behind(dht: DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure_leaves_nothing_behind(dht: DHT, monkeypatch: pytest.MonkeyPatch) -> None:
     before, weights = handlers_of(dht), nn.Parameter(torch.ones(1))
     with pytest.raises(TypeError, match="refresh"):
         make(dht, params=[weights], reuse_grad_buffers=True, tracker_opts={"refresh": 1})
@@ -230,7 +230,7 @@ def test_one_run_has_one_optimizer_on_a_dht(dht: DHT, client_mode: bool) -> None
         assert second.is_alive()
 
 
-def test_whatever_nobody_has_any_more_makes_place_for_the_next(dht: DHT) -> None:
+def test_garbage_makes_place_for_the_next(dht: DHT) -> None:
     for _ in range(3):
         make(dht).itself = "a cycle"  # type: ignore[attr-defined]
         optimizer = make(dht, run_id="other")
@@ -320,7 +320,7 @@ def test_what_is_at_work_cannot_be_copied(dht: DHT, way: Any) -> None:
 
 @pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
 @pytest.mark.parametrize("role", ["monitor", "relay"])
-def test_a_token_that_does_not_allow_to_train_is_refused_at_once(kind, role):
+def test_a_token_without_the_role_is_refused(kind, role):
     """Otherwise the peer would train alone, because nobody lets it in."""
     guest = Token.new_run("secret").invite(roles_named(role), 32_000_000_000)
     own = {"target_batch_size": 32} if kind is Optimizer else {"sync_every": 4}
@@ -332,7 +332,7 @@ def test_a_token_that_does_not_allow_to_train_is_refused_at_once(kind, role):
         assert not any("run_" in name for name in handlers_of(dht))
 
 
-def test_what_to_do_about_a_mismatch_is_one_of_two_words(dht):
+def test_on_mismatch_takes_one_of_two_words(dht):
     with pytest.raises(ValueError, match="on_mismatch must be 'raise' or 'warn', got 'ignore'"):
         make(dht, on_mismatch="ignore")
 

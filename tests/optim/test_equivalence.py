@@ -256,7 +256,7 @@ def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradie
 
 
 @over_sockets
-def test_by_default_two_peers_step_with_the_exact_mean_of_noise(make_dhts, closing):
+def test_two_peers_step_with_the_exact_mean(make_dhts, closing):
     """And nothing is kept or given to newcomers for another way of averaging."""
     noise = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
     opts, weights = [], []

@@ -48,7 +48,7 @@ def test_every_sample_counts_the_same():
     assert all(torch.equal(mean, torch.zeros_like(mean)) for mean in mean_of(accumulator))
 
 
-def test_a_gradient_that_has_become_grad_itself_is_weighted_as_it_was():
+def test_a_gradient_that_became_grad_is_weighted():
     """A parameter that first takes part in a later batch, whose loss is made of two."""
     used, late = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     accumulator = GradientAccumulator([used, late], reuse_grad_buffers=True)
@@ -147,7 +147,7 @@ def test_nothing_is_remembered_of_batches_of_one_size():
     assert all(torch.equal(mean, torch.ones_like(mean)) for mean in mean_of(accumulator))
 
 
-def test_a_batch_of_another_size_than_expected_is_told_and_later_ones_are_weighed(caplog):
+def test_a_batch_of_unexpected_size_is_told(caplog):
     torch.manual_seed(1)
     model = torch.nn.Linear(6, 3).double()
     accumulator = GradientAccumulator(list(model.parameters()), reuse_grad_buffers=True)
@@ -165,7 +165,7 @@ def test_a_batch_of_another_size_than_expected_is_told_and_later_ones_are_weighe
         torch.testing.assert_close(mean, grad, rtol=1e-12, atol=1e-15)
 
 
-def test_reused_buffers_tell_of_gradients_that_they_cannot_weigh(caplog):
+def test_gradients_that_cannot_be_weighted_are_told(caplog):
     parameters = make_parameters()
     accumulator = GradientAccumulator(parameters, reuse_grad_buffers=True)
     set_grads(parameters, 1.0)
@@ -175,7 +175,7 @@ def test_reused_buffers_tell_of_gradients_that_they_cannot_weigh(caplog):
     assert caplog.text.count("not made by backward") == 1
 
 
-def test_what_backward_made_is_not_kept_longer_than_needed():
+def test_gradients_of_backward_are_not_kept():
     parameters = make_parameters()
     accumulator = GradientAccumulator(parameters, reuse_grad_buffers=True)
     references = []
@@ -230,7 +230,7 @@ def test_peers_average_by_samples(make_dhts, closing, reuse_grad_buffers):
         assert all(p.grad is grad for p, grad in zip(averager.parameters, before, strict=True))
 
 
-def test_a_peer_that_withdraws_from_a_complete_group_does_not_fail_the_others(make_dhts, closing):
+def test_withdrawing_does_not_fail_a_complete_group(make_dhts, closing):
     """Its averages have no memory, because it has not begun the round."""
     averagers = make_averagers(make_dhts, closing, 2)
     controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
@@ -269,7 +269,7 @@ def test_a_failed_round_leaves_the_local_mean(make_dhts, closing):
         assert torch.equal(averager.parameters[0].grad, torch.ones(3, 4))
 
 
-def test_controls_are_used_once_and_bring_their_own_options(make_dhts, closing):
+def test_controls_are_used_once(make_dhts, closing):
     (averager,) = make_averagers(make_dhts, closing, 1)
     with pytest.raises(AssertionError, match="weight"):
         averager.schedule_step(weight=1.0)
@@ -319,7 +319,7 @@ def test_a_factory_presets_options(make_dhts, closing):
     assert averager.warn is False
 
 
-def test_a_round_may_be_scheduled_for_an_earlier_time_than_the_one_before(make_dhts, closing):
+def test_a_round_may_precede_the_one_before(make_dhts, closing):
     """What a peer says when it stops looking must not hide that it looks again."""
     averagers = make_averagers(make_dhts, closing, 2, min_matchmaking_time=0.5)
     for wait in (50.0, 40.0, 20.0):

@@ -127,7 +127,7 @@ def test_outside_a_global_step_gradients_stay_scaled(make_optimizer):
     assert scaler.update() is False
 
 
-def test_a_step_with_gradients_that_are_not_finite_is_skipped(make_optimizer, caplog):
+def test_a_step_with_infinite_gradients_is_skipped(make_optimizer, caplog):
     model = make_model()
     opt = make_optimizer(model, reuse_grad_buffers=True)
     scaler = make_scaler()
@@ -219,7 +219,7 @@ def test_scaled_and_unscaled_gradients_do_not_mix(make_optimizer):
         opt.step(batch_size=4)
 
 
-def test_a_global_step_knows_the_scale_of_what_was_accumulated(make_optimizer):
+def test_a_global_step_knows_the_accumulated_scale(make_optimizer):
     model, reference = make_model(), make_model()
     opt, scaler = make_optimizer(model, reuse_grad_buffers=True, target_batch_size=8), make_scaler()
     scaler.scale(loss_of(model, torch.ones(4, 6))).backward()
@@ -286,7 +286,7 @@ def test_a_disabled_scaler_changes_nothing(make_optimizer):
         torch.testing.assert_close(found, expected)
 
 
-def test_the_scale_grows_and_shrinks_as_that_of_torch(make_optimizer):
+def test_the_scale_changes_as_that_of_torch(make_optimizer):
     """Up to the largest number, and from a saved state."""
     model, reference = make_model(), make_model()
     opt, plain = make_optimizer(model, batch_size_per_step=16), sgd(reference.parameters())
@@ -308,7 +308,7 @@ def test_the_scale_grows_and_shrinks_as_that_of_torch(make_optimizer):
     assert restored.get_scale() == 4.0
 
 
-def test_a_scale_that_shrinks_for_long_can_grow_again(make_optimizer):
+def test_a_tiny_scale_can_grow_again(make_optimizer):
     """A peer whose loss is NaN for a while gets good parameters from the others, and must be able to use them."""
     model, scaler = make_model(), make_scaler(growth_interval=1)
     opt = make_optimizer(model, batch_size_per_step=4, target_batch_size=4)

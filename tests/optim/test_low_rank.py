@@ -66,7 +66,7 @@ def test_nearly_parallel_columns_end_orthogonal() -> None:
     assert (matrix.norm(dim=0) > 0.5).all()
 
 
-def test_columns_without_a_direction_of_their_own_become_zero() -> None:
+def test_dependent_columns_become_zero() -> None:
     first, second, third = random_matrix(20, 3).float().t()
     columns = [first, torch.zeros(20), 3 * first, second, first - 1e-3 * second, third]
     matrix = torch.stack(columns, dim=1)

@@ -286,7 +286,7 @@ def test_gradients_that_are_not_finite_are_left_out(make_averagers, cls, codec, 
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_if_nobody_has_finite_gradients_the_round_ends_and_nothing_changes(make_averagers, cls):
+def test_without_finite_gradients_nothing_changes(make_averagers, cls):
     averagers = make_averagers(cls, 2)
     for i, averager in enumerate(averagers):
         contribute(averager, make_grads(i, averager.parameters))
@@ -305,7 +305,7 @@ def test_if_nobody_has_finite_gradients_the_round_ends_and_nothing_changes(make_
 
 @pytest.mark.parametrize("weights", [(1e15, 1e-38), (1e-38, 1e15), (2.0**53, 2.0**53)])
 @pytest.mark.parametrize("cls", BOTH)
-def test_neither_huge_weights_nor_huge_gradients_make_anything_infinite(make_averagers, cls, weights):
+def test_huge_weights_and_gradients_stay_finite(make_averagers, cls, weights):
     averagers = make_averagers(cls, 2)
     for number, scale in enumerate([1.0, 3e38, 1e-38, 1.0]):
         for i, averager in enumerate(averagers):
@@ -337,7 +337,7 @@ def test_gradients_that_vanish_once_do_not_end_everything(make_averagers, cls):
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_a_newcomer_gets_the_state_with_its_first_round(make_averagers, make_dhts, closing, cls):
+def test_a_newcomer_gets_the_state_at_once(make_averagers, make_dhts, closing, cls):
     averagers = make_averagers(cls, 2)
     for number in range(3):
         for i, averager in enumerate(averagers):
@@ -362,7 +362,7 @@ def test_a_newcomer_gets_the_state_with_its_first_round(make_averagers, make_dht
         torch.testing.assert_close(averages(newcomer)[0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_single_member_replaces_the_estimates_of_the_others(make_averagers):
+def test_no_single_member_replaces_the_estimates(make_averagers):
     averagers = make_averagers(PowerEFGradientAverager, 3)
     for number in range(2):
         for averager in averagers:
@@ -380,7 +380,7 @@ def test_no_single_member_replaces_the_estimates_of_the_others(make_averagers):
 
 
 @pytest.mark.parametrize("cls", [GradientAverager, *BOTH])
-def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_averagers, cls):
+def test_states_of_other_tensors_are_not_downloaded(make_averagers, cls):
     averager = make_averagers(cls, 1)[0]
     assert averager._expected_layout() == layout_of(averager.get_current_state().tensors)
 
@@ -418,7 +418,7 @@ def test_an_empty_state_is_a_state_too(make_averagers):
         torch.testing.assert_close(found, (a + b) / 2)
 
 
-def test_estimates_are_repaired_at_a_round_on_which_all_agree(make_averagers):
+def test_all_repair_estimates_in_the_same_round(make_averagers):
     averagers = make_averagers(PowerEFGradientAverager, 2, shapes=[(24, 20)], grad_averaging_interval=2)
     drift = torch.full((24, 20), 0.5)
     for number in range(4):
@@ -452,7 +452,7 @@ def test_estimates_that_are_the_same_need_no_repair(make_averagers):
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_a_step_that_is_scheduled_during_another_one_begins_with_equal_states(make_averagers, cls):
+def test_overlapping_steps_begin_with_equal_states(make_averagers, cls):
     averagers = make_averagers(cls, 2)
     first_state = state_of(averagers[1])
     first = [averager.schedule_step(expected_group_size=2, timeout=50) for averager in averagers]
@@ -622,7 +622,7 @@ def test_arguments_are_checked(make_dhts):
     assert (averager.rank, averager.min_compression_ratio) == (3, 0.7)
 
 
-def test_a_round_that_is_being_put_in_place_cannot_be_cancelled(make_averagers):
+def test_a_round_being_applied_cannot_be_cancelled(make_averagers):
     averagers = make_averagers(PowerSGDGradientAverager, 2)
     unlucky, finish = averagers[0], averagers[0]._finish
     begun, go_on = threading.Event(), threading.Event()
@@ -646,7 +646,7 @@ def test_a_round_that_is_being_put_in_place_cannot_be_cancelled(make_averagers):
 
 @pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("codec", [Float16Compression(), Uniform8BitQuantization()], ids=["float16", "8 bits"])
-def test_a_state_that_lost_bits_on_its_way_counts_as_another(make_averagers, cls, codec):
+def test_a_damaged_state_counts_as_another(make_averagers, cls, codec):
     averagers = make_averagers(cls, 2, state_compression=codec)
     for number in range(2):
         for i, averager in enumerate(averagers):
@@ -741,7 +741,7 @@ def test_nothing_follows_from_nonsense(value):
 
 
 @pytest.mark.parametrize(("rank", "is_warned"), [(3, True), (4, False)])
-def test_a_rank_too_low_for_the_width_is_warned_of(rank, is_warned, make_averagers, caplog):
+def test_a_rank_that_is_too_low_warns(rank, is_warned, make_averagers, caplog):
     """The shorter side of a matrix counts: noise has that many directions."""
     make_averagers(PowerEFGradientAverager, 1, shapes=[(64, 300), (20, 4000)], averager_rank=rank, start=False)
     warned = [text for text in caplog.messages if "too inexact" in text]

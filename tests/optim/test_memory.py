@@ -137,7 +137,7 @@ def scale_losses(trainer) -> None:
     trainer.opt.step = scaled_step
 
 
-def test_a_download_takes_at_most_four_copies_of_the_model_and_leaves_none(make_trainers, monkeypatch):
+def test_a_download_takes_at_most_four_copies(make_trainers, monkeypatch):
     """Counted over both peers when a state arrives, when it is taken over, and after rounds."""
     monkeypatch.setitem(make_trainers.__globals__, "make_model", wide_model)
     before = storages()

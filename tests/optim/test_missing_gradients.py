@@ -85,7 +85,7 @@ def test_a_batch_without_any_gradient_does_not_count(training, with_closure):
     assert samples_of(optimizer) == 8 or (isinstance(optimizer, DiLoCo) and optimizer.inner_steps == 1)
 
 
-def test_a_batch_without_gradients_of_frozen_or_unused_layers_counts(training, caplog):
+def test_unused_layers_need_no_gradients(training, caplog):
     model, optimizer = training
     first, *_ = model.parameters()
     for _ in range(3):
@@ -98,7 +98,7 @@ def test_a_batch_without_gradients_of_frozen_or_unused_layers_counts(training, c
 
 
 @pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
-def test_a_newcomer_that_steps_before_backward_keeps_its_model_until_backward(make_dhts, closing, kind, caplog):
+def test_an_early_step_leaves_the_model_alone(make_dhts, closing, kind, caplog):
     """Otherwise backward() fails with torch's error about an operation in place."""
     first, second = make_dhts(2)
 
@@ -135,7 +135,7 @@ def test_a_right_order_is_not_told(training, caplog):
     assert not [line for line in caplog.messages if "backward()" in line]
 
 
-def test_gradients_that_accumulate_in_the_parameters_and_are_thrown_away_are_told(caplog):
+def test_zeroed_accumulating_gradients_are_told(caplog):
     model = make_model()
     accumulator = GradientAccumulator(list(model.parameters()), reuse_grad_buffers=True)
     batch(model)
@@ -147,7 +147,7 @@ def test_gradients_that_accumulate_in_the_parameters_and_are_thrown_away_are_tol
     assert line.startswith("the gradients of 8 samples are gone. With reuse_grad_buffers=True")
 
 
-def test_zeros_are_looked_for_in_the_first_batches_only(caplog):
+def test_only_the_first_batches_are_searched_for_zeros(caplog):
     """Later they may be right, and to look means to wait for the device."""
     model = make_model()
     accumulator = GradientAccumulator(list(model.parameters()))

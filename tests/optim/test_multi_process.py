@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups"), pytest.mark.t
 @pytest.mark.parametrize(
     "scenario", mostly_drills([ranks.equivalence, ranks.download, ranks.under_ddp, ranks.background])
 )
-def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) -> None:
+def test_two_processes_train_with_a_single_one(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 3)
 
 

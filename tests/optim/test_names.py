@@ -87,7 +87,7 @@ def test_archives_have_the_names_of_the_inner_module(make_dhts, closing, tmp_pat
         assert torch.equal(values(target), values(net))
 
 
-def test_what_others_have_named_by_a_compiled_module_fits_too(tmp_path: Path):
+def test_names_of_compiled_modules_fit(tmp_path: Path):
     names = ("_orig_mod.layer.weight", "_orig_mod.layer.bias")
     Store(tmp_path).write("run", "Optimizer", small_state(4, names))
     assert sorted(Store.open(tmp_path).names) == ["layer.bias", "layer.weight"]

@@ -141,7 +141,7 @@ def test_peers_stay_identical(make_trainers, options):
         assert len(trainer.opt.grad_averager.last_round.peers) == 3
 
 
-def test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone(make_trainers, caplog):
+def test_a_peer_that_missed_a_round_downloads(make_trainers, caplog):
     """In short epochs there is no time to ask others; what they have told is enough."""
     ahead, late = make_trainers(2, delay_state_averaging=False)
     late.opt.tracker.exchange.on_fetch = lambda: None
@@ -167,7 +167,7 @@ def test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone(make
     ],
     ids=["gradients", "parameters"],
 )
-def test_where_rounds_overlap_with_training_a_peer_that_fell_behind_catches_up(make_trainers, options, caplog):
+def test_overlapping_peers_that_fall_behind_catch_up(make_trainers, options, caplog):
     """Else it would begin each round when the others have just made it."""
     trainers = make_trainers(3, **options)
     meet(*trainers)
@@ -295,7 +295,7 @@ def make_steps(trainer: Trainer, count: int) -> None:
         ("chained", False, True),
     ],
 )  # every two values together
-def test_a_newcomer_has_everything_before_its_first_sample_counts(make_trainers, name, asks, offload):
+def test_a_newcomer_downloads_before_it_counts(make_trainers, name, asks, offload):
     options = {"scheduler": SCHEDULES[name], "offload": offload}
     expected = learning_rates(SCHEDULES[name], 8)
     (first,) = make_trainers(1, **options)
@@ -321,7 +321,7 @@ def test_a_newcomer_has_everything_before_its_first_sample_counts(make_trainers,
         assert trainer.opt.opt.param_groups[0]["lr"] == pytest.approx(expected[trainer.opt.local_epoch])
 
 
-def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
+def test_a_silent_newcomer_is_brought_up_to_date(make_trainers):
     (first,) = make_trainers(1)
     first.train_until(4)
     (newcomer,) = make_trainers(1, seeds=[5])
@@ -333,7 +333,7 @@ def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
     assert newcomer.opt.grad_averager.local_samples_accumulated == 0
 
 
-def test_a_newcomer_that_hears_of_the_swarm_in_the_midst_of_a_step_makes_none_of_its_own(make_trainers, monkeypatch):
+def test_late_news_of_the_swarm_stops_a_step(make_trainers, monkeypatch):
     first, newcomer = make_trainers(2, seeds=[0, 5])
     tracker, report = newcomer.opt.tracker, newcomer.opt.tracker.report_local_progress
     wait_until(tracker.fetched_global_progress_this_epoch.is_set, "the newcomer has looked around and found nobody")
@@ -350,7 +350,7 @@ def test_a_newcomer_that_hears_of_the_swarm_in_the_midst_of_a_step_makes_none_of
     check_identical([first, newcomer])
 
 
-def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_trainers):
+def test_a_newcomer_joins_an_overlapping_round(make_trainers):
     """At the donor's epoch it would be a round ahead of the donor, which would wait for it meanwhile."""
     options = {"offload": True, "delay_optimizer_step": True, "delay_grad_averaging": True}
     (first,) = make_trainers(1, **options)
@@ -370,7 +370,7 @@ def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_
     assert joins or newcomer.opt.grad_averager.local_samples_accumulated == 8, "it goes on, and downloads nothing more"
 
 
-def test_only_downloads_of_a_peer_that_is_behind_become_rare_and_are_told(make_trainers, caplog):
+def test_useless_downloads_become_rare_and_are_told(make_trainers, caplog):
     """A user may download the state as often as needed, such as before each evaluation."""
     (first,) = make_trainers(1)
     first.train_until(2)
@@ -390,7 +390,7 @@ def test_only_downloads_of_a_peer_that_is_behind_become_rare_and_are_told(make_t
     assert not keeping_up.retries.is_time(), "the next one has to wait"
 
 
-def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
+def test_without_a_donor_the_own_state_stays(make_trainers):
     (trainer,) = make_trainers(1)
     assert trainer.opt.load_state_from_peers(timeout=5) is False
     trainer.train_until(1)
@@ -398,7 +398,7 @@ def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
 
 
 @pytest.mark.parametrize("reuse_grad_buffers", [False, True])
-def test_batches_of_a_peer_that_was_behind_count_in_no_later_step(make_trainers, monkeypatch, reuse_grad_buffers):
+def test_batches_from_behind_are_dropped(make_trainers, monkeypatch, reuse_grad_buffers):
     """Nobody gave it the state, and those who were ahead are gone: it goes on by itself."""
     (trainer,) = make_trainers(1, grad_averager=GradientAverager, reuse_grad_buffers=reuse_grad_buffers)
     with monkeypatch.context() as behind:
@@ -412,7 +412,7 @@ def test_batches_of_a_peer_that_was_behind_count_in_no_later_step(make_trainers,
 
 
 @over_sockets
-def test_the_record_of_a_dead_peer_does_not_hold_up_a_newcomer(make_trainers):
+def test_records_of_dead_peers_hold_up_nobody(make_trainers):
     (first,) = make_trainers(1)
     first.train_until(5)
     wait_until(lambda: first.opt.tracker.board.published, "its record is there")
@@ -439,7 +439,7 @@ def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int, left_ou
     return values(model)
 
 
-def test_without_its_group_a_peer_trains_on_and_finally_steps_alone(make_trainers, make_dhts, closing, caplog):
+def test_without_a_group_a_peer_finally_steps_alone(make_trainers, make_dhts, closing, caplog):
     (trainer,) = make_trainers(
         1, matchmaking_time=0.2, averaging_timeout=1.0, averager_opts={"request_timeout": 0.1}, target=10**6
     )
@@ -460,9 +460,7 @@ def test_without_its_group_a_peer_trains_on_and_finally_steps_alone(make_trainer
     torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8, 4], seed=0))
 
 
-def test_where_rounds_overlap_a_peer_makes_the_step_that_others_have_begun_without_it(
-    make_trainers, make_dhts, closing
-):
+def test_an_overlapping_step_is_made_up_for(make_trainers, make_dhts, closing):
     (trainer,) = make_trainers(1, matchmaking_time=0.2, averaging_timeout=1.0, target=10**6, **IN_BACKGROUND)
     (dht,) = make_dhts(1)
     companion = closing(ProgressTracker(dht, "run", 10**6, start=True))
@@ -490,7 +488,7 @@ class CutShort(GradientAverager):
     [{}, IN_BACKGROUND, {**IN_BACKGROUND, "reuse_grad_buffers": True}],
     ids=["synchronous", "in the background", "in place"],
 )
-def test_of_a_round_that_is_cut_short_nothing_stays(make_trainers, options):
+def test_nothing_stays_of_a_failed_round(make_trainers, options):
     trainers = make_trainers(
         2,
         target=24,
@@ -538,7 +536,7 @@ def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):
 
 
 @pytest.mark.timeout(120)
-def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
+def test_leaving_members_do_not_stop_the_others(make_trainers):
     trainers = make_trainers(3, matchmaking_time=25.0, averaging_timeout=60.0)
     meet(*trainers)
     in_parallel(*(lambda t=t: t.train_until(2) for t in trainers))
@@ -549,7 +547,7 @@ def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
     check_identical(trainers[:2])
 
 
-def test_who_leaves_after_its_last_epoch_still_averages_its_parameters(make_trainers, monkeypatch):
+def test_a_leaving_peer_finishes_its_last_round(make_trainers, monkeypatch):
     """The other one is a moment later at that round."""
     leaves, late = make_trainers(2, seeds=[0, 1], averaging_timeout=60.0, delay_state_averaging=True)
     meet(leaves, late)
@@ -568,7 +566,7 @@ def test_who_leaves_after_its_last_epoch_still_averages_its_parameters(make_trai
     check_identical([leaves, late])
 
 
-def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for(make_trainers, monkeypatch):
+def test_leaving_between_rounds_delays_nobody(make_trainers, monkeypatch):
     """It has averaged gradients with the others, and says goodbye instead of averaging parameters."""
     stays, leaves = make_trainers(2, averaging_timeout=60.0, delay_state_averaging=False)
     meet(stays, leaves)
@@ -589,7 +587,7 @@ def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for
     assert time.monotonic() - started < 30, "the round would be given up after 60 s"
 
 
-def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, monkeypatch):
+def test_arriving_during_a_step_delays_nobody(make_trainers, monkeypatch):
     """It has to average gradients first: both would wait for each other, in different rounds."""
     (trainer,) = make_trainers(1, delay_state_averaging=False)
     newcomer = PeerID(b"a peer that comes too late")
@@ -603,9 +601,7 @@ def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, m
 
 
 @pytest.mark.parametrize("delay_state_averaging", [False, True])
-def test_two_that_have_averaged_gradients_average_parameters_although_one_is_an_epoch_ahead(
-    make_trainers, monkeypatch, delay_state_averaging
-):
+def test_an_epoch_apart_they_still_average_parameters(make_trainers, monkeypatch, delay_state_averaging):
     """One of them was about to miss a round, and came to the next one of the other."""
     trainers = make_trainers(2, target=10**6, delay_state_averaging=delay_state_averaging)
     meet(*trainers)
@@ -654,7 +650,7 @@ def test_shutdown_ends_everything_and_can_be_repeated(make_trainers):
     assert trainers[1].opt.is_alive()
 
 
-def test_a_silent_peer_holds_up_the_end_for_one_round_at_most(monkeypatch):
+def test_a_silent_peer_delays_shutdown_one_round(monkeypatch):
     waits, now = [], [0.0]
 
     def wait(futures, timeout):
@@ -675,7 +671,7 @@ def test_a_silent_peer_holds_up_the_end_for_one_round_at_most(monkeypatch):
     averager.finish_jobs.assert_called_once_with(1.0)
 
 
-def test_shutdown_does_not_wait_for_who_never_comes_to_a_round(make_trainers, monkeypatch):
+def test_shutdown_waits_for_no_absent_member(make_trainers, monkeypatch):
     """The time limit of the round would be longer than that of this test."""
     (trainer,) = make_trainers(
         1, use_local_updates=True, delay_state_averaging=True, averaging_timeout=600.0, matchmaking_time=0.5
@@ -790,7 +786,7 @@ def test_the_buffers_of_another_setting_are_refused(make_trainers, caplog):
 
 
 @pytest.mark.parametrize("verdict", [False, True])
-def test_a_newcomer_may_refuse_the_state_of_the_run(make_trainers, verdict, caplog):
+def test_a_newcomer_may_refuse_the_state(make_trainers, verdict, caplog):
     (first,) = make_trainers(1)
     first.train_until(3)
     seen = []
@@ -812,7 +808,7 @@ def test_a_newcomer_may_refuse_the_state_of_the_run(make_trainers, verdict, capl
 
 
 @pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])
-def test_the_first_peer_of_a_run_is_told_that_it_is_and_not_warned(make_trainers, averager_opts, caplog):
+def test_the_first_peer_is_told_and_not_warned(make_trainers, averager_opts, caplog):
     caplog.set_level(logging.INFO, logger="shoal")
     (first,) = make_trainers(1, averager_opts=averager_opts)
     assert first.opt.load_state_from_peers(timeout=20) is False

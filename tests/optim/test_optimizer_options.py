@@ -70,7 +70,7 @@ def test_defaults_depend_on_each_other():
         assert not local.use_ext_grad_buffer
 
 
-def test_parameters_are_averaged_in_the_background_if_the_step_before_is_made_there():
+def test_a_delayed_step_delays_the_average():
     assert resolve(delay_optimizer_step=True, delay_state_averaging=False).delay_state_averaging
     assert not resolve(delay_state_averaging=False).delay_state_averaging
     local = resolve(
@@ -109,13 +109,13 @@ def test_options_reach_the_averagers(make_optimizer):
     assert (opt.grad_averager.prefix, opt.state_averager.prefix) == ("run_grad_averager", "run_state_averager")
 
 
-def test_a_preset_of_the_factory_is_kept_unless_overruled(make_optimizer):
+def test_a_preset_of_the_factory_is_kept(make_optimizer):
     opt = make_optimizer(grad_averager=GradientAverager.get_factory(compression=Float16Compression()))
     assert isinstance(opt.grad_averager.allreduce_kwargs["compression"], Float16Compression)
 
 
 @pytest.mark.parametrize("client_mode", [None, True, False])
-def test_client_mode_is_taken_as_given_else_from_the_dht(make_optimizer, client_mode):
+def test_client_mode_defaults_to_that_of_the_dht(make_optimizer, client_mode):
     opt = make_optimizer(client_mode=client_mode)
     assert opt.client_mode is bool(client_mode)
     assert opt.grad_averager.client_mode is opt.state_averager.client_mode is opt.tracker.client_mode is opt.client_mode
@@ -139,7 +139,7 @@ def test_it_is_a_torch_optimizer(make_optimizer):
         opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
-def test_main_parameters_are_shown_when_the_optimizer_has_copies(make_optimizer):
+def test_an_offloaded_optimizer_shows_the_users_parameters(make_optimizer):
     model = make_model()
     opt = make_optimizer(params=[{"params": [model.weight], "lr": 0.3}, {"params": [model.bias]}], model=model)
     assert [group["params"][0] is p for group, p in zip(opt.param_groups, model.parameters(), strict=True)] == [
@@ -149,7 +149,7 @@ def test_main_parameters_are_shown_when_the_optimizer_has_copies(make_optimizer)
     assert opt.opt.param_groups[0]["params"][0] is not model.weight
 
 
-def test_checkpoints_restore_state_and_epoch_and_leave_the_dictionary_alone(make_optimizer):
+def test_checkpoints_restore_state_and_epoch(make_optimizer):
     model = make_model()
     opt = make_optimizer(optimizer=torch.optim.Adam(model.parameters()), params=None)
     opt.state_averager.local_epoch = 5
@@ -164,7 +164,7 @@ def test_checkpoints_restore_state_and_epoch_and_leave_the_dictionary_alone(make
     assert saved["shoal"]["local_epoch"] == 5, "the argument is not changed"
 
 
-def test_gradients_may_be_zeroed_unless_they_accumulate_in_place(make_optimizer):
+def test_gradients_in_place_must_not_be_zeroed(make_optimizer):
     model = make_model()
     opt = make_optimizer(model=model)
     model(torch.zeros(1, 4)).sum().backward()
@@ -199,7 +199,7 @@ def test_bad_numbers(make_optimizer):
     ("matchmaking_time", "averaging_timeout", "expected"),
     [(15.0, 60.0, 15.0), (1.0, 60.0, 15.0), (18.0, 60.0, 18.0), (10.0, 24.0, 8.0), (60.0, 60.0, 20.0)],
 )
-def test_who_gives_no_averages_is_given_up_before_the_round_is_over(matchmaking_time, averaging_timeout, expected):
+def test_a_silent_reducer_is_given_up_in_time(matchmaking_time, averaging_timeout, expected):
     silence = default_silence(matchmaking_time, averaging_timeout)
     assert silence == pytest.approx(expected)
     assert 2 * silence < averaging_timeout

@@ -122,7 +122,7 @@ def test_state_of_a_trained_optimizer_continues_elsewhere(name):
     assert all(torch.equal(a, b) for a, b in zip(donor, joiner, strict=True))
 
 
-def test_states_that_do_not_fit_are_refused_and_change_nothing():
+def test_states_that_do_not_fit_change_nothing():
     parameters = make_parameters()
     optimizer = OPTIMIZERS["adam"](parameters)
     initialize_optimizer_state_(optimizer)
@@ -159,7 +159,7 @@ def test_own_hyperparameters_stay_unless_a_schedule_moves_them(caplog):
     assert own.param_groups[0]["momentum"] == 0.9
 
 
-def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):
+def test_statistics_are_made_in_parts(monkeypatch):
     monkeypatch.setattr("shoal.optim.setup.optimizer_state.PART_BYTES", 100)
     groups = [{"params": [torch.nn.Parameter(torch.zeros(n)) for n in sizes]} for sizes in ([10, 10, 40, 5], [1])]
     optimizer = torch.optim.Adam(groups)
@@ -180,7 +180,7 @@ def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):
 # --- numbers in parameter groups --------------------------------------------------------------------------------------
 
 
-def test_state_in_groups_is_told_from_the_hyperparameters_of_the_user():
+def test_state_in_groups_differs_from_hyperparameters():
     def names_of(name: str) -> set[str]:
         optimizer = OPTIMIZERS[name]([{"params": make_parameters(), "lr_scale": 0.5, "name": "head"}])
         StepLR(optimizer, 5)
@@ -200,7 +200,7 @@ def test_what_steps_add_to_groups_is_state():
     assert state_names(optimizer) == {"recent", "step"}
 
 
-def test_a_donor_names_the_state_that_a_newcomer_cannot_know(caplog):
+def test_a_donor_names_unknown_state(caplog):
     donor, newcomer = ([{"params": make_parameters(), "lr_scale": scale}] for scale in (0.5, 0.25))
     donor, newcomer = OPTIMIZERS["counting"](donor), OPTIMIZERS["counting"](newcomer)
     with noting_state(donor):
@@ -232,7 +232,7 @@ def test_state_in_groups_travels_without_hyperparameters(caplog):
     assert not caplog.records
 
 
-def test_numbers_in_groups_that_are_not_finite_are_refused():
+def test_infinite_numbers_in_groups_are_refused():
     donor, newcomer = OPTIMIZERS["prodigy"](make_parameters()), OPTIMIZERS["prodigy"](make_parameters())
     initialize_optimizer_state_(donor)
     initialize_optimizer_state_(newcomer)
@@ -243,7 +243,7 @@ def test_numbers_in_groups_that_are_not_finite_are_refused():
 
 
 @pytest.mark.parametrize(("name", "value"), [("d", [1.0, 2.0]), ("recent", 1.0), ("recent", [1.0]), ("step", [1])])
-def test_numbers_in_groups_of_another_kind_are_refused_and_change_nothing(name, value):
+def test_wrong_kinds_of_numbers_are_refused(name, value):
     """Else the next step of a newcomer would fail, or the load itself would in its midst."""
     kind = "prodigy" if name == "d" else "counting"
     donor, newcomer = OPTIMIZERS[kind](make_parameters()), OPTIMIZERS[kind](make_parameters(1))
@@ -258,7 +258,7 @@ def test_numbers_in_groups_of_another_kind_are_refused_and_change_nothing(name, 
     torch.testing.assert_close(newcomer.state_dict(), before)
 
 
-def test_a_donor_cannot_call_state_what_a_scheduler_has_put_into_groups():
+def test_a_schedulers_values_are_no_state():
     """Otherwise the next step of the schedule would take any learning rate from it."""
     donor, newcomer = OPTIMIZERS["counting"](make_parameters()), OPTIMIZERS["counting"](make_parameters(1))
     for optimizer in (donor, newcomer):
@@ -271,7 +271,7 @@ def test_a_donor_cannot_call_state_what_a_scheduler_has_put_into_groups():
     assert newcomer.param_groups[0]["max_lr"] == 0.1
 
 
-def test_a_statistic_may_be_a_single_zero_for_a_parameter_of_zeros():
+def test_a_statistic_may_be_a_single_zero():
     donor, newcomer = make_parameters(), make_parameters()
     with torch.no_grad():
         donor[1].zero_()
@@ -284,7 +284,7 @@ def test_a_statistic_may_be_a_single_zero_for_a_parameter_of_zeros():
 
 
 @pytest.mark.parametrize("donor_trains", [True, False])
-def test_parameters_of_a_donor_in_another_mode_are_converted(donor_trains):
+def test_a_donors_other_mode_is_converted(donor_trains):
     donor, newcomer = make_parameters(), make_parameters()
     donor_optimizer, optimizer = OPTIMIZERS["schedule-free"](donor), OPTIMIZERS["schedule-free"](newcomer)
     train(donor_optimizer, donor, 4)

@@ -41,7 +41,7 @@ def test_the_momentum_by_hand():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_or_not_there_does_not_count(bad):
+def test_missing_and_infinite_momentum_does_not_count(bad):
     momentum, gradients = PeerMomentum(0.5, [torch.zeros(2)]), [torch.full((2,), 4.0)]
     momentum.replace(gradients, 1)
     momentum.next_step()
@@ -105,7 +105,7 @@ def test_peers_average_their_momentum_by_samples(make_dhts, closing, reuse_grad_
                 torch.testing.assert_close(averager.parameters[0].grad, torch.full((5,), expected))
 
 
-def test_a_failed_round_leaves_the_own_momentum_which_counts_once(make_dhts, closing):
+def test_after_a_failure_momentum_counts_once(make_dhts, closing):
     (averager,) = make_averagers(make_dhts, closing, 1, min_matchmaking_time=0.1, request_timeout=0.05)
     for gradient, expected in [(4.0, 4.0), (0.0, 2.0)]:
         averager.parameters[0].grad = torch.full((5,), gradient)

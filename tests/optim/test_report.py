@@ -64,10 +64,10 @@ class Shelf:
 
 def make(depth: int = 0) -> tuple[Reporting, Shelf, Clock]:
     shelf, clock = Shelf(depth), Clock()
-    return Reporting(shelf, "run", shelf.tracker, lambda: SimpleNamespace(peers=range(4)), clock), shelf, clock
+    return Reporting(shelf, "run", shelf.tracker, clock), shelf, clock
 
 
-def test_means_are_weighted_by_samples_and_published_every_few_seconds():
+def test_means_are_weighted_and_published_periodically():
     reporting, shelf, clock = make()
     reporting.report({"loss": 9.0})
     for samples, loss in ((10, 1.0), (30, 2.0)):
@@ -77,7 +77,7 @@ def test_means_are_weighted_by_samples_and_published_every_few_seconds():
         assert len(shelf.stored) == 1, "the first one goes at once, the others wait"
         assert not reporting.is_due
     clock.now = PERIOD
-    reporting.report({})
+    reporting.report({}, SimpleNamespace(peers=range(4)))
     key, report, subkey = shelf.stored[1]
     assert (key, subkey) == (key_of_reports("run"), tag_of(shelf.peer_id))
     assert report.metrics == pytest.approx({"loss": 1.75, "accuracy": 0.175})
@@ -88,7 +88,7 @@ def test_means_are_weighted_by_samples_and_published_every_few_seconds():
     assert shelf.stored[2][1].metrics == {}, "figures count once"
 
 
-def test_in_a_large_swarm_reports_are_rarer_and_stand_with_the_progress():
+def test_in_large_swarms_reports_are_rarer():
     reporting, shelf, clock = make(depth=2)
     reporting.report({})
     clock.now = 2.9 * PERIOD
@@ -98,7 +98,7 @@ def test_in_a_large_swarm_reports_are_rarer_and_stand_with_the_progress():
     assert [key for key, _, _ in shelf.stored] == ["run_reports.01"] * 2
 
 
-def test_the_time_of_a_step_is_told_in_parts():
+def test_the_time_of_a_step_has_parts():
     reporting, shelf, clock = make()
     for _ in range(3):
         clock.now += 10
@@ -114,11 +114,13 @@ def test_the_time_of_a_step_is_told_in_parts():
 def test_what_a_step_had_is_told():
     rounds = [SimpleNamespace(peers=range(2), weights=(30.0, 12.0))]
     shelf = Shelf()
-    reporting = Reporting(shelf, "run", shelf.tracker, lambda: rounds[-1], Clock(), target_batch_size=64)
-    assert reporting.samples_of_round(own=8) == 42
-    assert reporting.samples_of_round(own=8) == 8, "there was no new round: this peer has made the step alone"
+    reporting = Reporting(shelf, "run", shelf.tracker, Clock(), target_batch_size=64)
+    assert reporting.samples_of_round(rounds[-1], own=8) == 42
+    assert reporting.samples_of_round(rounds[-1], own=8) == 8, (
+        "there was no new round: this peer has made the step alone"
+    )
     rounds.append(SimpleNamespace(peers=range(2), weights=(30.0, 20.0)))
-    reporting.note_step(reporting.samples_of_round(own=8))
+    reporting.note_step(reporting.samples_of_round(rounds[-1], own=8))
     reporting.report({})
     report = shelf.stored[0][1]
     assert (report.step_samples, report.step_target) == (50, 64)
@@ -132,7 +134,7 @@ def test_peers_that_cannot_be_reached_are_told():
     assert shelf.stored[0][1].lost == [end_of_id(peer) for peer in shelf.tracker.unreachable_peers[:MAX_LOST]]
 
 
-def test_what_the_peer_has_counted_is_told_within_bounds():
+def test_counts_are_reported_within_bounds():
     reporting, shelf, _ = make()
     shelf.metrics.rounds_failed, shelf.metrics.last_failure = 2, "line\n" + "x" * 1000
     shelf.metrics.troubles.update({f"kind {number}": number for number in range(100)})
@@ -146,14 +148,14 @@ def test_what_the_peer_has_counted_is_told_within_bounds():
     assert report.metrics == {}, "what is not finite is in no mean"
 
 
-def test_a_loss_that_is_lost_is_told_once_each_time():
+def test_a_loss_that_overflows_is_told_once():
     reporting, shelf, _ = make()
     for loss in (math.nan, torch.tensor(math.inf), 10**400, 1.0, math.nan):
         reporting.report({"loss": loss})
     assert shelf.metrics.troubles == {"loss is NaN, or too large": 2}
 
 
-def test_a_lost_figure_with_a_long_name_does_not_hide_the_peer():
+def test_long_names_of_figures_hide_nothing():
     """Readers refuse a report with a text that is too long, and with it all that this peer tells."""
     reporting, shelf, _ = make()
     name = "x" * MAX_NAME_CHARACTERS
@@ -235,7 +237,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.integers(0, len(PeerReport.__struct_fields__) - 1), ANYTHING)
-def test_whatever_stands_in_a_field_is_refused_or_can_be_shown(index, value):
+def test_any_report_is_refused_or_shown(index, value):
     fields = [*msgspec.to_builtins(GOOD)]
     fields[index] = value
     for hostile in (fields, value):
@@ -247,7 +249,7 @@ def test_whatever_stands_in_a_field_is_refused_or_can_be_shown(index, value):
         assert len(msgspec.msgpack.encode(report)) < 20_000
 
 
-def test_nodes_of_the_run_keep_only_good_reports_of_their_owners():
+def test_nodes_keep_only_valid_reports():
     assert parse_report(MSGPackSerializer.loads(MSGPackSerializer.dumps(msgspec.to_builtins(GOOD)))) == GOOD
     identity = Identity.generate()
     node = CompositeValidator([*progress_validators("run", PrivateKey())])

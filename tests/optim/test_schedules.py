@@ -173,7 +173,7 @@ def test_nobody_can_make_a_schedule_step_for_long(name):
 
 
 @may_use_sequential_schedules
-def test_where_only_the_rate_before_tells_a_jump_keeps_it(monkeypatch):
+def test_a_jump_keeps_the_rate_before(monkeypatch):
     monkeypatch.setattr(schedules, "MOST_STEPS", 10)
     for make in (
         lambda o: MultiplicativeLR(o, lambda step: 0.9),
@@ -197,7 +197,7 @@ def test_affordable_steps_are_made():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.999**5000)
 
 
-def test_a_schedule_says_that_it_is_at_its_end():
+def test_a_finished_schedule_says_so():
     optimizer = torch.optim.SGD(make_parameters(), lr=1.0)
     schedule = OneCycleLR(optimizer, max_lr=1.0, total_steps=50)
     with pytest.raises(ValueError, match="50"):

@@ -45,7 +45,7 @@ class Tracker:
         (None, {A: 1}, {A}, True),
     ],
 )
-def test_it_goes_on_as_long_as_enough_can_come(last_epochs, electorate, left, goes_on):
+def test_a_search_continues_while_enough_can_come(last_epochs, electorate, left, goes_on):
     tracker, control = Tracker(), StepControl(0.0)
     watch_search(control, tracker, last_epochs, electorate)
     assert not control.cancelled()
@@ -54,7 +54,7 @@ def test_it_goes_on_as_long_as_enough_can_come(last_epochs, electorate, left, go
     assert control.cancelled() is not goes_on
 
 
-def test_it_waits_for_most_of_the_electorate_even_if_it_expects_fewer():
+def test_a_search_waits_for_a_majority():
     """Two halves that were complete with their own members alone would start apart, again and again."""
     tracker, control = Tracker(), StepControl(0.0)
     watch_search(control, tracker, {A: 1}, dict.fromkeys([A, B, C, D], 1))

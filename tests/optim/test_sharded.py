@@ -21,5 +21,5 @@ def test_two_sharded_peers_and_meshes_of_two_dimensions() -> None:
     run_in_group(sharded.four_processes, 4)
 
 
-def test_a_sharded_peer_and_one_with_a_whole_model() -> None:
+def test_a_sharded_peer_trains_with_a_whole_one() -> None:
     run_in_group(sharded.three_processes, 3)

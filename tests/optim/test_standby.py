@@ -65,7 +65,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "default")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-second", "second-first"])
-def test_peers_that_wait_in_different_optimizers_meet_in_both(make_pairs, order, options, caplog):
+def test_peers_waiting_in_different_optimizers_meet(make_pairs, order, options, caplog):
     pairs = make_pairs(32, **options)
     began, fresh = time.monotonic(), values(make_model())
 
@@ -92,7 +92,7 @@ def test_peers_that_wait_in_different_optimizers_meet_in_both(make_pairs, order,
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["same order", "other order"])
-def test_two_networks_that_train_in_turn_lose_no_time_and_no_round(make_pairs, order, caplog):
+def test_two_networks_in_turn_lose_no_round(make_pairs, order, caplog):
     pairs = make_pairs(96)
     began, warnings = time.monotonic(), []
 
@@ -111,7 +111,7 @@ def test_two_networks_that_train_in_turn_lose_no_time_and_no_round(make_pairs, o
     assert not warnings[0]
 
 
-def test_optimizers_in_threads_of_their_own_lose_no_time(make_pairs, caplog):
+def test_optimizers_in_own_threads_lose_no_time(make_pairs, caplog):
     pairs = make_pairs(96)
     began = time.monotonic()
     in_parallel(*(lambda t=trainer: t.train_until(5) for pair in pairs for trainer in pair))
@@ -119,7 +119,7 @@ def test_optimizers_in_threads_of_their_own_lose_no_time(make_pairs, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_an_optimizer_that_another_thread_has_taken_over_is_left_alone(make_pairs):
+def test_an_optimizer_of_another_thread_is_skipped(make_pairs):
     ((waits, other), _) = make_pairs(1000)
     waits.step()
     other.opt._begin_round_if_awaited = lambda: pytest.fail("it belongs to another thread")
@@ -128,7 +128,7 @@ def test_an_optimizer_that_another_thread_has_taken_over_is_left_alone(make_pair
         other.opt.begin_round_if_awaited(threading.current_thread())
 
 
-def test_what_an_optimizer_raises_while_it_stands_by_is_raised_in_its_thread(make_pairs):
+def test_errors_are_raised_in_the_optimizers_thread(make_pairs):
     ((waits, other), _) = make_pairs(1000)
     waits.step(), other.step()
     has_failed = threading.Event()
@@ -142,7 +142,7 @@ def test_what_an_optimizer_raises_while_it_stands_by_is_raised_in_its_thread(mak
         assert has_failed.wait(PATIENCE)
 
 
-def test_a_peer_that_waits_for_a_lease_takes_part_in_rounds(make_trainers, closing, monkeypatch, caplog):
+def test_waiting_for_a_lease_blocks_no_round(make_trainers, closing, monkeypatch, caplog):
     """At the end of a pass the last chunks are with others, and these need this peer in order to finish them."""
     monkeypatch.setattr(leases, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.05)
@@ -166,7 +166,7 @@ def test_a_peer_that_waits_for_a_lease_takes_part_in_rounds(make_trainers, closi
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_step_between_batches_keeps_the_gradients_of_the_program(make_trainers):
+def test_an_extra_step_keeps_the_gradients(make_trainers):
     """A program may add up the gradients of several batches by itself, and draw the next one meanwhile."""
     (trainer,) = make_trainers(1, target=1000)
     trainer.step()

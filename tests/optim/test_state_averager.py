@@ -98,7 +98,7 @@ def test_step_then_average(make_averagers, mode):
 
 
 @pytest.mark.parametrize("mode", ["default", "offload", "offload without reuse"])
-def test_averaging_in_the_background_is_applied_at_a_later_step(make_averagers, mode):
+def test_background_averages_are_applied_later(make_averagers, mode):
     models = [make_model(seed) for seed in range(2)]
     before = [values(model) for model in models]
     averagers = make_averagers(models, **MODES[mode])
@@ -205,7 +205,7 @@ def test_gradients_may_be_filled_by_somebody_else(make_averagers, delay):
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def test_only_tensors_on_the_cpu_can_be_averaged_in_place(make_dhts):
+def test_only_cpu_tensors_are_averaged_in_place(make_dhts):
     (dht,) = make_dhts(1)
     model = torch.nn.Linear(4, 3, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -246,7 +246,7 @@ def test_a_trigger_that_fails_stops_everything(make_averagers):
     assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
 
 
-def test_a_round_that_was_called_off_is_not_begun_anew(make_averagers, monkeypatch, caplog):
+def test_a_cancelled_round_is_not_restarted(make_averagers, monkeypatch, caplog):
     """Everybody has left between the moment when it was scheduled and the step: nobody would come to another one."""
     models = [make_model()]
     (averager,) = make_averagers(models)
@@ -391,7 +391,7 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
 
 
 @pytest.mark.parametrize("spoilt", [1, 2, 4, 7], ids=["parameter", "extra tensor", "statistic", "another statistic"])
-def test_what_is_finite_here_must_be_finite_in_a_downloaded_state(make_averagers, spoilt):
+def test_a_downloaded_state_must_be_finite(make_averagers, spoilt):
     donor, joiner = (make_averagers([make_model(seed)], extra_tensors=[torch.zeros(2)])[0] for seed in range(2))
     with torch.no_grad(), joiner.get_tensors():
         joiner.main_parameters[0][0, 0] = torch.nan
@@ -404,7 +404,7 @@ def test_what_is_finite_here_must_be_finite_in_a_downloaded_state(make_averagers
     take_over(joiner, metadata, tensors)
 
 
-def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be(caplog):
+def test_impossible_epochs_are_not_followed(caplog):
     peers, troubles = [PeerID(b"member %d" % number) for number in range(5)], Counter()
 
     def latest(epochs, run):
@@ -464,7 +464,7 @@ def test_without_a_donor_nothing_changes(make_averagers):
     assert averager.load_state_from_peers(wait=False, timeout=50).result(50) is False
 
 
-def test_a_download_in_the_background_cannot_be_cancelled_once_it_has_begun(make_averagers, monkeypatch):
+def test_a_running_download_cannot_be_cancelled(make_averagers, monkeypatch):
     (averager,) = make_averagers([make_model()])
     began, release = threading.Event(), threading.Event()
     crashes: list[object] = []
@@ -576,7 +576,7 @@ def test_contradicting_steps(make_averagers):
         averager.step(optimizer_step=True, grad_scaler=scaler)
 
 
-def test_an_optimizer_that_could_be_captured_is_offloaded_all_the_same(make_averagers, caplog):
+def test_capturable_optimizers_can_be_offloaded(make_averagers, caplog):
     model = make_model()
     (averager,) = make_averagers(
         [model], optimizer=lambda groups: torch.optim.Adam(groups, capturable=True), offload_optimizer=True
@@ -631,7 +631,7 @@ def make_three(make_averagers):
 
 
 @pytest.mark.parametrize("mode", ["default", "reuse", "offload"])
-def test_a_state_that_the_user_refuses_is_undone_and_the_next_donor_is_asked(make_three, mode, caplog):
+def test_a_refused_state_is_undone(make_three, mode, caplog):
     seen = []
 
     def check_state() -> bool:
@@ -659,7 +659,7 @@ def test_a_state_that_the_user_refuses_is_undone_and_the_next_donor_is_asked(mak
 @pytest.mark.parametrize(
     "error", [StateRefusedError("loss 80 instead of 3"), ZeroDivisionError("a mistake"), ValueError("a mistake")]
 )
-def test_when_the_check_raises_this_peer_has_what_it_had(make_three, error, caplog):
+def test_a_check_that_raises_changes_nothing(make_three, error, caplog):
     _, _, joiner, extra = make_three(Mock(side_effect=error))
     before = everything(joiner, extra)
     if isinstance(error, StateRefusedError):
@@ -679,7 +679,7 @@ def test_what_is_not_refused_is_taken(make_three, verdict):
     assert torch.equal(joiner.main_parameters[0], liar.main_parameters[0])
 
 
-def test_what_was_there_before_is_kept_for_one_epoch(make_three):
+def test_the_previous_state_is_kept_one_epoch(make_three):
     _, _, joiner, extra = make_three(None)
     before = everything(joiner, extra)
     assert joiner.load_state_from_peers(timeout=50) is True
@@ -694,7 +694,7 @@ def test_what_was_there_before_is_kept_for_one_epoch(make_three):
     assert joiner.restore_own_state() is False
 
 
-def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
+def test_a_state_that_fails_changes_nothing(make_averagers):
     """The schedule ends before the epoch of the donor."""
     models = [make_model(seed) for seed in range(2)]
     extra = torch.zeros(1)
@@ -712,7 +712,7 @@ def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_averagers, make_optimizer):
+def test_states_of_other_tensors_are_not_downloaded(make_averagers, make_optimizer):
     [averager] = make_averagers(
         [make_model(0)], optimizer=lambda groups: make_optimizer(groups, lr=0.1), extra_tensors=[torch.zeros(2)]
     )
@@ -720,7 +720,7 @@ def test_states_of_other_tensors_are_known_before_they_are_downloaded(make_avera
 
 
 @pytest.mark.parametrize("own_epoch", [0, 1])
-def test_a_schedule_that_cannot_go_on_is_refused_like_any_bad_state(make_averagers, own_epoch):
+def test_an_impossible_schedule_is_refused(make_averagers, own_epoch):
     [donor] = make_averagers([make_model(0)], scheduler=lambda o: LambdaLR(o, lambda step: 1.0))
     [joiner] = make_averagers([make_model(1)], scheduler=lambda o: LambdaLR(o, lambda step: 1 / (4 - step)))
     joiner.local_epoch = own_epoch
@@ -780,7 +780,7 @@ def test_learning_rates_of_groups_may_be_far_apart(make_averagers):
     assert joiner.learning_rates() == donor.learning_rates()
 
 
-def test_a_schedule_that_begins_in_its_middle_is_no_lie(make_averagers):
+def test_a_schedule_may_begin_midway(make_averagers):
     def begin_at_ten(optimizer):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -794,7 +794,7 @@ def test_a_schedule_that_begins_in_its_middle_is_no_lie(make_averagers):
     assert joiner.learning_rates() == donor.learning_rates()
 
 
-def test_a_newcomer_keeps_the_constants_of_its_own_schedule(make_averagers, caplog):
+def test_a_newcomer_keeps_its_schedules_constants(make_averagers, caplog):
     """Otherwise a donor could end the user's training, by a division by zero in a later step."""
     donor, joiner = make_averagers([make_model(seed) for seed in range(2)], scheduler=lambda o: StepLR(o, 2))
     donor.local_epoch = 4
@@ -808,7 +808,7 @@ def test_a_newcomer_keeps_the_constants_of_its_own_schedule(make_averagers, capl
     assert "this peer keeps its own {'step_size': 2, 'gamma': 0.1}" in caplog.text
 
 
-def test_nobody_holds_the_state_for_long_by_claiming_an_epoch(make_averagers):
+def test_claiming_an_epoch_blocks_no_download(make_averagers):
     models = [make_model(seed) for seed in range(2)]
     donor, joiner = make_averagers(models, scheduler=lambda o: LambdaLR(o, lambda step: 1 / (1 + step)))
     metadata, tensors, _ = donor.get_current_state()

@@ -187,7 +187,7 @@ class LocalOptimizer(hivemind.Optimizer):
         self.pseudo_gradients.shutdown()
 
 
-def test_a_subclass_with_its_own_tracker_averagers_and_outer_steps(make_dhts, closing):
+def test_a_subclass_with_its_own_parts(make_dhts, closing):
     steps, peers = 4, []
     for dht in make_dhts(2):
         model = make_model()
@@ -281,7 +281,7 @@ def make_noting(dht: hivemind.DHT, model: torch.nn.Module, **options: Any) -> No
     return Noting(dht=dht, run_id="run", **{"optimizer": sgd(model.parameters()), **defaults, **options})
 
 
-def test_parts_that_a_subclass_has_started_train_with_an_ordinary_peer(make_dhts, closing, make_trainers):
+def test_a_subclass_trains_with_an_ordinary_peer(make_dhts, closing, make_trainers):
     first_dht, second_dht = make_dhts(2)
     model, other = make_model(), make_model()
     opt = closing(make_noting(first_dht, model, target_batch_size=64))
@@ -307,7 +307,7 @@ def test_parts_that_a_subclass_has_started_train_with_an_ordinary_peer(make_dhts
     assert plain._company.knows(first_dht.peer_id.to_bytes())
 
 
-def test_a_frozen_parameter_does_not_confuse_the_averager_of_a_subclass(make_dhts, closing):
+def test_a_subclass_may_have_frozen_parameters(make_dhts, closing):
     (dht,) = make_dhts(1)
     model = make_model()
     model[0].bias.requires_grad_(False)
@@ -319,7 +319,7 @@ def test_a_frozen_parameter_does_not_confuse_the_averager_of_a_subclass(make_dht
         assert stepped[id(parameter)].grad is grad
 
 
-def test_a_subclass_may_decline_what_the_step_would_do(make_dhts, closing):
+def test_a_subclass_may_skip_the_step(make_dhts, closing):
     """The methods are the way that the step takes, so overriding one changes it."""
 
     class Reluctant(Noting):
@@ -357,7 +357,7 @@ class Doubled(ProgressTracker):
         return replace(usual, samples_accumulated=2 * usual.samples_accumulated)
 
 
-def test_a_tracker_that_counts_in_another_way_decides_when_an_epoch_is_over(make_dhts, closing):
+def test_a_derived_tracker_decides_the_epochs_end(make_dhts, closing):
     (dht,) = make_dhts(1)
     tracker = closing(Doubled(dht, "run", 100, start=True))
     tracker.report_local_progress(0, 40)
@@ -369,7 +369,7 @@ def test_a_tracker_that_counts_in_another_way_decides_when_an_epoch_is_over(make
     assert tracker.ready_to_update_epoch
 
 
-def test_the_records_that_a_tracker_counts_are_plain_values(make_dhts, closing):
+def test_records_in_a_tracker_are_plain_values(make_dhts, closing):
     seen: list[dict[bytes, Any]] = []
 
     class Reading(ProgressTracker):
@@ -441,7 +441,7 @@ def test_the_options_of_an_optimizer_are_its_attributes(make_dhts, closing):
     assert isinstance(dht.num_workers, int)
 
 
-def test_options_that_were_left_out_are_there_as_resolved(make_dhts, closing):
+def test_default_options_are_shown_as_resolved(make_dhts, closing):
     (dht,) = make_dhts(1)
     opt = closing(make_noting(dht, make_model(), matchmaking_time=10.0, averaging_timeout=60.0))
     assert opt.allreduce_timeout == 60.0

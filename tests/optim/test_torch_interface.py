@@ -25,7 +25,7 @@ def train_alone(optimizer: torch.optim.Optimizer, model: torch.nn.Module, steps:
 
 @may_use_sequential_schedules
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_a_schedule_of_the_users_own_moves_the_optimizer(make_trainers, offload):
+def test_an_own_schedule_moves_the_optimizer(make_trainers, offload):
     (trainer,) = make_trainers(1, target=8, offload=offload)
     begin(trainer)
     schedule = torch.optim.lr_scheduler.SequentialLR(
@@ -95,7 +95,7 @@ def test_the_parameters_in_a_group_cannot_be_exchanged(make_trainers):
 
 
 @pytest.mark.parametrize("delay_optimizer_step", [False, True], ids=["", "in the background"])
-def test_hooks_of_the_inner_optimizer_see_global_steps_and_nothing_else(make_trainers, delay_optimizer_step):
+def test_inner_hooks_see_only_global_steps(make_trainers, delay_optimizer_step):
     seen: list[str] = []
 
     def with_hooks(parameters):
@@ -114,7 +114,7 @@ def test_hooks_of_the_inner_optimizer_see_global_steps_and_nothing_else(make_tra
     assert seen == ["before", "after"] * 2
 
 
-def test_a_hook_clips_the_gradient_of_the_whole_step(make_trainers):
+def test_a_hook_clips_the_whole_gradient(make_trainers):
     """Whichever parameters the optimizer has; also if it is registered later, on ``opt.opt``."""
     (trainer,) = make_trainers(1, target=8, offload=True)
     begin(trainer)
@@ -133,7 +133,7 @@ def test_a_hook_clips_the_gradient_of_the_whole_step(make_trainers):
     assert (values(trainer.model) - values(make_model())).norm() < 0.01
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_step(make_trainers):
+def test_background_errors_are_raised_next_step(make_trainers):
     (trainer,) = make_trainers(1, target=8, offload=True, delay_optimizer_step=True)
     begin(trainer)
 
@@ -149,7 +149,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_step(make_trainers):
     trainer.opt.state_averager.finish_jobs(10)
 
 
-def test_shutdown_closes_everything_even_if_the_last_step_has_failed(make_trainers):
+def test_shutdown_closes_all_after_a_failure(make_trainers):
     (trainer,) = make_trainers(1, target=8, offload=True, delay_optimizer_step=True)
     begin(trainer)
 

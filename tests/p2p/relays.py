@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.net.memory import MemoryNetwork
 from shoal.p2p import P2P, Multiaddr
-from shoal.reach.relay.messages import Connect, Connected, Reserve, Reserved
+from shoal.reach.relay.messages import Connect, ConnectAnswer, Reserve, ReserveAnswer
 from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
 
@@ -89,17 +89,17 @@ async def square(caller: P2P, server: P2P) -> int:
     return int(answer.value)
 
 
-async def connect(caller: P2P, relay: P2P, **request: Any) -> Connected:
+async def connect(caller: P2P, relay: P2P, **request: Any) -> Any:
     """Ask a relay for circuits."""
-    answer: Connected = await RelayServer.get_stub(caller, relay.peer_id).rpc_connect(Connect(**request))
+    answer: ConnectAnswer = await RelayServer.get_stub(caller, relay.peer_id).rpc_connect(Connect(**request))
     return answer
 
 
-async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Reserved:
+async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
     """Ask a relay for a reservation, and give it up at once."""
     async with RelayServer.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
         await call.send(Reserve(**request), end=True)
-        answer: Reserved | None = await call.receive(Reserved)
+        answer = await call.receive(ReserveAnswer)
         assert answer is not None
         return answer
 

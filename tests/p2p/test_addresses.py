@@ -225,7 +225,7 @@ async def test_a_node_says_where_it_listens(monkeypatch: pytest.MonkeyPatch, cap
         addresses = [str(address) for address in node.p2p.get_addresses(node.peer_id)]
         await node.shutdown()
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert line.startswith(f"listening at {', '.join(addresses)}: whoever reaches them may join; host_maddrs or ")
+    assert line.startswith(f"listening at {', '.join(addresses)}: anyone who reaches them may join; host_maddrs or ")
     assert addresses[-1].startswith("/ip4/127.0.0.1/tcp/")
 
 

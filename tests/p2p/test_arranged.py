@@ -273,4 +273,4 @@ async def test_who_stays_connected_tells_where_it_is_now(kind: str) -> None:
         await caller.call(server.peer_id, handle, query, PresenceReply)
         assert [accepted] == server.connections_from(caller.peer_id)
         assert server.get_addresses(caller.peer_id) == told
-        assert server.reaches.get(caller.peer_id, -1) == Reach.HARD
+        assert server.book.find(caller.peer_id).reach == Reach.HARD

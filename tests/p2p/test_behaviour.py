@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.averaging.groups.leading import note_lead
-from shoal.averaging.groups.settings import Trust
-from shoal.averaging.messages import Code, GroupStart, JoinReply
-from shoal.base.clock import get_dht_time
+from shoal.base.bounded import MOST
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
-from shoal.peers.scores import (
+from shoal.peers.book import (
     FAILURES_TO_LOSE_SHARE,
-    HALF_LIFE,
     LEAST_SECONDS,
-    MAX_REMEMBERED,
     MAX_REST_SECONDS,
-    MAX_STRANGERS,
     SHARE_WASTED,
-    PeerScores,
+    PeerBook,
 )
+from shoal.peers.scores import HALF_LIFE, MAX_STRANGERS, PeerScores
 
 pytestmark = pytest.mark.once
 
@@ -44,7 +38,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.clock, self.metrics = Clock(), Metrics()
-        self.behaviour = PeerScores(self.metrics, self.clock)
+        self.book = PeerBook(on_forget=lambda peer: self.metrics.peers.pop(str(peer)))
+        self.behaviour = PeerScores(self.metrics, self.clock, self.book)
 
     def rounds(
         self,
@@ -69,7 +64,7 @@ def test_nothing_is_held_against_those_who_are_not_known(memory: Memory) -> None
     assert memory.behaviour.share_of(FRIEND) == 1
     assert memory.behaviour.may_lead(FRIEND)
     assert not memory.behaviour.has_delivered(FRIEND)
-    assert len(memory.behaviour) == 0
+    assert len(memory.book) == 0
 
 
 def test_a_share_goes_step_by_step_and_comes_back(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,11 +169,11 @@ def test_leaders_that_never_start(memory: Memory, caplog: pytest.LogCaptureFixtu
 
 def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    for number in range(MAX_REMEMBERED + 100):
+    for number in range(MOST + 100):
         peer = PeerID(number.to_bytes(8, "big"))
         for _ in range(FAILURES_TO_LOSE_SHARE):
             memory.behaviour.note_lead(peer, 1.0, started=False)
-    assert len(memory.behaviour) == len(memory.metrics.peers) == MAX_REMEMBERED
+    assert len(memory.book) == len(memory.metrics.peers) == MOST
     assert len(caplog.records) <= 5
 
 
@@ -233,13 +228,3 @@ def test_what_strangers_take_is_counted_by_host_and_fades(memory: Memory) -> Non
     assert len(memory.metrics.strangers) == MAX_STRANGERS
     assert f"host {2 * MAX_STRANGERS - 1}" in memory.metrics.strangers
     assert not memory.metrics.peers, "they have taken part in nothing"
-
-
-def test_a_leader_that_lies_pays_for_all_its_time_even_to_a_peer_in_the_middle_of_a_batch(memory: Memory) -> None:
-    """Such a peer has lost no time. That excuses a leader whose group could not start, but not a lie."""
-    now = get_dht_time()
-    search = SimpleNamespace(trust=Trust(), seconds_lost=lambda since: 0.0)
-    reply = JoinReply(code=Code.GROUP_STARTS, group=GroupStart(group_id=b"", members=[]))
-    note_lead(SimpleNamespace(behaviour=memory.behaviour), search, FRIEND, reply, now, now - 100.0)
-    memory.clock.now += 99.0 / SHARE_WASTED
-    assert not memory.behaviour.may_lead(FRIEND)

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ProtocolError
-from shoal.net.frames import MAX_FRAME_BYTES, pack_frame
-from shoal.net.transport import decode_header
+from shoal.net.transport import MAX_FRAME_BYTES, decode_header, pack_frame
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import (
     LOWEST_PORT,
     MAX_CANDIDATES,
-    MAX_PORTS,
     CandidateHost,
     Candidates,
     Endpoint,
@@ -25,6 +23,7 @@ from shoal.reach.candidates import (
     own_candidates,
     worth_punching,
 )
+from shoal.reach.relay.messages import MAX_AT_ONCE
 
 GLOBAL, OTHER_GLOBAL, GLOBAL_6 = "8.8.4.4", "9.9.9.9", "2a00:1450::7"
 PORT = 40_000
@@ -131,7 +130,7 @@ def test_a_port_that_did_not_come_about_keeps_its_place() -> None:
 
 
 def test_a_router_with_many_addresses_leaves_room() -> None:
-    ports = [(tcp(f"8.8.4.{number}", 50_000), tcp("192.168.1.5", 40_000)) for number in range(MAX_PORTS)]
+    ports = [(tcp(f"8.8.4.{number}", 50_000), tcp("192.168.1.5", 40_000)) for number in range(MAX_AT_ONCE)]
     assert len(own_candidates(ports, GLOBAL_6).hosts) == MAX_CANDIDATES
 
 
@@ -148,7 +147,7 @@ def test_endpoints() -> None:
 def test_the_largest_candidates_fit_into_a_frame() -> None:
     host = "2a00:1450:1450:1450:1450:1450:255.255.255.255"
     assert len(host) == 45
-    ports = [65_535] * MAX_PORTS
+    ports = [65_535] * MAX_AT_ONCE
     assert len(pack_frame(Candidates([CandidateHost(host, ports)] * MAX_CANDIDATES))) < MAX_FRAME_BYTES / 2
 
 
@@ -159,7 +158,7 @@ def test_the_largest_candidates_fit_into_a_frame() -> None:
     "hosts",
     [
         [{"host": GLOBAL, "ports": [PORT]}] * (MAX_CANDIDATES + 1),
-        [{"host": GLOBAL, "ports": [PORT] * (MAX_PORTS + 1)}],
+        [{"host": GLOBAL, "ports": [PORT] * (MAX_AT_ONCE + 1)}],
         [{"host": GLOBAL, "ports": [-1]}],
         [{"host": GLOBAL, "ports": [2**16]}],
         [{"host": GLOBAL, "ports": [1.5]}],

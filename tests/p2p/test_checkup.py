@@ -17,10 +17,10 @@ from shoal.net.limits import DEFAULT_LIMITS
 from shoal.net.transport import VERSION, Kind, pack
 from shoal.p2p import P2P
 from shoal.reach.checkup import (
-    BULK_BURST_BYTES,
+    BULK_OF_ALL,
+    BULK_OF_HOST,
     BULK_SECONDS,
-    BULK_TOTAL_BURST_BYTES,
-    CALLS_BACK_BURST,
+    CALLS_BACK_OF_HOST,
     MAX_AT_ONCE,
     MAX_BULK_BYTES,
     Bulk,
@@ -78,12 +78,12 @@ async def test_calls_back_are_limited() -> None:
     """Otherwise a stranger could let this peer dial others as often as it likes."""
     async with Peers("tcp") as peers:
         server, caller = await peers.two()
-        for _ in range(CALLS_BACK_BURST):
+        for _ in range(CALLS_BACK_OF_HOST[1]):
             await checkup(caller, server).rpc_call_back(Question())
         dialled = server.metrics.connections_dialled
         with pytest.raises(P2PHandlerError, match="enough has been measured"):
             await checkup(await peers.start(), server).rpc_call_back(Question())  # another identity, the same host
-        assert server.metrics.connections_dialled == dialled == CALLS_BACK_BURST
+        assert server.metrics.connections_dialled == dialled == CALLS_BACK_OF_HOST[1]
 
 
 async def test_who_has_a_whole_network_of_ipv6_is_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ async def test_who_has_a_whole_network_of_ipv6_is_one_host(monkeypatch: pytest.M
         server, caller = await peers.two()
         addresses = (f"/ip6/2a00:1450:1:2::{number:x}/tcp/4000" for number in itertools.count(1))
         monkeypatch.setattr(server, "address_seen_of", lambda peer: next(addresses))
-        for _ in range(CALLS_BACK_BURST):
+        for _ in range(CALLS_BACK_OF_HOST[1]):
             await checkup(caller, server).rpc_call_back(Question())
         with pytest.raises(P2PHandlerError, match="enough has been measured"):
             await checkup(caller, server).rpc_call_back(Question())
@@ -163,15 +163,15 @@ async def test_bytes_for_one_caller_are_limited() -> None:
         server, caller = await peers.two()
         other = await peers.start()
         taken = 0
-        for _ in range(BULK_BURST_BYTES // MAX_BULK_BYTES):
+        for _ in range(BULK_OF_HOST[1] // MAX_BULK_BYTES):
             taken += await exchange(caller, server, 0, MAX_BULK_BYTES)
         with pytest.raises(P2PHandlerError, match="enough has been measured for now"):
             await exchange(caller, server, 0, MAX_BULK_BYTES)
-        assert taken == BULK_BURST_BYTES
+        assert taken == BULK_OF_HOST[1]
         assert await exchange(other, server, 0, MAX_BULK_BYTES), "another host is not concerned"
         await asyncio.sleep(3)
         assert await exchange(caller, server, 0, MAX_BULK_BYTES), "as time goes by there is more"
-        assert server.metrics.bytes_sent < BULK_BURST_BYTES + 5 * MAX_BULK_BYTES
+        assert server.metrics.bytes_sent < BULK_OF_HOST[1] + 5 * MAX_BULK_BYTES
 
 
 @in_virtual_time
@@ -181,12 +181,12 @@ async def test_bytes_for_all_callers_are_limited() -> None:
         taken, refused = 0, 0
         for _ in range(8):
             caller = await peers.start()
-            for _ in range(BULK_BURST_BYTES // MAX_BULK_BYTES):
+            for _ in range(BULK_OF_HOST[1] // MAX_BULK_BYTES):
                 try:
                     taken += await exchange(caller, server, 0, MAX_BULK_BYTES)
                 except P2PHandlerError:
                     refused += 1
-        assert taken == BULK_TOTAL_BURST_BYTES
+        assert taken == BULK_OF_ALL[1]
         assert refused
 
 

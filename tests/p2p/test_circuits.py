@@ -18,10 +18,10 @@ from shoal.net.pipes import PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import Circuit, successes
+from shoal.reach.relay.circuit import FIRST_PAUSE, Circuit, successes
 from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
-from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Reach, RelayCode
-from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSAL_PAUSES, REVERSE_SECONDS
+from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, IncomingReverse, Reach
+from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
@@ -166,10 +166,10 @@ async def test_a_relay_that_answers_nonsense_is_left_for_another_one(monkeypatch
         addresses = {address.get("p2p"): address for address in tell(caller, guest)}
 
         async def answer_nonsense(request: object, dialler: object) -> Connected:
-            return Connected(code=RelayCode.OK, cookies=[b"none"])
+            return Connected(cookies=[b"none"])
 
         monkeypatch.setattr(liar.relay, "connect", answer_nonsense)
-        with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid Connected"):
+        with pytest.raises(NoRelayError, match=f"{liar.peer_id}: invalid ConnectAnswer"):
             await caller.circuits.dial(addresses[str(liar.peer_id)], guest.peer_id)
         assert await square(caller, guest) == 9
         assert honest.metrics.circuits_carried == 1
@@ -362,7 +362,7 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
                 assert stream.is_relayed
                 assert loop.time() - began == pytest.approx(seconds, abs=0.1), "the second time it is not tried"
                 stream.abort()
-            await asyncio.sleep(REVERSAL_PAUSES[0])
+            await asyncio.sleep(FIRST_PAUSE)
             assert caller.circuits.reversals.is_due(guest.peer_id)
 
     run(main())
@@ -421,11 +421,11 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
         assert len(guest.answering.tasks) == MAX_ANSWERS
         assert len([message for message in caplog.messages if "more connections than this peer makes" in message]) == 1
         await until(lambda: not guest.answering.tasks)
-        guest.answering.answer(relay.peer_id, places, Incoming(peer=b"?"))
+        guest.answering.answer(relay.peer_id, places, Incoming(peer=b"?", cookies=[]))
         guest.answering.answer(
             relay.peer_id,
             places,
-            Incoming(peer=b"?", reverse=["nonsense", "/ip4/8.8.8.8/tcp/22"], reverse_cookies=[bytes(COOKIE_BYTES)]),
+            IncomingReverse(peer=b"?", places=["nonsense", "/ip4/8.8.8.8/tcp/22"], cookies=[bytes(COOKIE_BYTES)]),
         )
         await until(lambda: not guest.answering.tasks)
 

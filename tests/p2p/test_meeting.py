@@ -35,7 +35,7 @@ def short(p2p: P2P) -> str:
 
 
 async def test_the_peer_that_answers_is_one_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "shoal.p2p.p2p")
+    caplog.set_level(logging.INFO, "shoal.net.endpoint")
     async with Peers("tcp") as peers:
         first = await peers.start()
         await serving(first)

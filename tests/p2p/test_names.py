@@ -13,7 +13,7 @@ from shoal.base.logs import MAX_NAME_CHARACTERS, name_and_id
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse, AuthorizerBase
 from shoal.errors import NotAMemberError
 from shoal.net.connection import Hello
-from shoal.peers.names import checked_name, default_name
+from shoal.peers.identity import checked_name, default_name
 from tests.p2p.peers import KINDS, Number, Peers, serving, stub
 
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from shoal.errors import StreamClosedError
-from shoal.net.frames import send_frame
-from shoal.net.transport import Session
+from shoal.net.transport import Session, send_frame
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach import nat_probe as observing

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.base.bounded import MOST
 from shoal.peers.identity import Identity, PeerID
-from shoal.reach.punch_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_PEERS, PunchPolicy
+from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, PunchPolicy
 
 pytestmark = pytest.mark.once
 
@@ -97,11 +98,11 @@ def test_a_failure_elsewhere_is_the_first_one(policy: PunchPolicy, clock: Clock)
 
 def test_memory_is_bounded(policy: PunchPolicy) -> None:
     policy.note_failure(PEER, HOSTS)
-    others = [PeerID.from_public_key(number.to_bytes(32, "big")) for number in range(MAX_PEERS)]
+    others = [PeerID.from_public_key(number.to_bytes(32, "big")) for number in range(MOST)]
     for other in others[:-1]:
         policy.note_failure(other, HOSTS)
     assert not policy.allows(PEER)
     policy.note_failure(others[-1], HOSTS)
     assert policy.allows(PEER)  # the oldest is forgotten
     assert not policy.allows(others[0])
-    assert len(policy) == MAX_PEERS
+    assert len(policy) == MOST

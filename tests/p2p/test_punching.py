@@ -17,17 +17,25 @@ from hypothesis import strategies as st
 
 from shoal.errors import DialError, IdentityMismatchError
 from shoal.metrics import Metrics
-from shoal.net.frames import pack_frame, receive_frame, send_frame
 from shoal.net.memory import MemoryNetwork, MemoryTransport
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
+from shoal.net.transport import (
+    COOKIE_BYTES,
+    ROUND_TRIP,
+    Session,
+    Stream,
+    Throttle,
+    Transport,
+    pack_frame,
+    receive_frame,
+    send_frame,
+)
 from shoal.peers.identity import Identity
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import MAX_PORTS, CandidateHost, Candidates
-from shoal.reach.punch_backoff import FIRST_PAUSE
-from shoal.reach.punching import EXCHANGE_SECONDS, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
+from shoal.reach.candidates import CandidateHost, Candidates
+from shoal.reach.punching import EXCHANGE_SECONDS, FIRST_PAUSE, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
 from shoal.reach.relay.circuit import Circuit
-from shoal.reach.relay.messages import Reach
+from shoal.reach.relay.messages import MAX_AT_ONCE, Reach
 from shoal.testing import run
 from tests.p2p.peers import PATIENCE
 
@@ -340,8 +348,8 @@ async def test_a_direct_connection_ends_if_the_dial_is_given_up_at_the_last_mome
 
 @simulated
 async def test_more_circuits_than_ports_of_a_punch(trio: Trio) -> None:
-    futures, _ = await trio.punch(MAX_PORTS + 1)
-    assert len(futures) == MAX_PORTS + 1
+    futures, _ = await trio.punch(MAX_AT_ONCE + 1)
+    assert len(futures) == MAX_AT_ONCE + 1
     for future in futures[:-1]:
         await future
     with pytest.raises(DialError, match="no address"):
@@ -481,7 +489,7 @@ async def test_lies_about_addresses_cause_no_attempts(trio: Trio) -> None:
 @simulated
 async def test_of_lies_about_global_addresses_only_a_few_are_tried(trio: Trio) -> None:
     near, far = await trio.circuits()
-    lies = [CandidateHost(f"8.8.4.{number}", [4000 + number] * MAX_PORTS) for number in range(4)]
+    lies = [CandidateHost(f"8.8.4.{number}", [4000 + number] * MAX_AT_ONCE) for number in range(4)]
 
     async def lie() -> None:
         await receive_frame(near[0].session, Candidates)

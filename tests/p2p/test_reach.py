@@ -51,7 +51,7 @@ async def test_a_swarm_on_one_machine_is_public_to_itself_and_asks_nobody(kind: 
             assert p2p.is_callable
             assert p2p.metrics.reachability == "public"
             assert p2p.get_addresses(p2p.peer_id) == p2p.transport.addresses()
-        assert server.reaches.get(caller.peer_id, Reach.CLIENT) == Reach.PUBLIC
+        assert server.book.find(caller.peer_id).reach == Reach.PUBLIC
         assert caller.metrics.calls_made == 1
         assert server.metrics.calls_made == 0
 
@@ -64,7 +64,7 @@ async def test_who_does_not_listen_is_a_client() -> None:
         await stub(client, server).rpc_square(Number(value=3))
         assert client.reachability is Reachability.CLIENT
         assert not client.is_callable
-        assert server.reaches.get(client.peer_id, Reach.PUBLIC) == Reach.CLIENT
+        assert server.book.find(client.peer_id).reach == Reach.CLIENT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from shoal.net.addresses import is_global, network_of
 from shoal.p2p import Multiaddr
-from shoal.reach.reachability import AddressStatus, Evidence, Reachability, is_global, network_of
+from shoal.reach.reachability import AddressStatus, Evidence, Reachability
 
 PUBLIC, RELAYED, CLIENT, UNKNOWN = (
     Reachability.PUBLIC,

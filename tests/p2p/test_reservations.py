@@ -17,7 +17,7 @@ from shoal.reach.relay.client import (
     RECENT_SECONDS,
     SILENCE_SECONDS,
 )
-from shoal.reach.relay.messages import Notice, RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import Alive, Notice, NotReserved, RelayCode, Reserve, ReserveAnswer, Reserved
 from shoal.reach.relay.server import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 from shoal.testing import run
 from tests.p2p.peers import KINDS, until
@@ -102,8 +102,8 @@ async def test_a_relay_that_breaks_the_protocol_is_left(kind: str, caplog: pytes
         @patient
         async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
             await call.receive(Reserve)
-            await call.send(Reserved(code=RelayCode.OK), b"more")
-            await call.send(Notice())
+            await call.send(Reserved(), b"more")
+            await call.send(Alive())
 
     async with Relayed(kind) as peers:
         liar, guest = await peers.relay(), await peers.caller()
@@ -122,7 +122,7 @@ async def test_a_newer_reservation_of_the_same_peer_replaces_the_older(kind: str
         guest = await peers.guest()
         guest.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
         answer = await reserve(guest, relay)
-        assert answer.code == RelayCode.OK
+        assert isinstance(answer, Reserved)
         assert answer.circuits == 256
         assert answer.rate == 6_250_000.0
         await until(lambda: guest.peer_id not in guest.reservations.held)
@@ -176,9 +176,9 @@ def test_pauses_double_from_a_second_to_five_minutes() -> None:
         def handle_name(cls, method: str, namespace: str | None) -> str:
             return RelayServer.handle_name(method, namespace)
 
-        async def rpc_reserve(self, request: Reserve, context: P2PContext) -> Reserved:
+        async def rpc_reserve(self, request: Reserve, context: P2PContext) -> ReserveAnswer:
             self.asked_at.append(asyncio.get_running_loop().time())
-            return Reserved(code=RelayCode.BUSY, text="full")
+            return NotReserved(code=RelayCode.BUSY, text="full")
 
     async def main() -> list[float]:
         async with Relayed("memory") as peers:
@@ -373,7 +373,7 @@ class Silent(ServicerBase):
     async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
         await call.receive(Reserve)
         self.asked_at.append(asyncio.get_running_loop().time())
-        await call.send(Reserved(code=RelayCode.OK))
+        await call.send(Reserved())
         for each in self.says:
             await asyncio.sleep(ALIVE_SECONDS)
             await call.send(each)
@@ -385,7 +385,7 @@ def test_a_silent_relay_counts_as_dead_and_what_goes_through_it_is_cut() -> None
         async with Relayed("memory") as peers:
             dead = await peers.start(**HERE)
             await dead.relay.remove_p2p_handlers(dead)
-            await Silent([Notice(), Notice()]).add_p2p_handlers(dead)
+            await Silent([Alive(), Alive()]).add_p2p_handlers(dead)
             other = await peers.relay()
             guest, caller = await peers.guest([other]), await peers.caller()
             tell(caller, guest)

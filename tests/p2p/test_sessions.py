@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
-from shoal.net.frames import MAX_FRAME_BYTES, pack_frame, receive_frame, send_frame
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
 from shoal.net.tcp import sessions as sessions_module
@@ -24,7 +23,17 @@ from shoal.net.tcp.connect import share_port
 from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
 from shoal.net.tcp.stream import TcpSocket
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.net.transport import (
+    COOKIE_BYTES,
+    COOKIE_SECONDS,
+    MAX_FRAME_BYTES,
+    Session,
+    Stream,
+    Throttle,
+    pack_frame,
+    receive_frame,
+    send_frame,
+)
 from shoal.p2p import Header, Identity, Multiaddr
 from tests.p2p.peers import Number, end_of, until
 from tests.p2p.test_tcp import Listening, dial_in_vain, read

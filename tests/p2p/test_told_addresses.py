@@ -267,7 +267,7 @@ async def test_a_far_peer_is_not_called_at_the_loopback(trap: socket.socket, mon
         await stub(scanner, server).rpc_square(Number(value=2))
         with pytest.raises(DialError, match=r"says that it is at .*/ip4/127\.0\.0\.1/.*, and is seen elsewhere"):
             await server.dial(scanner.peer_id)
-        assert server.outlook.is_hopeless(scanner.peer_id), "so the table does not try either"
+        assert server.is_hopeless(scanner.peer_id), "so the table does not try either"
     assert_untouched(trap)
 
 
@@ -282,7 +282,7 @@ async def test_a_name_that_leads_into_the_own_network_is_not_followed(
         await stub(scanner, server).rpc_square(Number(value=2))
         with pytest.raises(DialError, match="leads into a private network"):
             await server.dial(scanner.peer_id)
-        assert not server.outlook.is_hopeless(scanner.peer_id), "where it leads is not known before"
+        assert not server.is_hopeless(scanner.peer_id), "where it leads is not known before"
     assert_untouched(trap)
 
 

@@ -129,11 +129,11 @@ def test_read_new(size: int) -> None:
 @pytest.mark.parametrize(
     ("prefix", "words"),
     [
-        ("020300000000000000000000", "version 2"),
-        ("010000000000000000000000", "unknown kind 0"),
-        ("010600000000000000000000", "unknown kind 6"),
-        ("010300000010000100000000", "over the limits"),
-        ("010300000000000080000001", "over the limits"),
+        ("030300000000000000000000", "version 3"),
+        ("020000000000000000000000", "unknown kind 0"),
+        ("020600000000000000000000", "unknown kind 6"),
+        ("020300000010000100000000", "over the limits"),
+        ("020300000000000080000001", "over the limits"),
     ],
 )
 def test_malformed_prefixes(prefix: str, words: str) -> None:

@@ -60,7 +60,7 @@ def in_another_process(hash_seed: int) -> Figures:
 
 
 @pytest.mark.slow_drill
-def test_the_same_seed_gives_the_same_events_whatever_the_hash_seed():
+def test_same_seed_gives_the_same_events():
     here = simulate("faults", nodes=30, operations=60)
     there = in_another_process(hash_seed=1)  # that of this process is random
     assert (there.events, there.trace) == (here.events, here.trace)

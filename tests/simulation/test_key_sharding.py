@@ -73,7 +73,7 @@ async def stop(peers: list[Peer]) -> None:
 
 
 @pytest.mark.slow_drill
-def test_everybody_knows_how_many_there_are_and_what_they_have():
+def test_peers_know_the_size_and_progress():
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
         peers = await add_peers(network, table, 60)
@@ -96,7 +96,7 @@ def test_everybody_knows_how_many_there_are_and_what_they_have():
     run(main(), seed=1)
 
 
-def test_nobody_writes_in_the_name_of_another_one_or_counts_twice_in_any_key(monkeypatch):
+def test_nobody_writes_for_others_or_counts_twice(monkeypatch):
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
         peer, victim = await add_peers(network, table, 2)
@@ -128,7 +128,7 @@ def test_nobody_writes_in_the_name_of_another_one_or_counts_twice_in_any_key(mon
 
 
 @pytest.mark.slow_drill
-def test_peers_that_come_all_at_once_agree_about_the_keys_soon():
+def test_simultaneous_peers_soon_agree_about_keys():
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
         peers = await add_peers(network, table, 60)
@@ -151,7 +151,7 @@ def test_peers_that_come_all_at_once_agree_about_the_keys_soon():
 
 
 @pytest.mark.parametrize("shown_by", ["the key itself", "the key above"])
-def test_a_record_is_published_anew_whichever_reading_has_shown_that_it_belongs_elsewhere(monkeypatch, shown_by):
+def test_records_move_after_any_reading_shows_it(monkeypatch, shown_by):
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
         peer, another = await add_peers(network, table, 2)
@@ -204,7 +204,7 @@ def test_who_sees_the_swarm_grow_reads_again_soon(monkeypatch, sizes, read_again
     run(main(), seed=4)
 
 
-def test_who_is_sent_to_and_fro_reads_no_more_than_a_few_times_in_a_row(monkeypatch):
+def test_alternating_peers_read_a_few_times_only(monkeypatch):
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)
         peers = await add_peers(network, table, 10)

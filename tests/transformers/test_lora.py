@@ -38,7 +38,7 @@ def adapters_of(model: Any) -> dict[str, torch.Tensor]:
 # --- fingerprints -----------------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_a_checkpoint_count_and_not_what_was_made_of_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_that_of_the_files(checkpoint: Path, tmp_path: Path) -> None:
     whole = GPT2LMHeadModel.from_pretrained(checkpoint)
     halved = GPT2LMHeadModel.from_pretrained(checkpoint, dtype=torch.bfloat16)
     assert fingerprint(whole).startswith("files ")
@@ -56,7 +56,7 @@ def test_the_revision_on_the_hub_counts_first(checkpoint: Path) -> None:
     assert fingerprint(model) == "revision 0123456789abcdef"
 
 
-def test_names_and_shapes_count_if_nothing_else_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_files_names_and_shapes_count(caplog: pytest.LogCaptureFixture) -> None:
     models = [with_adapters(make_model(seed)) for seed in (0, 1)]
     assert len({fingerprint(model) for model in models}) == 1
     assert [text for text in caplog.messages if "names and shapes" in text and "base='…'" in text]
@@ -70,7 +70,7 @@ def test_names_and_shapes_count_if_nothing_else_is_known(caplog: pytest.LogCaptu
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("has_files", [True, False])
-def test_a_base_in_four_bits_is_the_same_base(checkpoint: Path, has_files: bool) -> None:
+def test_four_bits_are_the_same_base(checkpoint: Path, has_files: bool) -> None:
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     packed = GPT2LMHeadModel.from_pretrained(checkpoint, quantization_config=how, device_map="cpu")
     whole = GPT2LMHeadModel.from_pretrained(checkpoint)

@@ -24,7 +24,7 @@ def swarm_trainer(dht: shoal.DHT, arguments: Any, model: Any = None, **options: 
     return SwarmTrainer(make_model() if model is None else model, arguments, dht=dht, run_id="run", **given)
 
 
-def test_training_in_two_pieces_makes_the_steps_of_a_plain_trainer(dht: shoal.DHT, tmp_path: Path) -> None:
+def test_two_pieces_equal_a_plain_trainer(dht: shoal.DHT, tmp_path: Path) -> None:
     """The same data in the same order: schedule and clipping go by swarm steps, also after a checkpoint."""
     shared: dict[str, Any] = {"data_seed": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
     reference = Trainer(
@@ -61,7 +61,7 @@ def test_training_in_two_pieces_makes_the_steps_of_a_plain_trainer(dht: shoal.DH
     assert own == pytest.approx({epoch: norms[epoch] for epoch in own}, rel=1e-3)
 
 
-def test_the_checkpoint_of_a_plain_trainer_does_not_bring_its_schedule(
+def test_plain_checkpoints_do_not_bring_their_schedule(
     dht: shoal.DHT, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has counted batches. If its step were taken for that of the swarm, learning rates would stand still."""
@@ -78,7 +78,7 @@ def test_the_checkpoint_of_a_plain_trainer_does_not_bring_its_schedule(
     assert len(logged) >= STEPS - 1
 
 
-def test_no_schedule_among_the_options_is_that_of_the_arguments(dht: shoal.DHT, tmp_path: Path) -> None:
+def test_a_schedule_of_none_means_the_arguments(dht: shoal.DHT, tmp_path: Path) -> None:
     trainer = swarm_trainer(
         dht, make_arguments(tmp_path, max_steps=2), target_batch_size=BATCH, swarm_options={"scheduler": None}
     )
@@ -86,7 +86,7 @@ def test_no_schedule_among_the_options_is_that_of_the_arguments(dht: shoal.DHT, 
     assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(0.5 * (1 - 1 / STEPS), rel=0.3)
 
 
-def test_bf16_and_workers_and_what_is_logged_and_shown(dht: shoal.DHT, tmp_path: Path) -> None:
+def test_bf16_with_workers_is_logged(dht: shoal.DHT, tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, bf16=True, dataloader_num_workers=2, max_steps=100)
     trainer = swarm_trainer(dht, arguments)
     trainer.train()
@@ -160,7 +160,7 @@ class Pretended:
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_work_is_refused_when_the_trainer_is_made(
+def test_what_cannot_work_is_refused_early(
     dht: shoal.DHT, tmp_path: Path, arguments: dict, options: dict, message: str
 ) -> None:
     pretended = Pretended(make_arguments(tmp_path), **arguments)

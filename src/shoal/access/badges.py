@@ -5,7 +5,7 @@ A run with a key is private. The key's public half is the run's identity; who ho
     run key ──signs──► grant to a delegate ──signs──► grant to a peer      = the peer's badge, 1 to 3 grants
 
 A grant says to which key it is given, for which roles, and until when. Roles only shrink along the chain, and the
-earliest end counts. Whoever grants further must have been given ``ISSUE``. Each signature covers the run key, which the
+earliest end counts. Granting further needs the role ``ISSUE``. Each signature covers the run key, which the
 badge itself does not contain: who does not know the key cannot tell for which run a badge is.
 
 What was granted is taken back by a :class:`RevocationList`, signed by the run key. A key on it is worth nothing, and
@@ -87,7 +87,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     expires: _Seconds
     """DHT time."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-    """For people: whom it was made for."""
+    """For people: the name of the holder."""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
     def signed_bytes(self, run_key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What a peer of a private run shows to others, and whom it accepts.
+"""What a peer of a private run shows to others, and which peers it accepts.
 
 Both sides of a connection show their badges in the handshake, see :mod:`~shoal.net.tcp.handshake`. The dialler judges
 the listener before it proves who it is. The listener judges the dialler before it reads anything else, and tells it the
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE_SECONDS = 60.0
 # The list of revocations that is kept beside a token file has its name and this ending.
 REVOKED_SUFFIX = ".revoked"
-# Who is refused tries again and again; the user need not be told each minute.
+# A refused peer tries again and again; once an hour is enough for the user. Not measured.
 WARN_EVERY_SECONDS = 3600.0
 ADVICE = "`shoal token show` tells what a token allows; ask who has invited you for a new one"
 
@@ -241,12 +241,12 @@ def date(moment: float) -> str:
 
 
 def describe_roles(roles: Roles) -> str:
-    """Roles of which one is needed, in words."""
+    """In words, that one of these roles is needed."""
     return " or ".join(str(role.name).lower() for role in Roles if role in roles)
 
 
 def judge_listener(membership: Membership | None, peer: PeerID, shown: bytes) -> Badge | None:
-    """Decide, as the one who has dialled, whether to go on with a listener; returns its badge.
+    """Decide, as the dialler, whether to accept a listener; returns its badge.
 
     Raises:
         NotAMemberError: one of the two is not a member of the other's run.

@@ -181,7 +181,7 @@ class Token:
         Args:
             roles: what its holder may do.
             expires: DHT time.
-            name: for people: whom it is for. Peers that meet its holder can read it.
+            name: for people: the holder. Peers that meet the holder can read it.
             holder: of this token; only needed if it is a badge.
 
         Raises:

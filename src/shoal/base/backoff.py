@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from shoal.base.bounded import Bounded
+from shoal.base.bounded import MOST, Bounded
 
 
-@dataclass
+@dataclass(slots=True)
 class Backoff:
     """A pause after each failure, which doubles as long as failures follow each other.
 
@@ -18,7 +18,7 @@ class Backoff:
     Args:
         first: the pause after the first failure.
         longest: the pause grows no further than this.
-        free: so many failures in a row cost the first pause before it begins to double.
+        free: how many failures in a row cost the first pause; from then on it doubles.
     """
 
     first: float
@@ -61,7 +61,7 @@ class Backoffs:
         most: how many keys are remembered.
     """
 
-    def __init__(self, first: float, longest: float, now: Callable[[], float], most: int = 4096) -> None:
+    def __init__(self, first: float, longest: float, now: Callable[[], float], most: int = MOST) -> None:
         self._first, self._longest, self._now = first, longest, now
         self._by_key: Bounded[Hashable, Backoff] = Bounded(most)
 
@@ -93,7 +93,7 @@ class TokenBuckets:
         most: how many keys are remembered, those that spent last.
     """
 
-    def __init__(self, per_second: float, burst: float, most: int = 4096) -> None:
+    def __init__(self, per_second: float, burst: float, most: int = MOST) -> None:
         self._per_second, self._burst = per_second, burst
         # By key: what was left, and when.
         self._left: Bounded[Hashable, tuple[float, float]] = Bounded(most)

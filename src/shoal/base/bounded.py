@@ -15,6 +15,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
+MOST = 4096
+"""Entries, if nothing speaks for another number: more peers than any run has been tried with, in few megabytes."""
+
 
 class Bounded(MutableMapping[K, V], Generic[K, V]):
     """Keeps the entries that were set last; iterates from the oldest to the newest.
@@ -30,7 +33,7 @@ class Bounded(MutableMapping[K, V], Generic[K, V]):
 
     def __init__(
         self,
-        most: int,
+        most: int = MOST,
         *,
         seconds: float = math.inf,
         now: Callable[[], float] | None = None,

@@ -17,11 +17,11 @@ How an offset is found
     4. Without a majority nothing changes.
 
 How time passes
-    Between two exchanges, time passes as on a clock of the machine that is never set and that goes on while the machine
-    sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time: other peers
-    notice nothing. The user gets one line, and the peers are asked for the time again, because it may be the machine
-    that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that has met no
-    others follows the clock of its machine.
+    Between two exchanges, time passes as on a clock of the machine that is never set and keeps running while the
+    machine sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time:
+    other peers notice nothing. The user gets one line, and the peers are asked for the time again, because it may be
+    the machine that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that
+    has met no others follows the clock of its machine.
 
 How it is applied
     Differences below a quarter of a second are ignored: they may be measurement errors. Offsets found in the first
@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from shoal.base.bounded import Bounded
 from shoal.errors import set_the_clock
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,6 @@ SETTLED_AFTER_SECONDS = 600.0
 CREEP = 1 / 60
 # Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them.
 MAX_SOURCES = 32
-MAX_DIFFERING = 256
 # Older samples are forgotten.
 MAX_AGE_SECONDS = 3600.0
 # Slower exchanges are too inexact to be used.
@@ -123,7 +123,7 @@ class _Course(NamedTuple):
 
 
 def steady_clock() -> Callable[[], float]:
-    """A clock in seconds that is never set and, unlike :func:`time.monotonic`, goes on while the machine sleeps."""
+    """A clock in seconds that is never set and, unlike :func:`time.monotonic`, runs while the machine sleeps."""
     if sys.platform == "win32":
         return time.monotonic
     else:
@@ -154,8 +154,8 @@ class SwarmClock:
         self._agreed_since: float | None = None
         self._is_settled = False
         self._told_offset = 0.0
-        # Who tells another time than this settled clock, and since when; the first ones are forgotten.
-        self._differing: dict[Hashable, float] = {}
+        # Peers that tell another time than this settled clock, and since when; the first ones are forgotten.
+        self._differing: Bounded[Hashable, float] = Bounded()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class SwarmClock:
 
     def join_through(self, source: Hashable) -> None:
         """Register a peer that the user has named; its time is adopted as long as no other peer is known."""
-        if source not in self._own:  # from whom nothing will be heard, see add_own
+        if source not in self._own:  # nothing will be heard from these, see add_own
             self._joined_through[source] = None
 
     def hear(
@@ -260,7 +260,7 @@ class SwarmClock:
 
         Returns:
             By how many seconds the peer's time is later than the one that this peer and others have agreed about, if it
-            goes on telling another one; else 0.
+            keeps telling another one; else 0.
         """
         numbers = (swarm_time, their_offset, round_trip)
         if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
@@ -289,8 +289,6 @@ class SwarmClock:
             self._differing.pop(source, None)
             return 0.0
         since = self._differing.setdefault(source, now)
-        if len(self._differing) > MAX_DIFFERING:
-            del self._differing[next(iter(self._differing))]
         # Without anybody who agrees, it may be this machine that is wrong.
         is_right = any(abs(s.ahead_of_swarm - self.offset) <= UNNOTICEABLE_SECONDS for s in self.samples.values())
         return seconds if is_right and now - since >= SETTLING_SECONDS else 0.0
@@ -485,7 +483,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _has_clock(kind: Hashable) -> bool:
-    """Whether loops of this kind have clocks of their own; cached, because looking in vain takes long."""
+    """Whether loops of this kind have clocks of their own; cached, because a failed look takes long."""
     return hasattr(kind, "swarm_clock")
 
 

@@ -49,12 +49,12 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import Enum
 from types import NoneType
 from typing import Any, TextIO
 
+from shoal.base.bounded import Bounded
 from shoal.base.signs import as_far_as
 
 PACKAGE = "shoal"
@@ -67,7 +67,7 @@ MOST_LINES_OF_A_KIND = 5
 # The size of a line of shoal's own in a program without handlers, in lines and columns of the terminal.
 MOST_LINES, WIDTH = 2, 100
 # The names that peers give themselves: their length, and of how many peers they are remembered.
-MAX_NAME_CHARACTERS, MOST_NAMES = 32, 4096
+MAX_NAME_CHARACTERS = 32
 # Of an error in a traceback: the errors behind it whose words are made harmless.
 _MOST_CAUSES = 32
 # Characters of a peer id that are shown: its end, which is what differs between peers.
@@ -140,7 +140,7 @@ def _harmless_traceback(text: str, error: BaseException | None) -> str:
 
 
 _PEER_ID = re.compile(r"(?<![\w/])12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
-_names: OrderedDict[str, str] = OrderedDict()
+_names: Bounded[str, str] = Bounded()
 
 
 def shown_name(name: str) -> str:
@@ -154,12 +154,10 @@ def note_name(peer: str, name: str) -> None:
     Args:
         peer: its id.
     """
-    _names.pop(peer, None)
-    name = shown_name(name)
-    if name:
-        _names[peer] = name
-        while len(_names) > MOST_NAMES:
-            _names.popitem(last=False)
+    if shown := shown_name(name):
+        _names[peer] = shown
+    else:
+        _names.pop(peer, None)
 
 
 def short_id(peer: str) -> str:

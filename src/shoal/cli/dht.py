@@ -35,12 +35,12 @@ from shoal.reach.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
 WITHOUT_EFFECT = ("use-ipfs",)
-# Accepted for the same reason; shoal does it anyway.
+# Accepted for the same reason; shoal does this in any case.
 ALWAYS_ON = ("use-auto-relay",)
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
-# How long and how often to retry the port of the last start: the process that has it may be about to end.
+# How long and how often to retry the port of the last start: the process that has it may be about to end. Chosen.
 PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
 
 DESCRIPTION = """\
@@ -49,11 +49,9 @@ and that they can reach. It holds nothing that the swarm could not do without: w
 address stays the same from one start to the next, so that the others find it after a reboot.
 """
 
-# First port to try. It lies below the ports that systems give to outgoing connections; one of those might be taken
-# by another program after a restart.
-FIRST_PORT = 31337
-
-PORTS_TRIED = 100
+# Ports to try. They lie below those that systems give to outgoing connections, which another program might have after a
+# restart. Chosen.
+FIRST_PORT, PORTS_TRIED = 31337, 100
 
 
 class TakenError(P2PDaemonError):
@@ -294,7 +292,7 @@ def run(arguments: argparse.Namespace) -> int:
                 _say(*lines_for_scripts(addresses), to_stderr=True)
             _say(
                 *how_to_join(addresses, is_private=dht.p2p.membership is not None),
-                *_whom_it_met(dht),
+                *_peers_met(dht),
                 *(qr_code(line_to_paste(addresses)) if arguments.qr else []),
                 _what_stays(arguments, kept),
             )
@@ -375,8 +373,8 @@ def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
     return dht
 
 
-def _whom_it_met(dht: DHT) -> list[str]:
-    """Which peers have answered at addresses that do not say who is there."""
+def _peers_met(dht: DHT) -> list[str]:
+    """The peers that answered at addresses without a peer id."""
     return [
         f"Peer {peer} answered at {short_form(address)}. Its identity was not checked; to pin it: {address}/p2p/{peer}"
         for address, peer in list(dht.p2p.met.items())
@@ -469,7 +467,7 @@ async def _size(dht: DHT, node: DHTNode) -> tuple[int, int]:
 
 
 async def _relay_use(dht: DHT, node: DHTNode, *, carried: int) -> tuple[list[str], int]:
-    """What this peer does for those who cannot be called, and the bytes that it has carried altogether."""
+    """What this peer does for peers that cannot be called, and the bytes that it has carried so far."""
     p2p, now_carried = node.p2p, node.p2p.metrics.bytes_carried
     relay = p2p.relay
     if relay.serves:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from shoal.base.bounded import Bounded
 from shoal.peers.identity import PeerID
 
 # Calls within this window are compared with each other. After this time without any answer the swarm may be lost.
@@ -34,7 +35,7 @@ class Connectivity:
         # Time of the last call to each peer, and whether it was answered; the oldest first.
         self._outcomes: dict[PeerID, tuple[float, bool]] = {}
         self._silent = 0  # how many of them were not answered
-        self.excused: dict[PeerID, float] = {}
+        self.excused: Bounded[PeerID, float] = Bounded(MAX_EXCUSED)
         """Peers whose silence was not held against them, and since when."""
         self._in_flight = 0
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -128,8 +129,6 @@ class Connectivity:
         if self._silent < FEWEST_SILENT or 2 * self._silent <= len(self._outcomes):
             return True
         since = self.excused.setdefault(peer, asked_at)
-        if len(self.excused) > MAX_EXCUSED:
-            del self.excused[next(iter(self.excused))]
         return asked_at - since >= WINDOW_SECONDS and self.heard_at > since
 
     def _is_late(self, asked_at: float, now: float) -> bool:

@@ -25,7 +25,7 @@ from shoal.net.pasted import line_to_paste, split_addresses, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
-from shoal.peers.names import checked_name, default_name
+from shoal.peers.identity import checked_name, default_name
 from shoal.reach.libp2p_options import Libp2pOptions
 
 T = TypeVar("T")
@@ -204,8 +204,8 @@ class DHT(Facade):
             return f"<DHT {state or 'starting'}>"
         where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
         known = len(node.protocol.routing_table)
-        company = "1 other peer" if known == 1 else f"{known} other peers"
-        return f"<DHT {where}, {state or f'knows {company}'}>"
+        others = "1 other peer" if known == 1 else f"{known} other peers"
+        return f"<DHT {where}, {state or f'knows {others}'}>"
 
     def check(self) -> None:
         """Check that it can be used.

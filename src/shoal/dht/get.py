@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
@@ -22,13 +21,10 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.reasons import GetReport, Outcome, Reason
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
+from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Lookup, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    from shoal.dht.store import Deposits
 
 logger = logging.getLogger(__name__)
 
@@ -208,11 +204,10 @@ class Reader:
     Args:
         protocol: asks other nodes and knows this node's records.
         config: the node's settings.
-        deposits: what other nodes have agreed to keep for this one.
     """
 
-    def __init__(self, protocol: DHTProtocol, config: NodeConfig, deposits: Deposits) -> None:
-        self._protocol, self._config, self._deposits = protocol, config, deposits
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig) -> None:
+        self._protocol, self._config = protocol, config
         self.pending = PendingSearches()
         self.refresh_queue = CacheRefreshQueue(
             self._refresh,
@@ -262,15 +257,12 @@ class Reader:
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
             known = [number for target in targets for number in unfinished[target].known_entries()]
             most = max(unfinished[target].most_entries for target in targets)
-            asked_at = asyncio.get_running_loop().time()
             answers = await lookup.ask(node_id, targets, known_entries=known, most_entries=most)
             if answers is None:
                 return None
             heard, peer = {}, lookup.peer_of(node_id)
             for target, record in answers.items():
                 search = unfinished[target]
-                if peer is not None:
-                    self._deposits.check(peer, target, record.value, known, asked_at=asked_at, most_entries=most)
                 if peer is not None:
                     search.outcomes[peer] = record.outcome
                 if record.value is None:
@@ -397,16 +389,17 @@ class CacheRefreshQueue:
     ) -> None:
         self._refresh, self._expiration_of = refresh, expiration_of
         self._lead, self._batch_size, self._spawn = lead, batch_size, spawn
-        self._due_times: dict[DHTID, DHTExpiration] = {}
-        self._heap: list[tuple[DHTExpiration, DHTID]] = []
+        self._due_times: dict[DHTID, ValueWithExpiration[None]] = {}
+        self._heap = ExpiryHeap(self._due_times)
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self, key_id: DHTID, due_time: DHTExpiration) -> None:
         """Fetch a key at this time, or earlier if it is already scheduled earlier."""
-        if self._due_times.get(key_id, float("inf")) <= due_time:
+        planned = self._due_times.get(key_id)
+        if planned is not None and planned.expiration_time <= due_time:
             return
-        self._due_times[key_id] = due_time
-        heapq.heappush(self._heap, (due_time, key_id))
+        self._due_times[key_id] = ValueWithExpiration(None, due_time)
+        self._heap.push(key_id, due_time)
         self._set_timer()
 
     def schedule_before(self, key_id: DHTID, expiration_time: DHTExpiration) -> None:
@@ -417,21 +410,20 @@ class CacheRefreshQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._heap and self._due_times.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)  # outdated: the key was rescheduled
-        if self._heap:
-            delay = max(0.0, self._heap[0][0] - get_dht_time())
+        first = self._heap.first()
+        if first is not None:
+            delay = max(0.0, first.expiration_time - get_dht_time())
             self._timer = asyncio.get_running_loop().call_later(delay, self._start_batch)
 
     def _start_batch(self) -> None:
         self._timer = None
         keys: list[DHTID] = []
         now = get_dht_time()
-        while self._heap and self._heap[0][0] <= now and len(keys) < self._batch_size:
-            due_time, key_id = heapq.heappop(self._heap)
-            if self._due_times.get(key_id) == due_time:
-                del self._due_times[key_id]
-                keys.append(key_id)
+        while len(keys) < self._batch_size and (first := self._heap.first()) is not None:
+            if first.expiration_time > now:
+                break
+            del self._due_times[first.key]
+            keys.append(first.key)
         if keys:
             expirations = [e for e in map(self._expiration_of, keys) if e is not None]
             sufficient = max([now, *expirations]) + self._lead + 1

@@ -18,9 +18,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.server_mode import ServerMode
@@ -42,9 +42,9 @@ from shoal.p2p.local_network import LocalNetwork
 logger = logging.getLogger(__name__)
 
 Targets = Sequence[Target]
-Who = PeerID | Multiaddr
-"""A peer; or an address, which stands for any peer that answers there."""
-Outcomes = asyncio.Queue[tuple[Who, "Exception | None"]]
+Callee = PeerID | Multiaddr
+"""A peer to call: its id; or an address, which stands for any peer that answers there."""
+Outcomes = asyncio.Queue[tuple[Callee, "Exception | None"]]
 
 # Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
 # Chosen: a few round trips around the world.
@@ -76,12 +76,12 @@ async def ping_initial_peers(
         if peer is not None:
             protocol.p2p.add_addresses(peer, [address])
             clock.join_through(peer)
-    peers = list(dict.fromkeys(map(_who, targets)))
+    peers = list(dict.fromkeys(map(_callee_of, targets)))
     peers = [each for each in peers if _peer_of(protocol, each) != protocol.p2p.peer_id and not _is_own(protocol, each)]
     queue: Outcomes = asyncio.Queue()
     for each in peers:
         protocol.spawn(_ping(protocol, each, must_succeed, queue))
-    outcomes: dict[Who, Exception | None] = {}
+    outcomes: dict[Callee, Exception | None] = {}
     began = asyncio.get_running_loop().time()
 
     async def collect(limit: float, is_enough: Callable[[Exception | None], bool]) -> None:
@@ -120,7 +120,7 @@ async def ping_initial_peers(
 
 async def _collect(
     queue: Outcomes,
-    outcomes: dict[Who, Exception | None],
+    outcomes: dict[Callee, Exception | None],
     count: int,
     timeout: float,
     is_enough: Callable[[Exception | None], bool],
@@ -129,35 +129,35 @@ async def _collect(
     try:
         async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
-                who, error = await queue.get()
-                outcomes[who] = error
+                callee, error = await queue.get()
+                outcomes[callee] = error
                 if is_enough(error):
                     return
     except TimeoutError:
         return
 
 
-def _who(target: Target) -> Who:
+def _callee_of(target: Target) -> Callee:
     address, peer = target
     return address if peer is None else peer
 
 
-def _peer_of(protocol: DHTProtocol, who: Who) -> PeerID | None:
+def _peer_of(protocol: DHTProtocol, callee: Callee) -> PeerID | None:
     """The peer, as far as it is known which one it is."""
-    return who if isinstance(who, PeerID) else protocol.p2p.met.get(who)
+    return callee if isinstance(callee, PeerID) else protocol.p2p.met.get(callee)
 
 
-def _is_own(protocol: DHTProtocol, who: Who) -> bool:
-    return isinstance(who, Multiaddr) and who in protocol.p2p.transport.addresses()
+def _is_own(protocol: DHTProtocol, callee: Callee) -> bool:
+    return isinstance(callee, Multiaddr) and callee in protocol.p2p.transport.addresses()
 
 
-async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outcomes) -> None:
+async def _ping(protocol: DHTProtocol, callee: Callee, validate: bool, outcomes: Outcomes) -> None:
     error: Exception | None = None
     for attempt in range(ATTEMPTS):
         try:
-            peer = _peer_of(protocol, who)
-            if isinstance(who, Multiaddr):
-                peer = peer or await protocol.p2p.meet(who)
+            peer = _peer_of(protocol, callee)
+            if isinstance(callee, Multiaddr):
+                peer = peer or await protocol.p2p.meet(callee)
                 protocol.p2p.clock.join_through(peer)
             assert peer is not None
             await protocol.ping(peer, validate=validate)
@@ -173,7 +173,7 @@ async def _ping(protocol: DHTProtocol, who: Who, validate: bool, outcomes: Outco
     # Warn here: if another peer has accepted this node, no error will report it.
     if isinstance(error, IdentityMismatchError):
         logger.warning("an initial peer is another one than expected: %s", error)
-    outcomes.put_nowait((who, error))
+    outcomes.put_nowait((callee, error))
 
 
 def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
@@ -184,15 +184,15 @@ def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
 
 
 def _verdicts(
-    protocol: DHTProtocol, targets: Targets, outcomes: dict[Who, Exception | None], timeout: float
+    protocol: DHTProtocol, targets: Targets, outcomes: dict[Callee, Exception | None], timeout: float
 ) -> dict[str, str]:
     """The outcome for each address."""
     verdicts = {}
     for target in targets:
-        who, reason, advice = _who(target), f"no answer within {timeout:g} s", ""
-        if who in outcomes:
-            reason = str(outcomes[who]) or "no answer in time"
-        if isinstance(outcomes.get(who), DialError | None):
+        callee, reason, advice = _callee_of(target), f"no answer within {timeout:g} s", ""
+        if callee in outcomes:
+            reason = str(outcomes[callee]) or "no answer in time"
+        if isinstance(outcomes.get(callee), DialError | None):
             advice = protocol.p2p.advise(target[0])
         verdicts[describe_target(target)] = reason + advice
     return verdicts
@@ -212,16 +212,15 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
 TICK_SECONDS = 5.0
 # The nearest neighbor is pinged after this time without any answer.
 IDLE_SECONDS = 20.0
-# First pause before a suspect is pinged again; doubled each time.
-FIRST_PAUSE_SECONDS = TICK_SECONDS
-# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
+# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
+# of a suspect is a tick, and doubles each time.
 LONGEST_PAUSE_SECONDS = 30.0
 # The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
 # initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
 LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
-# Pause between two pings of an initial peer that answers, but has no place in the table.
+# Pause between two pings of an initial peer that answers, but has no place in the routing table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
-# With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
+# With more nodes in the routing table, the longest pause grows in proportion: enough others ping those that are gone.
 SMALL_TABLE = 20
 
 # Peers pinged at a time: few, because after an outage all nodes ping.
@@ -232,13 +231,9 @@ PATIENT_ATTEMPTS = 5
 SHARE_OF_INITIAL_PEERS = 0.25
 
 
-@dataclass
-class _Probe:
-    """When to ping a peer next."""
-
-    due: float
-    pause: float = FIRST_PAUSE_SECONDS
-    has_ended: bool = False
+def _backoff(due: float) -> Backoff:
+    """When to ping a peer: at this time, and then less and less often as long as it does not answer."""
+    return Backoff(TICK_SECONDS, LONGEST_PAUSE_SECONDS, rests_until=due)
 
 
 class Reunion:
@@ -272,7 +267,8 @@ class Reunion:
                 self._addresses.setdefault(peer, []).append(address)
         self._meet_neighbors = meet_neighbors
         self._neighbours = neighbours
-        self._probes: dict[Who, _Probe] = {}
+        self._probes: dict[Callee, Backoff] = {}
+        """When to ping peers that are watched; a ping counts as failed until it is answered."""
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -296,24 +292,21 @@ class Reunion:
             self._protocol.connectivity.came_back.clear()
             await self._meet_neighbors()
 
-    def _choose_probes(self) -> list[Who]:
+    def _choose_probes(self) -> list[Callee]:
         table, now = self._protocol.routing_table, self._now()
-        watched: dict[Who, None] = dict.fromkeys(table.suspects.values())
+        watched: dict[Callee, None] = dict.fromkeys(table.suspects.values())
         watched |= dict.fromkeys(peer for peer in self._addresses if peer not in table)
         watched |= dict.fromkeys(peer for peer in self._neighbours if peer not in table)
         watched |= dict.fromkeys(place for place in self._places if not self._is_met(place))
         self._probes = {
-            peer: self._probes.get(peer) or _Probe(now + FIRST_PAUSE_SECONDS * self._rng.random()) for peer in watched
+            peer: self._probes.get(peer) or _backoff(now + TICK_SECONDS * self._rng.random()) for peer in watched
         }
-        due = sorted(
-            (peer for peer in watched if self._probes[peer].due <= now), key=lambda peer: self._probes[peer].due
-        )
-        chosen = due[:PINGS_AT_A_TIME]
+        due = [peer for peer in watched if self._probes[peer].is_due(now)]
+        chosen = sorted(due, key=lambda peer: self._probes[peer].rests_until)[:PINGS_AT_A_TIME]
         longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
         for peer in chosen:
-            probe = self._probes[peer]
-            probe.due = now + probe.pause
-            probe.pause = min(2 * probe.pause, max(longest, LONGEST_PAUSE_OF_ENDED_SECONDS * probe.has_ended))
+            self._probes[peer].longest = max(longest, self._probes[peer].longest)
+            self._probes[peer].fail(now)
         if self._connectivity.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
             chosen += self._rng.sample(members, min(PINGS_AT_A_TIME, len(members)))
@@ -322,11 +315,11 @@ class Reunion:
         return chosen
 
     def _is_met(self, place: Multiaddr) -> bool:
-        """Whether the peer that was found at a place is in the table, or is this one."""
+        """Whether the peer that was found at an address is in the routing table, or is this one."""
         peer = self._p2p.met.get(place)
         return peer is not None and (peer == self._p2p.peer_id or peer in self._protocol.routing_table)
 
-    async def _ping(self, peers: Collection[Who]) -> None:
+    async def _ping(self, peers: Collection[Callee]) -> None:
         """Ping peers; the protocol notes the outcomes."""
         for peer in peers:
             # The addresses that the peer has announced may be outdated: try the initial ones, too.
@@ -334,7 +327,7 @@ class Reunion:
                 self._p2p.add_addresses(peer, [*self._addresses.get(peer, ()), *self._neighbours.get(peer, ())])
         await asyncio.gather(*map(self._ping_one, peers))
 
-    async def _ping_one(self, peer: Who) -> None:
+    async def _ping_one(self, peer: Callee) -> None:
         try:
             # Another peer may be at an address by now.
             await self._protocol.ping(peer if isinstance(peer, PeerID) else await self._p2p.meet(peer), validate=False)
@@ -342,10 +335,10 @@ class Reunion:
             # A peer whose relay holds no reservation of it may have moved to other relays.
             is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
             if is_refused and isinstance(peer, PeerID) and peer in self._probes and peer not in self._addresses:
-                self._probes[peer].has_ended = True
+                self._probes[peer].longest = LONGEST_PAUSE_OF_ENDED_SECONDS
             return
         if peer in self._probes:
-            self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
+            self._probes[peer] = _backoff(self._now() + PAUSE_WHEN_WELL_SECONDS)
 
     # --- lost, and found again ----------------------------------------------------------------------------------------
 
@@ -363,21 +356,21 @@ class Reunion:
                 counted(len(candidates), "known peer"),
             )
         self._p2p.clock.settle_anew()
-        lost_at, attempt = self._connectivity.heard_at, 0
+        lost_at, backoff = self._connectivity.heard_at, Backoff(first=1.0, longest=LONGEST_PAUSE_SECONDS)
         while True:
             self._connectivity.heard.clear()
-            await self._pause(self._rng.uniform(0.0, min(LONGEST_PAUSE_SECONDS, 2.0**attempt)))
+            await self._pause(self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
-                await self._ping(await self._draw(attempt))
+                await self._ping(await self._draw(backoff.failures))
             if not self._connectivity.is_lost and await self._meet_neighbors():
                 break
-            attempt = min(attempt + 1, 16)
+            backoff.fail()
         self._protocol.connectivity.came_back.clear()
         logger.info("found the swarm again, %.0f s after the last answer", self._now() - lost_at)
 
-    def _has_left(self, who: Who) -> bool:
+    def _has_left(self, callee: Callee) -> bool:
         """Whether a peer, or the one that was found at a place, has said goodbye."""
-        peer = who if isinstance(who, PeerID) else self._p2p.met.get(who)
+        peer = callee if isinstance(callee, PeerID) else self._p2p.met.get(callee)
         return peer is not None and self._p2p.book.find(peer).goodbye_at is not None
 
     async def _pause(self, seconds: float) -> None:
@@ -388,9 +381,9 @@ class Reunion:
         except TimeoutError:
             return
 
-    async def _candidates(self) -> list[Who]:
+    async def _candidates(self) -> list[Callee]:
         """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
-        known: list[Who] = [
+        known: list[Callee] = [
             *self._addresses,
             *self._neighbours,
             *(peer.peer_id for peer in await self._p2p.list_peers()),
@@ -398,10 +391,10 @@ class Reunion:
         ]
         return [peer for peer in dict.fromkeys(known) if peer != self._p2p.peer_id]
 
-    async def _draw(self, attempt: int) -> list[Who]:
+    async def _draw(self, attempt: int) -> list[Callee]:
         candidates = await self._candidates()
         drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
-        initial: list[Who] = [*self._addresses, *self._places]
+        initial: list[Callee] = [*self._addresses, *self._places]
         if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
             drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))

@@ -42,6 +42,7 @@ from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
 from shoal.dht.storage import (
     DHTLocalStorage,
     DictionaryDHTValue,
+    ExpiryHeap,
     StoredValue,
     Subkey,
     Unproven,
@@ -201,8 +202,7 @@ class Ledger:
         self._charges: dict[Place, _Charge] = {}
         # Of keys with very many entries: how many each peer, and each host, has brought.
         self._crowds: dict[tuple[bool, DHTID], Counter[Hashable]] = {}
-        # Entries that no longer match _charges are skipped.
-        self._by_expiration: list[_Charge] = []
+        self._by_expiration = ExpiryHeap(self._charges)
         # Nobody needs this order while there is room.
         self._worst_first: list[tuple[bool, int, float, _Charge]] | None = None
         self.quotas = (
@@ -267,11 +267,10 @@ class Ledger:
             of_hosts.take(payer.host, size)
         if self._crowds and (crowd := self._crowds.get(place[:2])) is not None:
             crowd.update(_names_of(payer))
-        heapq.heappush(self._by_expiration, charge)
+        self._by_expiration.push(place, expiration_time)
         most = 3 * len(self._charges) // 2 + 16
         if len(self._by_expiration) > most:
-            self._by_expiration = list(self._charges.values())
-            heapq.heapify(self._by_expiration)
+            self._by_expiration.rebuild()
         if self._worst_first is not None:
             heapq.heappush(self._worst_first, self._rank(charge))
             if len(self._worst_first) > most:  # in order again when there is no room the next time
@@ -299,10 +298,11 @@ class Ledger:
     def drop_expired(self) -> None:
         """Remove expired records, which would take memory until somebody touches them."""
         now = get_dht_time()
-        while self._by_expiration and self._by_expiration[0].expiration_time < now:
-            charge = heapq.heappop(self._by_expiration)
-            if self._charges.get(charge.place) is charge:
-                self.forget(charge.place)
+        while self._by_expiration.earliest < now:
+            first = self._by_expiration.first()
+            if first is None or first.expiration_time >= now:
+                return
+            self.forget(first.key)
 
     def forget(self, place: Place) -> None:
         """Remove a record."""

@@ -21,7 +21,7 @@ from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.server_mode import ServerMode
 from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.store import Deposits, Writer, make_record
+from shoal.dht.store import Writer, make_record
 from shoal.dht.traverse import Lookup, PeerFinder
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError, NoAccessTokenError
@@ -63,9 +63,8 @@ class DHTNode:
         self._owns_p2p = owns_p2p
         self._neighbours: Neighbours | None = None
         self._server_mode = ServerMode(protocol)
-        deposits = Deposits(protocol.p2p.metrics)
-        self._reader = Reader(protocol, config, deposits)
-        self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
+        self._reader = Reader(protocol, config)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue)
         self.finder = PeerFinder(protocol, self._meet_nodes_near)
         """Looks for the addresses of peers."""
 
@@ -512,6 +511,6 @@ class DHTNode:
 
 
 def _say_where_it_listens(addresses: Sequence[Multiaddr], *, is_open: bool) -> None:
-    who = "whoever reaches them may join" if is_open else "members may join"
+    admission = "anyone who reaches them may join" if is_open else "members may join"
     where = ", ".join(str(split_peer_address(address)[0]) for address in addresses)
-    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, who)
+    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, admission)

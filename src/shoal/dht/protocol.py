@@ -485,7 +485,7 @@ class DHTProtocol(ServicerBase):
         A failure is reported after a fixed time. The newcomer chooses the address, and must not learn from the time
         whether a port there is closed, filtered, or open for something else.
         """
-        if self.p2p.outlook.is_hopeless(peer):
+        if self.p2p.is_hopeless(peer):
             return False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.wait_timeout * PING_BACK_SHARE
@@ -514,7 +514,7 @@ class DHTProtocol(ServicerBase):
         """Return this node's records of some keys, and the nodes nearest to these keys."""
         self._note_caller(request.node_id, context)
         asker = None if request.node_id is None else id_of(request.node_id)
-        asker_host = self.p2p.outlook.far_host_of(context.remote_id)
+        asker_host = self.p2p.far_host_of(context.remote_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []

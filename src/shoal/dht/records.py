@@ -26,6 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
@@ -47,9 +48,9 @@ from shoal.dht.validation import (
     check_expiration,
 )
 from shoal.errors import ProtocolError
+from shoal.net.addresses import is_private
 from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
-from shoal.reach.reachability import is_private
 
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
@@ -242,7 +243,7 @@ class PackedContacts:
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         # By peer, and whether the asker is elsewhere on the internet.
-        self._packed: dict[tuple[PeerID, bool], msgspec.Raw | None] = {}
+        self._packed: Bounded[tuple[PeerID, bool], msgspec.Raw | None] = Bounded(MAX_PACKED_CONTACTS)
         self._address_changes = 0  # the count that the packed contacts reflect
 
     def pack(self, peer: PeerID, asker_host: str = "") -> msgspec.Raw | None:
@@ -252,10 +253,10 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
+        if self._address_changes != self._p2p.address_changes:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
-        is_far = bool(asker_host) and asker_host != self._p2p.outlook.far_host_of(peer)
+        is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
         if (peer, is_far) not in self._packed:
             known = self._p2p.get_addresses(peer)
             told = [str(address) for address in known if not is_far or not is_private(address)][:MAX_ADDRESSES]

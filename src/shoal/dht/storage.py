@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer, check_keys
@@ -82,6 +82,57 @@ class HeapEntry(Generic[KeyType]):
         return f"{type(self).__name__}(expiration_time={self.expiration_time}, key={self.key!r})"
 
 
+class Expiring(Protocol):
+    """Something with an expiration."""
+
+    @property
+    def expiration_time(self) -> DHTExpiration: ...
+
+
+class ExpiryHeap(Generic[KeyType]):
+    """Finds the items of a dictionary that expire first.
+
+    Args:
+        items: the dictionary. Entries here are skipped if their key is gone from it, or has another expiration by now.
+    """
+
+    def __init__(self, items: Mapping[KeyType, Expiring]) -> None:
+        self._items = items
+        self._entries: list[HeapEntry[KeyType]] = []
+
+    def push(self, key: KeyType, expiration_time: DHTExpiration) -> None:
+        """Note when a key expires."""
+        heapq.heappush(self._entries, HeapEntry(expiration_time, key))
+
+    def first(self) -> HeapEntry[KeyType] | None:
+        """The entry that expires first."""
+        while self._entries:
+            first = self._entries[0]
+            item = self._items.get(first.key)
+            if item is not None and item.expiration_time == first.expiration_time:
+                return first
+            heapq.heappop(self._entries)
+        return None
+
+    @property
+    def earliest(self) -> DHTExpiration:
+        """A time before which no item expires; cheaper than :meth:`first`."""
+        return self._entries[0].expiration_time if self._entries else math.inf
+
+    def rebuild(self) -> None:
+        """Forget outdated entries, which keep their keys in memory."""
+        self._entries = [HeapEntry(item.expiration_time, key) for key, item in self._items.items()]
+        heapq.heapify(self._entries)
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        """How many entries there are, including outdated ones."""
+        return len(self._entries)
+
+
 class TimedStorage(Generic[KeyType, ValueType]):
     """A dictionary whose items vanish at their expiration.
 
@@ -94,8 +145,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
             raise ValueError(f"maxsize must be None or at least 0, got {maxsize}")
         self.maxsize = math.inf if maxsize is None else maxsize
         self._data: dict[KeyType, ValueWithExpiration[ValueType]] = {}
-        # Entries that no longer match _data are skipped.
-        self._by_expiration: list[HeapEntry[KeyType]] = []
+        self._by_expiration = ExpiryHeap(self._data)
         self._freezes = 0
 
     @property
@@ -141,31 +191,21 @@ class TimedStorage(Generic[KeyType, ValueType]):
         # Remove first: 0, 0.0 and False are equal as keys, and the latest spelling counts.
         self._data.pop(key, None)
         self._data[key] = ValueWithExpiration(value, expiration_time)
-        heapq.heappush(self._by_expiration, HeapEntry(expiration_time, key))
-        if len(self._by_expiration) > 2 * len(self._data) + 1:  # those that are outdated keep their keys in memory
-            self._by_expiration = [HeapEntry(item.expiration_time, key) for key, item in self._data.items()]
-            heapq.heapify(self._by_expiration)
-
-    def _is_outdated(self, entry: HeapEntry[KeyType]) -> bool:
-        """Whether the key of this entry is gone or has another expiration by now."""
-        item = self._data.get(entry.key)
-        return item is None or item.expiration_time != entry.expiration_time
+        self._by_expiration.push(key, expiration_time)
+        if len(self._by_expiration) > 2 * len(self._data) + 1:
+            self._by_expiration.rebuild()
 
     def _drop_outdated(self, now: DHTExpiration | None = None) -> None:
-        if self._freezes or not self._by_expiration:
+        if self._freezes:
             return
         if now is None:
             now = get_dht_time()
-        if self._by_expiration[0].expiration_time >= now and len(self._data) <= self.maxsize:
-            # The first entry may be outdated, but nothing is due before it.
+        if self._by_expiration.earliest >= now and len(self._data) <= self.maxsize:
             return
-        while self._by_expiration:
-            first = self._by_expiration[0]
-            if not self._is_outdated(first):
-                if first.expiration_time >= now and len(self._data) <= self.maxsize:
-                    break
-                del self[first.key]
-            heapq.heappop(self._by_expiration)
+        while (first := self._by_expiration.first()) is not None:
+            if first.expiration_time >= now and len(self._data) <= self.maxsize:
+                break
+            del self[first.key]
 
     def get(self, key: KeyType) -> ValueWithExpiration[ValueType] | None:
         """The value and its expiration, or ``None`` if it is missing or has expired."""
@@ -187,12 +227,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
     def top(self) -> tuple[KeyType, ValueWithExpiration[ValueType]] | tuple[None, None]:
         """The item that expires first, or ``(None, None)``."""
         self._drop_outdated()
-        while self._by_expiration and self._is_outdated(self._by_expiration[0]):
-            heapq.heappop(self._by_expiration)  # left over, because _drop_outdated does nothing while frozen
-        if not self._by_expiration:
-            return None, None
-        key = self._by_expiration[0].key
-        return key, self._data[key]
+        first = self._by_expiration.first()
+        return (None, None) if first is None else (first.key, self._data[first.key])
 
     def clear(self) -> None:
         """Forget everything."""
@@ -270,8 +306,8 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         """Another dictionary with the same entries."""
         duplicate: DictionaryDHTValue[ValueType] = DictionaryDHTValue()
         duplicate.maxsize = self.maxsize
-        duplicate._data = dict(self._data)
-        duplicate._by_expiration = list(self._by_expiration)
+        duplicate._data.update(self._data)
+        duplicate._by_expiration.rebuild()
         duplicate.latest_expiration_time = self.latest_expiration_time
         return duplicate
 
@@ -307,8 +343,7 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
             if present is None or present.expiration_time < expiration_time:
                 data.pop(subkey, None)  # the latest spelling of a key counts
                 data[subkey] = ValueWithExpiration(value, expiration_time)
-        self._by_expiration = [HeapEntry(item.expiration_time, key) for key, item in data.items()]
-        heapq.heapify(self._by_expiration)
+        self._by_expiration.rebuild()
 
 
 def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:
@@ -423,19 +458,17 @@ class Blacklist:
             )
         self.base_time, self.backoff_rate = base_time, backoff_rate
         self.banned_peers: TimedStorage[PeerID, int] = TimedStorage(MAX_PEERS)
-        self.ban_counter: Counter[PeerID] = Counter()
+        self.ban_counter: Bounded[PeerID, int] = Bounded(MAX_PEERS)
         """Failures in a row; all failures during one ban count once."""
 
     def register_failure(self, peer: PeerID) -> None:
         """The peer did not answer. Failures during a ban do not prolong it."""
         if peer in self or self.base_time == 0:
             return
-        earlier_failures = min(self.ban_counter[peer], MAX_BACKOFF_STEPS)
-        ban_duration = self.base_time * self.backoff_rate**earlier_failures
-        self.banned_peers.store(peer, self.ban_counter[peer], get_dht_time() + ban_duration)
-        self.ban_counter[peer] += 1
-        if len(self.ban_counter) > MAX_PEERS:
-            del self.ban_counter[next(iter(self.ban_counter))]
+        failures = self.ban_counter.get(peer, 0)
+        ban_duration = self.base_time * self.backoff_rate ** min(failures, MAX_BACKOFF_STEPS)
+        self.banned_peers.store(peer, failures, get_dht_time() + ban_duration)
+        self.ban_counter[peer] = failures + 1
 
     def register_success(self, peer: PeerID) -> None:
         """The peer answered: forget its failures, and end its ban."""

@@ -1,13 +1,14 @@
-"""Stores each record at the nodes that are nearest to its key, and remembers which of them have agreed to keep it."""
+"""Stores each record at the nodes that are nearest to its key."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted
 from shoal.base.serializer import MSGPackSerializer
@@ -15,9 +16,9 @@ from shoal.dht.config import NodeConfig
 from shoal.dht.get import CacheRefreshQueue
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
 from shoal.dht.reasons import Outcome, StoreReport, outcome_of_failure
-from shoal.dht.records import MAX_KNOWN, MAX_VALUE_BYTES, NewRecord, numbers_of_entries
+from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.storage import DHTValue, DictionaryDHTValue, StoredValue, Subkey, ValueWithExpiration
+from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
 from shoal.dht.traverse import Lookup
 from shoal.dht.validation import (
     MAX_LIFETIME_SECONDS,
@@ -28,7 +29,6 @@ from shoal.dht.validation import (
     check_subkey,
 )
 from shoal.errors import NoAccessTokenError
-from shoal.metrics import Metrics
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -118,118 +118,6 @@ class Publication:
         return StoreReport({**on_the_way, **{peer: each[position] for peer, each in self.outcomes.items()}})
 
 
-# Most keys and keepers that are remembered, and most records of each.
-MAX_DEPOSITS, MAX_DEPOSITS_PER_KEY = 4096, 16
-# So many of them a node may fail to tell before the user hears of it.
-DEPOSITS_TO_TELL = 3
-# The clocks of both sides may differ by so much.
-_ALMOST_EXPIRED_SECONDS = 5.0
-
-
-class Deposits:
-    """This peer's records that other nodes have agreed to keep: a node that does not tell them is no use as a keeper.
-
-    It hides them, or has lost them because it is full or was started anew. The user is told once.
-
-    Args:
-        metrics: counts these records.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        # By peer and key: the subkeys in packed form, when each entry expires, and the loop's time since when the peer
-        # has it. The latest is last.
-        self._kept: OrderedDict[tuple[PeerID, DHTID], dict[bytes, tuple[float, float]]] = OrderedDict()
-        self._lost: OrderedDict[PeerID, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def note(self, peer: PeerID, record: NewRecord) -> None:
-        """A node says that it keeps a record."""
-        place, deposit = (peer, record.key_id), (record.expiration_time, asyncio.get_running_loop().time())
-        entries = self._kept.get(place)
-        if entries is None:
-            self._kept[place] = {record.subkey: deposit}
-            if len(self._kept) > MAX_DEPOSITS:
-                self._kept.popitem(last=False)
-            return
-        entries[record.subkey] = deposit
-        self._kept.move_to_end(place)
-        if len(entries) > MAX_DEPOSITS_PER_KEY:
-            del entries[next(iter(entries))]
-
-    def set_aside(self, peer: PeerID, record: NewRecord) -> None:
-        """A node is asked to keep a newer record: until it answers, it may tell the one or the other.
-
-        It leaves out the newer one, which its owner has, and then it would seem to tell none.
-        """
-        entries = self._kept.get((peer, record.key_id))
-        if entries is not None:
-            entries.pop(record.subkey, None)
-
-    def check(
-        self,
-        peer: PeerID,
-        key_id: DHTID,
-        told: StoredValue | None,
-        known: Collection[int],
-        *,
-        asked_at: float,
-        most_entries: int = 0,
-    ) -> None:
-        """Compare what a node tells about a key with what it has agreed to keep.
-
-        Args:
-            peer: the peer of the node.
-            key_id: the key.
-            told: the value that it tells.
-            known: :func:`~shoal.dht.records.numbers_of_entries` that it need not tell.
-            asked_at: when it was asked, by the loop's time: what it has agreed to keep since then does not count.
-            most_entries: so many entries it was asked for at most; 0: for all.
-        """
-        kept = self._kept.pop((peer, key_id), None)
-        # Of a large dictionary only a part is told.
-        is_part = isinstance(told, DictionaryDHTValue) and len(told) + len(known) >= (most_entries or MAX_KNOWN)
-        if kept is None or is_part:
-            return
-        soon = get_dht_time() + _ALMOST_EXPIRED_SECONDS
-        kept = {subkey: (expires, since) for subkey, (expires, since) in kept.items() if expires > soon}
-        lost = [
-            subkey
-            for subkey, (expires, since) in kept.items()
-            if since < asked_at and not _is_told(key_id, subkey, expires, told, known)
-        ]
-        if len(lost) < len(kept):
-            self._kept[peer, key_id] = {subkey: kept[subkey] for subkey in kept.keys() - set(lost)}
-        if not lost:
-            return
-        self._metrics.troubles["records that are not told"] += len(lost)
-        before = self._lost.pop(peer, 0)
-        self._lost[peer] = before + len(lost)
-        if len(self._lost) > MAX_DEPOSITS:
-            self._lost.popitem(last=False)
-        if before < DEPOSITS_TO_TELL <= before + len(lost):
-            warn_seldom(
-                "peer %s has agreed to keep records of this peer, and says that it has none. It is full, was "
-                "restarted, or hides them; others keep them, too",
-                peer,
-                about=peer,
-            )
-
-
-def _is_told(key_id: DHTID, subkey: bytes, expires: float, told: StoredValue | None, known: Collection[int]) -> bool:
-    """Whether an answer about a key is compatible with a node's having a certain record."""
-    if told is None or isinstance(told, bytes) or subkey == PLAIN_VALUE:
-        return told is not None  # others may have replaced a plain value
-    name = MSGPackSerializer.loads(subkey)
-    item = told.get(name)
-    if item is not None and item.expiration_time >= expires:
-        return True
-    [number] = numbers_of_entries(key_id, [(name, ValueWithExpiration(b"", expires))]).values()
-    return number in known
-
-
 # The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
 # trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
@@ -257,15 +145,11 @@ class Writer:
         protocol: asks other nodes, and has this node's records.
         config: the node's settings.
         refresh_queue: gets the cached records that are outdated now.
-        deposits: is told which node keeps what.
     """
 
-    def __init__(
-        self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue, deposits: Deposits
-    ) -> None:
-        self._protocol, self._config = protocol, config
-        self._refresh_queue, self._deposits = refresh_queue, deposits
-        self._walks: OrderedDict[DHTID, _Walk] = OrderedDict()
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
+        self._protocol, self._config, self._refresh_queue = protocol, config, refresh_queue
+        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
 
     async def store(
         self,
@@ -336,23 +220,14 @@ class Writer:
 
         if await publication.run(nodes, store_at) and walk.nearest:
             self._walks[publication.key_id] = walk
-            self._walks.move_to_end(publication.key_id)
-            if len(self._walks) > MAX_WALKS:
-                self._walks.popitem(last=False)
 
     async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
-        for record in batch:
-            self._deposits.set_aside(peer, record)
         try:
-            outcomes = await self._protocol.store_at(peer, batch)
+            return await self._protocol.store_at(peer, batch)
         except NoAccessTokenError:
             raise
         except NO_ANSWER as e:
             return [outcome_of_failure(e)] * len(batch)
-        for record, outcome in zip(batch, outcomes, strict=True):
-            if outcome:
-                self._deposits.note(peer, record)
-        return outcomes
 
     def _update_cache(self, record: NewRecord, *, was_accepted: bool) -> None:
         """Update or refresh the cached record that this store has changed."""

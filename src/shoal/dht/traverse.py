@@ -29,7 +29,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from shoal.base.clock import SwarmClock, get_clock, get_dht_time
+from shoal.base.bounded import Bounded
+from shoal.base.clock import SwarmClock, get_clock
 from shoal.base.logs import Seldom
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
 from shoal.dht.reasons import Outcome, Reason, outcome_of_failure
@@ -43,7 +44,6 @@ from shoal.dht.records import (
     unpack_contact,
 )
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import TimedStorage
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.p2p import PeerID
 
@@ -684,7 +684,8 @@ class PeerFinder:
     def __init__(self, protocol: DHTProtocol, walk: Callable[[DHTID], Awaitable[object]]) -> None:
         self._protocol, self._walk = protocol, walk
         self._searches: dict[PeerID, asyncio.Task[None]] = {}
-        self._not_found: TimedStorage[PeerID, None] = TimedStorage(MAX_NOT_FOUND)
+        now = asyncio.get_running_loop().time
+        self._not_found: Bounded[PeerID, None] = Bounded(MAX_NOT_FOUND, seconds=SECONDS_BETWEEN_SEARCHES, now=now)
 
     async def find(self, peer: PeerID) -> None:
         """Look for the addresses of a peer; concurrent callers share one search."""
@@ -703,4 +704,4 @@ class PeerFinder:
         except (DHTError, TimeoutError) as e:
             logger.debug("the search for peer %s was given up: %r", peer, e)
         if not self._protocol.p2p.is_reachable(peer):
-            self._not_found.store(peer, None, get_dht_time() + SECONDS_BETWEEN_SEARCHES)
+            self._not_found[peer] = None

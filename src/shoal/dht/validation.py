@@ -11,11 +11,11 @@ import math
 import numbers
 import struct
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer
@@ -72,20 +72,17 @@ class AcceptedRecords:
     """
 
     def __init__(self, size: int = 4096) -> None:
-        self._size = size
-        self._records: OrderedDict[bytes, None] = OrderedDict()
+        self._records: Bounded[bytes, None] = Bounded(size)
 
     def add(self, record: DHTRecord) -> None:
         """This record has passed."""
         self._records[_fingerprint(record)] = None
-        if len(self._records) > self._size:
-            self._records.popitem(last=False)
 
     def __contains__(self, record: DHTRecord) -> bool:
         fingerprint = _fingerprint(record)
         if fingerprint not in self._records:
             return False
-        self._records.move_to_end(fingerprint)
+        self._records.touch(fingerprint)
         return True
 
     def __len__(self) -> int:

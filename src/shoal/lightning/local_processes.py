@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 else:  # the base class of the user's Lightning is added when a strategy is made
     ParallelStrategy = object
 
+# Seeds of torch have 32 bits.
 PEER_SEEDS = 2**32
 
 

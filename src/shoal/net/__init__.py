@@ -3,6 +3,7 @@
 - :mod:`~.addresses` knows which addresses of other peers work, :mod:`~.own_addresses` those of this machine;
   :mod:`~.pasted` reads addresses as people paste them.
 - A transport makes streams of bytes (:mod:`~.transport`): :mod:`~.tcp` with TLS, and :mod:`~.memory` within a process.
+- An :mod:`~.endpoint` is one end of all this: a peer with its identity, its connections and its handlers.
 - A message on a stream is a small header and a payload that goes straight to where it belongs. A :mod:`~.connection`
   carries one call at a time; a :mod:`~.dialler` makes connections, and a :mod:`~.connection_pool` keeps and reuses
   them.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.errors import DialError, RefusedDialError
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER as MAX_ADDRESSES_PER_PEER
 from shoal.net.own_addresses import is_of_one_network
 from shoal.peers.book import PeerBook
 from shoal.peers.identity import CIRCUIT, PeerID, check_circuit, is_circuit
@@ -27,7 +28,6 @@ _CARRIER = ipaddress.ip_network("100.64.0.0/10")  # behind the router of a provi
 _TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 
 MAX_PEERS = 10_000
-MAX_ADDRESSES_PER_PEER = 8
 
 
 def ip_text_of(address: Multiaddr) -> str | None:
@@ -50,6 +50,32 @@ def is_anywhere(address: Multiaddr) -> bool:
     """Whether the same address is another computer in another network: homes have networks of the same numbers."""
     host = ip_text_of(address)
     return host is not None and not is_loopback(address) and not ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def is_global(address: Multiaddr) -> bool:
+    """Whether an address is meant for the whole internet; names are, by intention."""
+    host = address.get("ip4") or address.get("ip6")
+    return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def is_private(address: Multiaddr) -> bool:
+    """Whether an address means something in one network alone."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_global
+
+
+@functools.lru_cache(4096)
+def network_of(address: Multiaddr) -> str:
+    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
+    host = address.get("ip4") or address.get("ip6")
+    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
+def is_ipv6(address: Multiaddr) -> bool:
+    """Whether an address begins with an IPv6 address."""
+    return "ip6" in address
 
 
 def ip_to_dial(text: str) -> IP | None:

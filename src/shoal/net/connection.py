@@ -37,7 +37,7 @@ from shoal.net.transport import (
     pieces_of,
     read_new,
 )
-from shoal.peers.names import Name
+from shoal.peers.identity import Name
 
 H = TypeVar("H", bound=Header)
 
@@ -105,6 +105,8 @@ class Failure(Header):
 
 class Connection:
     """One authenticated stream, the greetings on it, and the messages of the current call.
+
+    Greeting and call share the stream and its turns, and every message passes here: so this is one object.
 
     Args:
         stream: the stream; from now on only this object uses it.

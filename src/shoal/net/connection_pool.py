@@ -35,7 +35,7 @@ MAX_PARALLEL_DIALS = 2
 # After a dial has failed, calls that can wait for another one's connection do so for as long.
 BARREN_SECONDS = 10.0
 SPARE = 4
-"""So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
+"""The least number of direct connections to a peer that only relays lead to. A round takes two or more, and other
 calls come meanwhile. When no relay is left, there will be no more."""
 
 # What a waiting call gets: a connection, or the right to dial one.
@@ -51,7 +51,7 @@ class PooledPeer:
     in_use: dict[Connection, None] = field(default_factory=dict)
     dialling: int = 0
     expected: int = 0
-    """As many of the dials are made elsewhere, and whoever waits may have their connections."""
+    """How many of the dials are made elsewhere; waiting calls may have their connections."""
     waiting: dict[asyncio.Future[Turn], asyncio.Task[Connection] | None] = field(default_factory=dict)
     """In order, each with the dial that its call makes meanwhile."""
     barren_until: float = 0.0
@@ -226,7 +226,7 @@ class ConnectionPool:
         self._tell_of(connection)
 
     def expect(self, peer_id: PeerID, count: int) -> Callable[[], None]:
-        """So many connections are being made elsewhere and will be added: calls wait for them rather than dial.
+        """``count`` connections are being made elsewhere and will be added: calls wait for them rather than dial.
 
         Returns:
             What ends that, at once or after the first ones have come; calls that still wait may dial then.

@@ -1,6 +1,6 @@
 """Dials a peer: all of its known addresses, each a little later than the one before, direct ones first.
 
-What follows is through relays. Those through which connections have broken lately come last.
+Then come relays; those through which connections have broken in the last minute come last.
 """
 
 from __future__ import annotations

@@ -22,7 +22,16 @@ from shoal.base.clock import get_clock
 from shoal.base.logs import note_name
 from shoal.errors import DialError, NoReservationError, NotAMemberError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
-from shoal.net.addresses import AddressBook, Judge, UnreachablePeers, host_of, ip_text_of, may_be_dialled_for
+from shoal.net.addresses import (
+    AddressBook,
+    Judge,
+    UnreachablePeers,
+    host_of,
+    ip_text_of,
+    is_name,
+    is_private,
+    may_be_dialled_for,
+)
 from shoal.net.connection import Call, Connection, Hello
 from shoal.net.connection_pool import ConnectionPool
 from shoal.net.dialler import Dialler
@@ -82,13 +91,13 @@ class Endpoint(ABC):
         """Tells this process from another one with the same identity."""
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self.book = PeerBook()
+        self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
         """Where others can be dialled."""
         self.met: dict[Multiaddr, PeerID] = {}
         """Which peer has answered at an address that says nothing of its peer, by the address."""
-        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time)
+        self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time, self.book)
         """What this peer has seen others do."""
         self.membership: Membership | None = None
         """This peer's place in a private run; ``None`` in an open one."""
@@ -184,7 +193,7 @@ class Endpoint(ABC):
         if relay is not None and (relay == through or self._dials_relay_at(*relay)):
             return True
         if through is not None:
-            seen_at = None  # who comes through a relay may be anywhere
+            seen_at = None  # a peer behind a relay may be anywhere
         transport, outer = self.transport, self.outer_hosts()
         return may_be_dialled_for(
             address if relay is None else relay[0],
@@ -198,6 +207,22 @@ class Endpoint(ABC):
         judge = self.address_book.judge_of(relay, place)
         is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
         return relay == self.peer_id or is_known
+
+    def far_host_of(self, peer: PeerID) -> str:
+        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
+        addresses = self.server.addresses_of(peer)
+        if not addresses or is_private(addresses[0]) or self.transport.is_inside(addresses[0]):
+            return ""
+        return addresses[0].values()[0] or ""
+
+    def is_hopeless(self, peer: PeerID) -> bool:
+        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
+
+        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
+        """
+        addresses = self.address_book.peek(peer)
+        judge = self.judge_for(self.seen_of(peer))
+        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.net.addresses`; from any thread."""
@@ -348,7 +373,7 @@ class Endpoint(ABC):
         return self.greet(stream)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
-        """A call to a peer that should be online has failed. If that goes on, the user is told once.
+        """A call to a peer that should be online has failed. After a few such failures the user is told, once.
 
         Args:
             error: how it failed.
@@ -399,7 +424,7 @@ class Endpoint(ABC):
         self.server.add_handlers(handlers)
 
     def remove_handlers(self, names: Iterable[str]) -> None:
-        """Stop serving these handlers; calls in progress go on."""
+        """Stop serving these handlers; calls in progress continue."""
         self.server.remove_handlers(names)
 
     # --- calling ------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from shoal.peers.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
-# A caller asks for so many at once, and half of them would be of no use to it.
+# A caller asks for this many at once, and half of them would be of no use to it.
 LEAST_ANSWERED = 8
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a peer grants to others."""
+    """What a peer grants to others; each attribute is one limit. Numbers without a reason beside them are guesses."""
 
     files: int | None = None
     """Accepted connections of any kind in the whole process: with :attr:`answered`, at most half of the files that it
@@ -38,7 +38,7 @@ class Limits:
     handshakes_in_flight: int = 256
     """Connections that have said nothing yet, and as many that have begun to prove who they are. Over the limit, the
     host with the most of them loses its oldest: an honest handshake is over within a few round trips, a half-open one
-    waits for ever."""
+    never ends."""
     handshakes_per_second: float = 100.0
     """Average rate from one host (an IPv4 address or an IPv6 /64); a handshake takes about a millisecond of a core."""
     handshake_burst: int = 500
@@ -95,10 +95,10 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """What a relay grants to those who cannot be called otherwise."""
+    """What a relay grants to peers that cannot be called otherwise."""
 
     reservations: int = 128
-    """A relay that has granted half of them takes only those who find no other one. Over the limit, a peer without any
+    """A relay that has granted half of them takes only peers that find no other one. Over the limit, a peer without any
     relay gets the place of one that has another, or was not called for minutes; others are refused."""
     reservations_per_host: int = 16
     """Friends behind one router of a provider share an address."""
@@ -154,7 +154,7 @@ class HeaderMemory:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.by_peer: Counter[PeerID] = Counter()
-        """Bytes of those who take any."""
+        """Bytes taken, by peer."""
         self.total = 0
 
     def take(self, peer: PeerID, size: int) -> bool:

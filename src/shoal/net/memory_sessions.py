@@ -1,8 +1,8 @@
 """Sessions inside one process: the same contract as over TCP, with pipes instead of sockets.
 
-The two ends of a session may be far apart, joined by a relay. So those who shake hands tell each other in-band who they
-are. Nobody in this process lies about that, so there are no keys and no encryption; the messages and the round trips
-are those of :mod:`~.tcp.handshake`::
+The two ends of a session may be far apart, joined by a relay. So both sides of a handshake tell each other in-band who
+they are. Nobody in this process lies about that, so there are no keys and no encryption; the messages and the round
+trips are those of :mod:`~.tcp.handshake`::
 
     dialler ► listener    hello
     listener ► dialler    peer id
@@ -22,12 +22,10 @@ from shoal.access.membership import Membership, judge_listener
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.net.pipes import PipeEnd
-from shoal.net.transport import COOKIE_SECONDS, Session, Throttle
+from shoal.net.transport import COOKIE_SECONDS, HANDSHAKE_TIMEOUT, Session, Throttle
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-HANDSHAKE_SECONDS = 5.0
-"""How long both sides wait for each other's part of the handshake."""
 _LENGTH = struct.Struct(">H")
 
 
@@ -54,7 +52,7 @@ class MemorySession(Session):
             self._end.abort()
 
     def take_over(self) -> PipeEnd:
-        """The pipe, for whoever uses it from now on."""
+        """The pipe, for its next user."""
         assert not self._is_taken, "a session is taken over once"
         self._is_taken = True
         return self._end
@@ -82,7 +80,7 @@ class Expectations:
         return future
 
     def meet(self, cookie: bytes, session: Session) -> None:
-        """Hand a session to whoever expects it; a session that nobody expects ends."""
+        """Hand a session to the side that expects it; end it if none does."""
         future = self._expected.pop(cookie, None)
         if future is None or future.done():
             session.abort()
@@ -124,7 +122,7 @@ async def prove_on_pipe(
         DialError: no peer answers, or not in time.
     """
     try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             await _send(end, b"")
             found = PeerID(await _read(end, MAX_PEER_ID_BYTES))
             if found != expected_peer:
@@ -138,7 +136,7 @@ async def prove_on_pipe(
     except BaseException as e:
         end.abort()
         if isinstance(e, TimeoutError):
-            raise DialError(f"{address}: no answer within {HANDSHAKE_SECONDS:g} s") from e
+            raise DialError(f"{address}: no answer within {HANDSHAKE_TIMEOUT:g} s") from e
         if isinstance(e, StreamClosedError):
             raise InterruptedDialError(f"{address}: the connection was closed during the handshake") from e
         if isinstance(e, ValueError):
@@ -149,7 +147,7 @@ async def prove_on_pipe(
 async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership | None) -> bool:
     """The listener's half of the handshake; returns whether somebody has said who it is. If not, the pipe has ended."""
     try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             await _read(end, 0)
             await _send(end, identity.peer_id.to_bytes())
             await _read(end, 0)
@@ -228,7 +226,7 @@ class PunchPort:
         return True
 
     def connected(self, session: MemorySession) -> None:
-        """A connection from or to this port has come about."""
+        """There is a connection from or to this port."""
         if self._is_closed:
             session.abort()
             return

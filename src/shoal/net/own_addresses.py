@@ -30,8 +30,8 @@ _OF_ONE_NETWORK = tuple(
         *("fc00::/7", "fe80::/10"),
     )
 )
-# Other peers remember no more addresses of one peer than this.
-MAX_ANNOUNCED = 8
+# Of one peer, which it announces and others remember.
+MAX_ADDRESSES_PER_PEER = 8
 MAX_PLACES_KNOWN = 1024
 
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}

@@ -1,4 +1,4 @@
-"""Byte pipes inside one process, of which networks in memory are made."""
+"""Byte pipes inside one process: networks in memory are made from them."""
 
 from __future__ import annotations
 

@@ -59,6 +59,8 @@ class _Serving:
 class Server:
     """Serves the calls of other peers on connections that they have opened.
 
+    Half of its attributes say what each connection is doing; they change together, so they are not divided.
+
     Args:
         peer_id: the peer that serves.
         connect: wraps an accepted stream.
@@ -155,7 +157,7 @@ class Server:
         self.handlers.update(handlers)
 
     def remove_handlers(self, names: Iterable[str]) -> None:
-        """Stop serving these handlers; calls in progress go on."""
+        """Stop serving these handlers; calls in progress continue."""
         for name in names:
             self.handlers.pop(name, None)
 
@@ -187,7 +189,7 @@ class Server:
         self._schedule_sweep()
 
     def _note(self, stream: Stream, **what: Any) -> None:
-        """What somebody does whom this peer does not know."""
+        """Note what a stranger does."""
         if not self._knows(stream.remote):
             address = stream.remote_address
             self._behaviour.note_stranger(host_of(stream.remote, () if address is None else (address,)), **what)
@@ -404,7 +406,7 @@ class Server:
             self._drop(connection, reason)
 
     def cut_idle(self, peer: PeerID) -> None:
-        """End the connections of a peer that carry no call, so that its next call greets this peer anew."""
+        """End the connections of a peer that carry no call, so that its next call begins with a greeting."""
         for connection in self.connections_of(peer):
             if connection in self._idle_since:
                 connection.stream.abort()

@@ -236,7 +236,7 @@ class StubBase:
         self._p2p.drop_idle(self._peer)
 
     def replace_arranged(self, count: int) -> None:
-        """The same for connections that relays have brought about; so many new ones are made at once, for all calls."""
+        """The same for connections that relays have brought about; ``count`` new ones are made at once."""
         self._p2p.replace_arranged(self._peer, count)
 
     def note_silence(self) -> None:
@@ -306,7 +306,7 @@ class ServicerBase:
         p2p.add_handlers(handlers)
 
     async def remove_p2p_handlers(self, p2p: Peer, *, namespace: str | None = None) -> None:
-        """Stop serving; calls in progress go on."""
+        """Stop serving; calls in progress continue."""
         p2p.remove_handlers(self.handle_name(method.name, namespace) for method in methods_of(type(self)))
 
     @classmethod

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union
 
 import msgspec
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""
 
-VERSION = 1
+VERSION = 2
 # A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
@@ -142,6 +142,8 @@ class Stream(ABC):
 
 OnStream = Callable[[Stream], None]
 
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds for connecting and proving both identities; also how long a listener waits for an unproven dialler."""
 COOKIE_BYTES = 32
 COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""
@@ -291,8 +293,8 @@ class Transport(ABC):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         """From now on, accept one session with this cookie. Cancelling the future ends that.
 
-        Nothing else answers to a cookie: it is good for one session. Whoever has given it away no longer waits after
-        :data:`COOKIE_SECONDS`; then the future is cancelled.
+        Nothing else answers to a cookie: it is good for one session. The side that has given it away no longer waits
+        after :data:`COOKIE_SECONDS`; then the future is cancelled.
         """
 
     @abstractmethod
@@ -322,7 +324,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, session: Session, on_stream: OnStream) -> None:
-        """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
+        """Shake hands as the listener on this session, as if its other end had connected to a listening port."""
 
     @abstractmethod
     def punch(
@@ -331,7 +333,7 @@ class Transport(ABC):
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
 
         Args:
-            session: whoever it belongs to by now.
+            session: may belong to somebody else by now.
             seconds: after which it ends.
             round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 
@@ -375,7 +377,8 @@ class Prefix(NamedTuple):
 class Header(msgspec.Struct):
     """Base class of everything typed that peers send each other.
 
-    Fields may be added later, with defaults: an older peer ignores fields that it does not know.
+    Fields may be added later, with defaults: an older peer ignores fields that it does not know. A message of several
+    kinds has a base class with a tag, and one subclass for each kind.
     """
 
 
@@ -394,7 +397,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 @functools.cache
 def _decoder(header_type: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(header_type)
+    kinds = header_type.__subclasses__() if header_type.__struct_config__.tag is not None else ()
+    return msgspec.msgpack.Decoder(Union[tuple(kinds)] if kinds else header_type)  # noqa: UP007 - a tuple of types
 
 
 def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
@@ -479,3 +483,50 @@ async def read_new(stream: Stream, size: int, take_memory: Callable[[int], objec
         if take_memory is not None:
             take_memory(more)
         data.extend(bytes(more))
+
+
+# --- frames: what is said on a session before it becomes a stream or is joined to another one -------------------------
+
+# They are sent in the clear, by somebody who has proven nothing, so they are small: addresses, and that it begins.
+MAX_FRAME_BYTES = 2048
+_LENGTH = struct.Struct(">H")
+
+
+def pack_frame(header: Header) -> bytes:
+    """A frame as bytes: its length (u16, big-endian) and a msgpack map, like the headers of messages.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    encoded = _encoder.encode(header)
+    if len(encoded) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"a {type(header).__name__} of {len(encoded)} bytes is over the limit of {MAX_FRAME_BYTES} for a frame: "
+            "say less in it"
+        )
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
+async def send_frame(session: Session, header: Header) -> None:
+    """Send a frame.
+
+    Raises:
+        StreamClosedError: the connection ended.
+        ValueError: the frame is too large.
+    """
+    await session.write(pack_frame(header))
+
+
+async def receive_frame(session: Session, header_type: type[H]) -> H:
+    """Receive a frame of a certain type; nothing behind it is read.
+
+    Raises:
+        ProtocolError: something else arrived.
+        StreamClosedError: the connection ended.
+    """
+    (length,) = _LENGTH.unpack(await session.read_exactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a frame of {length} bytes instead of a {header_type.__name__}: the limit is {MAX_FRAME_BYTES}"
+        )
+    return decode_header(await session.read_exactly(length), header_type)

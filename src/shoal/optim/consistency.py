@@ -157,7 +157,7 @@ def owners_of(
 def _objects_of(kinds: Collection[type]) -> list[Any]:
     """All objects of these types.
 
-    The collector also knows tuples that another thread is still making, and Python refuses to go on with a tuple that
+    The collector also knows tuples that another thread is still making, and Python refuses to finish a tuple that
     somebody else holds meanwhile. So no other thread may run until all but the wanted objects are let go: this is a
     single call of ``list``, in which only compiled functions run, and no collection whose callbacks are Python.
     """

@@ -137,10 +137,10 @@ class GlobalStep:
         Its second round, for parameters, is not scheduled in advance: a peer that misses the first one would keep the
         others waiting.
         """
-        averager = self.grad_averager
-        assert averager is not None, "with local updates no gradients are averaged"
-        when = self._when_to_average()
-        if when is not None and not usable(self.scheduled_grads) and averager.is_ready_to_schedule:
+        averager, when = self.grad_averager, self._when_to_average()
+        if averager is None or when is None:
+            return
+        if not usable(self.scheduled_grads) and averager.is_ready_to_schedule:
             self.scheduled_grads = averager.schedule_step(gather=self.comparison.describe(), **when)
             self.scheduled_grads.keep_open = True
 

@@ -268,7 +268,7 @@ class GradientAverager(DecentralizedAverager):
 
         Args:
             weight: weight of this peer's mean gradient; default: its number of samples.
-            reset_accumulators: begin to accumulate anew at once. If you need the input again after a failed round,
+            reset_accumulators: start accumulating from zero at once. If you need the input again after a failed round,
                 reset later instead.
             control: from :meth:`schedule_step`; default: a new one, made with ``kwargs``.
             timeout: seconds until a group must be found; with ``wait``, also until the result.
@@ -333,11 +333,11 @@ class GradientAverager(DecentralizedAverager):
     # --- for a restart ------------------------------------------------------------------------------------------------
 
     def get_memory(self) -> list[torch.Tensor]:
-        """Tensors of earlier rounds that this peer needs to go on after a restart. Do not change them."""
+        """Tensors of earlier rounds that this peer needs to continue after a restart. Do not change them."""
         return [*self.get_buffers(), *(self._momentum.tensors if self._momentum else ())]
 
     def set_memory(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from the tensors that :meth:`get_memory` gave.
+        """Continue from the tensors that :meth:`get_memory` gave.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.

@@ -9,13 +9,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
-from shoal.optim.joint_optimizer import SwarmOptimizer
+from shoal.base.closeable import Facade
 from shoal.optim.setup.devices import local_part
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler"]
 
 logger = logging.getLogger(__name__)
+
+
+class SwarmOptimizer(Facade, torch.optim.Optimizer):
+    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
+    only these."""
+
+    steps_each_batch: ClassVar[bool] = False
+    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
 
 
 class GradScaler(TorchGradScaler):

@@ -99,8 +99,8 @@ class GradientAccumulator:
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if self._expected_batch_size not in (None, batch_size):
-            batch_size = self._take_for_expected(batch_size)
+        if self._expected_batch_size is not None and self._expected_batch_size != batch_size:
+            batch_size = self._take_for_expected(batch_size, self._expected_batch_size)
         _check_gradients([p.grad for p in self.parameters if p.grad is not None])
         if self._untouched:
             self._untouched = {index for index in self._untouched if not self._has_gradient(index)}
@@ -138,10 +138,9 @@ class GradientAccumulator:
         """The sums now have further gradients: those of the parameters whose marks are above 0."""
         self._untouched = set((marks <= 0).nonzero().flatten().tolist())
 
-    def _take_for_expected(self, batch_size: int) -> int:
+    def _take_for_expected(self, batch_size: int, expected: int) -> int:
         """Count a batch of unexpected size as one of the expected size: its gradients are in the sum, unweighted."""
-        expected, self._expected_batch_size = self._expected_batch_size, None
-        assert expected is not None
+        self._expected_batch_size = None
         logger.warning(
             "a batch of %d samples instead of %d: it counts as one of %d, later ones by their size. If batches differ, "
             "do not announce a batch_size_per_step",

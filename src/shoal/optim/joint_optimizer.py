@@ -13,14 +13,14 @@ import torch
 
 from shoal.access.badges import Roles, name_of
 from shoal.base import standby
-from shoal.base.closeable import Facade
 from shoal.errors import NotAMemberError, ReactorError
+from shoal.optim.grad_scaler import SwarmOptimizer
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.optim.options import SwarmOptions
     from shoal.optim.progress_tracker import ProgressTracker
-    from shoal.optim.report import Reporting
+    from shoal.optim.report import HasPeers, Reporting
     from shoal.optim.searches import Auxiliary
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,6 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
 def option(name: str) -> Any:
     """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
     return property(lambda optimizer: getattr(optimizer.options, name))
-
-
-class SwarmOptimizer(Facade, torch.optim.Optimizer):
-    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
-    only these."""
-
-    steps_each_batch: ClassVar[bool] = False
-    """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
 
 
 class JointOptimizer(SwarmOptimizer):
@@ -220,7 +212,12 @@ class JointOptimizer(SwarmOptimizer):
             ValueError: there are too many figures, or a name is too long.
         """
         self._check_open()
-        self._reporting.report(metrics)
+        self._reporting.report(metrics, self._latest_round)
+
+    @property
+    def _latest_round(self) -> HasPeers | None:
+        """The last round of this peer; ``None`` if there was none."""
+        raise NotImplementedError
 
     @property
     def report_is_due(self) -> bool:
@@ -230,7 +227,7 @@ class JointOptimizer(SwarmOptimizer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        """Raises if this or its DHT is closed: training would go on alone, and nobody would notice."""
+        """Raises if this or its DHT is closed: training would continue alone, and nobody would notice."""
         if self._closing.is_set():
             raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():

@@ -95,10 +95,11 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
 # The ``made_by`` of a state before any round.
 NEVER = bytes(GROUP_ID_BYTES)
 
-# Upper limit for the rounds that a statement, a checkpoint or a donor may claim.
+# Upper limit for the rounds that a statement, a checkpoint or a donor may claim: floats count in ones up to here.
 MAX_ROUNDS = 2**53
-# A member may have made so many rounds more than others: one that they have missed, and one that it is about to end.
+# A member may be ahead by this many rounds: one that the others have missed, and one that it is about to end.
 MOST_ROUNDS_AHEAD = 2
+# Of a statement: the number of rounds, and the start of a hash.
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8
 _ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
@@ -226,8 +227,8 @@ class Agreement(NamedTuple):
 def agree(statements: Sequence[LowRankStatement]) -> Agreement:
     """Choose the state of most members, and among several the one with the most rounds behind it.
 
-    Rounds are only claimed: whoever claims most must not replace what the others have in common. A state before any
-    round counts only if there is no other one.
+    Rounds are only claimed: the member that claims most must not replace what the others have in common. A state before
+    any round counts only if there is no other one.
     """
     present = [s for s in statements if s.made_by is not None or s.rounds > 0]
     rounds = max((s.rounds for s in present), default=0)

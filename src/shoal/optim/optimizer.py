@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation, StepControl
+from shoal.averaging import Aggregation, RoundResult, StepControl
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
@@ -67,7 +67,7 @@ class Optimizer(JointOptimizer):
 
     Each peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
     they average their gradients, weighted by their samples, and all make the same step: one *epoch*. Peers may join and
-    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with its own
+    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off continues with its own
     gradients, and a peer that has fallen behind downloads the state again.
 
     Args:
@@ -122,7 +122,7 @@ class Optimizer(JointOptimizer):
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
-            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and go on.
+            :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -138,6 +138,7 @@ class Optimizer(JointOptimizer):
 
     kind = "Optimizer"
     options: Options
+    # Options that programs read as attributes; others need none. They are most of this class's attributes.
     target_batch_size: int = option("target_batch_size")
     batch_size_per_step: int | None = option("batch_size_per_step")
     status_loglevel: int = option("status_loglevel")
@@ -290,10 +291,7 @@ class Optimizer(JointOptimizer):
         self._auxiliary = Auxiliary(searches, options.averaging_timeout) if auxiliary else None
         timeouts = options.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
-        main_averager = self.grad_averager or self.state_averager
-        self._reporting = Reporting(
-            dht, run_id, self.tracker, lambda: main_averager.last_round, target_batch_size=options.target_batch_size
-        )
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=options.target_batch_size)
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._schema_hash = self._compute_schema_hash()
@@ -546,7 +544,9 @@ class Optimizer(JointOptimizer):
         if not is_over:
             return
         # The weights of rounds that average parameters are no samples.
-        self._note_step(0.0 if self.grad_averager is None else self._reporting.samples_of_round(own))
+        self._note_step(
+            0.0 if self.grad_averager is None else self._reporting.samples_of_round(self._latest_round, own)
+        )
         is_same = self._schema_hash == self._compute_schema_hash()
         assert is_same, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch(with_others=self.tracker.had_others)
@@ -565,6 +565,10 @@ class Optimizer(JointOptimizer):
         """The same for its parameters, where gradients are not averaged."""
         if self.grad_averager is None:
             self.global_step.schedule_state()
+
+    @property
+    def _latest_round(self) -> RoundResult | None:
+        return (self.grad_averager or self.state_averager).last_round
 
     def _note_step(self, samples: float) -> None:
         """A joint step with this many samples was made; 0: they are not counted."""
@@ -591,7 +595,7 @@ class Optimizer(JointOptimizer):
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
     def _should_load_state_from_peers(self) -> bool:
-        """Whether this peer must download the state of another one before it goes on."""
+        """Whether this peer must download the state of another peer before it continues."""
         return self._synchronization.is_needed()
 
     def is_synchronized_with_peers(self) -> bool:
@@ -622,7 +626,7 @@ class Optimizer(JointOptimizer):
             self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
-        """Go on from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state as another peer would have given it, such as one from an archive.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.

@@ -5,7 +5,7 @@ published every few seconds, in one record with what the peer has counted itself
 
     report(loss=...)  ──►  Reporting: means, samples, time of a step  ──►  {run}_reports  ──►  shoal monitor
 
-The record stands under the owner tag of the peer, so that nobody else can write it. In a large swarm it stands under
+The record is stored under the owner tag of the peer, so that no other peer can write it. In a large swarm it is under
 the key with the bits of the peer's record of progress, see :mod:`shoal.dht.key_sharding`.
 """
 
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 # Least seconds between two records of a peer, times one more than the depth of the keys in a large swarm.
 PERIOD = 5.0
-# Seconds for which a record is valid.
+# Seconds for which a record is valid: a monitor shows a peer that is gone for two minutes.
 LIFETIME = 120.0
+# What a node accepts from a peer: together less than 16 kB, of which a monitor may hold thousands.
 MAX_METRICS, MAX_NAME_CHARACTERS = 24, 48
 MAX_TROUBLES, MAX_TROUBLE_CHARACTERS = 16, 64
 MAX_REASON_CHARACTERS, MAX_WORD_CHARACTERS = 200, 32
@@ -187,14 +188,13 @@ class ProgressSource(Protocol):
 
 
 class Reporting:
-    """What one peer reports. Used by the training thread alone.
+    """What one peer reports. Used by the training thread alone. Most of its attributes are totals for one field each of
+    :class:`PeerReport`.
 
     Args:
         dht: where the record is published.
         run_id: name of the run.
         tracker: knows this peer's place in the swarm.
-        last_round: returns the last round, or ``None``. It must not lead to the optimizer that has this: an optimizer
-            that is dropped shuts itself down at once.
         clock: of seconds; tests move it.
         target_batch_size: samples that a joint step should have; 0 if steps are not counted in samples.
     """
@@ -204,13 +204,12 @@ class Reporting:
         dht: DHT,
         run_id: str,
         tracker: ProgressSource,
-        last_round: Callable[[], HasPeers | None],
         clock: Callable[[], float] = time.monotonic,
         *,
         target_batch_size: int = 0,
     ) -> None:
         self._dht, self._key, self._tracker = dht, key_of_reports(run_id), tracker
-        self._last_round, self._target_batch_size, self._clock = last_round, target_batch_size, clock
+        self._target_batch_size, self._clock = target_batch_size, clock
         self._began = get_dht_time()
         self._samples = self._told_samples = 0
         self._told_at = clock()
@@ -229,7 +228,7 @@ class Reporting:
     # --- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, samples: int) -> None:
-        """This peer has processed so many more samples."""
+        """This peer has processed this many more samples."""
         self._samples += samples
 
     @contextlib.contextmanager
@@ -241,14 +240,14 @@ class Reporting:
         finally:
             self._joint += self._clock() - began
 
-    def samples_of_round(self, own: float) -> float:
+    def samples_of_round(self, last: HasPeers | None, own: float) -> float:
         """Samples of all members of the last round, whose weights are samples.
 
         Args:
+            last: this round.
             own: the samples of this peer, which made the step alone if there was no new round.
         """
-        last, before = self._last_round(), self._counted_round
-        self._counted_round = last
+        before, self._counted_round = self._counted_round, last
         return own if last is None or last is before else sum(last.weights)
 
     def note_step(self, samples: float = 0.0) -> None:
@@ -271,8 +270,11 @@ class Reporting:
         """Whether a report would be published now."""
         return self._clock() >= self._next and (self._publication is None or self._publication.done())
 
-    def report(self, figures: Mapping[str, Any]) -> None:
+    def report(self, figures: Mapping[str, Any], last: HasPeers | None = None) -> None:
         """Add the user's figures, and publish all if it is time.
+
+        Args:
+            last: the last round of this peer.
 
         Raises:
             TypeError, ValueError: a figure is not a number, or there are too many of them.
@@ -299,15 +301,15 @@ class Reporting:
                 told = " is NaN, or too large"
                 self._dht.p2p.metrics.troubles[name[: MAX_TROUBLE_CHARACTERS - len(told)] + told] += 1
         if self.is_due:
-            self._publish()
+            self._publish(last)
 
-    def _publish(self) -> None:
+    def _publish(self, last: HasPeers | None) -> None:
         exchange = self._tracker.exchange
         if exchange is None:
             return
         self._note_outcome()
         spread, now = exchange.spread, self._clock()
-        report = self._make_report(now)
+        report = self._make_report(now, last)
         self._next = now + PERIOD * (1 + spread.depth)
         self._told_at, self._told_samples, self._sums = now, self._samples, {}
         key, tag = key_at(self._key, spread.place), tag_of(self._dht.peer_id)
@@ -324,9 +326,8 @@ class Reporting:
         except ShoalError as e:
             logger.debug("the report of this peer was not published: %s", e)
 
-    def _make_report(self, now: float) -> PeerReport:
+    def _make_report(self, now: float, last: HasPeers | None) -> PeerReport:
         metrics, seconds = self._dht.p2p.metrics, max(1e-3, now - self._told_at)
-        last = self._last_round()
         recent = self._samples - self._told_samples
         return PeerReport(
             time=get_dht_time(),

@@ -443,7 +443,7 @@ class TrainingStateAverager(StateHolder):
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
-        except Exception as e:  # whatever has failed, training goes on
+        except Exception as e:  # whatever has failed, training continues
             control.cancel()
             with self._lock.hold():
                 self._contents.drop_copies()

@@ -1,7 +1,7 @@
 """Average a model with other peers whenever the training loop says so.
 
-A round copies the user's tensors, averages the copies, and writes the result back: as a whole, or, if training goes on
-meanwhile, as the difference that averaging has made.
+A round copies the user's tensors, averages the copies, and writes the result back: as a whole, or, if training
+continues meanwhile, as the difference that averaging has made.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TrainingAverager(DecentralizedAverager):
 
         Args:
             data_lock: a lock to hold while the model is read or changed. With it, the change that averaging has made is
-                added to the model, so that training can go on during the round. Without it, the averages replace the
+                added to the model, so that training can continue during the round. Without it, the averages replace the
                 model's values.
             wait: return the result; otherwise return a future of it at once.
             kwargs: options of the round, see :meth:`DecentralizedAverager.step`.
@@ -152,7 +152,7 @@ class TrainingAverager(DecentralizedAverager):
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
                             add_change(tensor, new, old)
-                    # Training may go on only when all values are written.
+                    # Training may continue only when all values are written.
                     wait_for_devices(local)
             self.local_step += 1
             return gathered

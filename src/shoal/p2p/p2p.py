@@ -25,9 +25,8 @@ from shoal.net.transport import Stream, Transport
 from shoal.p2p.joining import advise_on_private, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.revocation import RevocationExchange
-from shoal.peers.identity import Identity, PeerID
+from shoal.peers.identity import Identity, PeerID, checked_name
 from shoal.peers.multiaddr import Multiaddr
-from shoal.peers.names import checked_name
 from shoal.reach.checkup import Checkup
 from shoal.reach.connection_upgrade import ConnectionUpgrades
 from shoal.reach.libp2p_options import Libp2pOptions
@@ -77,7 +76,7 @@ class P2P(Endpoint):
         """Dials through relays."""
         self.upgrades = ConnectionUpgrades(self, self.circuits)
         self.answering = IncomingCircuits(self, self.circuits, limits.answered)
-        """Answers those who dial this peer through relays."""
+        """Answers peers that dial this one through relays."""
         self.reservations = RelayClient(
             self, self.answering.answer, [*options.trusted_relays], lambda: self.outlook.update()
         )

@@ -1,8 +1,8 @@
 """How a list of revocations reaches all members of a private run.
 
 Every peer keeps the newest list, and each greeting tells its serial number. If the numbers of two peers differ, the one
-that has dialled gives its list and takes that of the other. Whoever gets a newer list cuts the connections of those on
-it, and gives it to all other peers that it is connected to. So a list crosses a connected swarm within a few round
+that has dialled gives its list and takes that of the other. A peer that gets a newer list cuts the connections of those
+on it, and gives it to all other peers that it is connected to. So a list crosses a connected swarm within a few round
 trips, and peers that were away get it with their first connection.
 """
 
@@ -62,9 +62,7 @@ class RevocationExchange(ServicerBase):
     ) -> None:
         self._endpoint, self._membership, self._cut_relayed = endpoint, membership, cut_relayed
         # Peers that have promised a newer list, and given none.
-        self._in_vain: Bounded[PeerID, None] = Bounded(
-            MAX_REVOKED, seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time
-        )
+        self._in_vain: Bounded[PeerID, None] = Bounded(seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time)
         # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._asking: dict[PeerID, None] = {}
@@ -166,5 +164,5 @@ class RevocationExchange(ServicerBase):
         task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
-        """Cancel what is going on."""
+        """Cancel the calls in progress."""
         await cancel_and_wait(*[task for task in self._tasks if task is not asyncio.current_task()])

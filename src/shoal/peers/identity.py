@@ -11,16 +11,19 @@ import datetime
 import functools
 import os
 import random
+import socket
 import stat
 from collections.abc import Iterable
 from functools import total_ordering
 from pathlib import Path
+from typing import Annotated
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import Meta
 
-from shoal.base.logs import one_line, quoted
+from shoal.base.logs import MAX_NAME_CHARACTERS, one_line, quoted, shown_name
 from shoal.errors import ForeignPeerError, P2PDaemonError, make_private
 from shoal.peers.multiaddr import DAMAGED, Multiaddr
 
@@ -216,7 +219,7 @@ def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
 
 
 def circuit_address(place: Multiaddr, relay: PeerID) -> Multiaddr:
-    """The address of whoever has a reservation at a relay: the inverse of :func:`relay_of`."""
+    """The address of a peer that has a reservation at a relay: the inverse of :func:`relay_of`."""
     return place.encapsulate(f"/p2p/{relay}/{CIRCUIT}")
 
 
@@ -392,3 +395,33 @@ def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
     if not isinstance(public_key, Ed25519PublicKey) or is_weak_key(public_key.public_bytes_raw()):
         return None
     return PeerID.from_public_key(public_key.public_bytes_raw())
+
+
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+"""As it travels. It must be made readable before it is shown, see :func:`~shoal.base.logs.shown_name`."""
+
+
+def default_name() -> str:
+    """The value of ``SHOAL_NAME`` if that is set, even if it is empty; otherwise the host and the process."""
+    chosen = os.environ.get("SHOAL_NAME", os.environ.get("HIVEMIND_NAME"))
+    if chosen is not None:
+        return checked_name(chosen, "SHOAL_NAME")
+    host, process = socket.gethostname().partition(".")[0], f"-{os.getpid()}"
+    return shown_name(f"{shown_name(host)[: MAX_NAME_CHARACTERS - len(process)]}{process}")
+
+
+def checked_name(name: object, option: str = "name") -> str:
+    """Check a name that the user has given.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is too long, or holds signs that cannot be printed.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{option} must be a text such as 'laptop', or '' for no name, got {name!r}")
+    if name != shown_name(name):
+        raise ValueError(
+            f"{option} must have at most {MAX_NAME_CHARACTERS} printable characters, with single spaces at most, got "
+            f"{name[: 2 * MAX_NAME_CHARACTERS]!r}"
+        )
+    return name

@@ -203,7 +203,7 @@ def _parse_bytes(data: bytes) -> _Items:
     while position < len(data):
         code, position = _read_varint(data, position)
         if code not in _NAMES:
-            raise ValueError(f"unknown protocol code {code}, of which nobody can tell here where its value ends")
+            raise ValueError(f"unknown protocol code {code}, and nobody here knows where its value ends")
         name = Protocol(_NAMES[code])
         if name in _NAMES_WITHOUT_VALUE:
             items.append((name, None))

@@ -21,63 +21,22 @@ Counts decay with time; everything is lost when the process ends.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
-from shoal.metrics import Demands, Metrics, PeerHistory
+from shoal.metrics import Demands, Metrics
+from shoal.peers.book import FAILURES_TO_LOSE_SHARE, PeerBook, PeerRecord, Trial
 from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_LOSE_SHARE = 3
-# The part of the time that may be wasted on retrying a peer that has failed.
-SHARE_WASTED = 0.05
-MAX_REST_SECONDS = 3600.0
-# The least that a failure is said to cost: even one that takes no time, such as a broken connection, earns a rest.
-LEAST_SECONDS = 0.5
 # A first failure that costs less is not worth a line: peers come and go.
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# The number of peers that are remembered; those seen most recently are kept.
-MAX_REMEMBERED = 4096
 # The number of hosts of strangers of which is known what they took.
 MAX_STRANGERS = 256
-
-
-@dataclass
-class _Trial:
-    """How often a peer has failed at one thing in a row, and when it is tried again."""
-
-    failures: int = 0
-    rests_until: float = -math.inf
-
-    @property
-    def is_lost(self) -> bool:
-        return self.failures >= FAILURES_TO_LOSE_SHARE
-
-    def fail(self, now: float, seconds: float, *, least: int = 1) -> None:
-        self.failures = max(self.failures + 1, least)
-        doublings = max(0, min(self.failures - FAILURES_TO_LOSE_SHARE, 20))
-        self.rests_until = now + min(max(seconds, LEAST_SECONDS) / SHARE_WASTED * 2**doublings, MAX_REST_SECONDS)
-
-    def succeed(self) -> None:
-        self.failures = max(0, min(self.failures, FAILURES_TO_LOSE_SHARE) - 1)
-
-
-@dataclass
-class _Known:
-    """One peer."""
-
-    deeds: PeerHistory
-    seen_at: float
-    reduces: _Trial = field(default_factory=_Trial)
-    leads: _Trial = field(default_factory=_Trial)
-    sends: _Trial = field(default_factory=_Trial)
-    others_lead_until: float = -math.inf
-    """Its averages have not come to a group in which others could lead, and would have asked less of it."""
 
 
 class PeerScores:
@@ -86,30 +45,25 @@ class PeerScores:
     Args:
         metrics: shows what is known, and counts the warnings.
         now: the loop's time in seconds.
+        book: where it is kept.
     """
 
-    def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
-        self._metrics, self._now = metrics, now
-        # Ordered by when each peer was last seen; the most recent is last.
-        self._known: dict[PeerID, _Known] = {}
-        # When each host of strangers was last seen; in this order.
-        self._strangers: dict[str, float] = {}
+    def __init__(self, metrics: Metrics, now: Callable[[], float], book: PeerBook) -> None:
+        self._metrics, self._now, self._book = metrics, now, book
+        # When each host of strangers was last seen.
+        self._strangers: Bounded[str, float] = Bounded(
+            MAX_STRANGERS, on_evict=lambda host, _: self._metrics.strangers.pop(host)
+        )
         self._warn_seldom, self._tell_seldom = Seldom(logger.warning), Seldom(logger.info)
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def _see(self, peer: PeerID) -> _Known:
-        """The entry of a peer, decayed to the present and marked as just seen."""
-        now = self._now()
-        known = self._known.pop(peer, None) or _Known(self._metrics.peers.setdefault(str(peer), PeerHistory()), now)
-        known.deeds.decay(0.5 ** ((now - known.seen_at) / HALF_LIFE))
-        known.seen_at = now
-        self._known[peer] = known
-        while len(self._known) > MAX_REMEMBERED:
-            forgotten = next(iter(self._known))
-            del self._known[forgotten], self._metrics.peers[str(forgotten)]
-        return known
+    def _see(self, peer: PeerID) -> PeerRecord:
+        """The record of a peer, decayed to the present and marked as just seen."""
+        now, record = self._now(), self._book.see_member(peer)
+        self._metrics.peers.setdefault(str(peer), record.history)
+        if record.seen_at is not None:
+            record.history.decay(0.5 ** ((now - record.seen_at) / HALF_LIFE))
+        record.seen_at = now
+        return record
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
@@ -134,25 +88,25 @@ class PeerScores:
         if len(members) > 1 and all(member in failed for member in members):
             return
         for peer in members:
-            known = self._see(peer)
-            known.deeds.came += 1
+            record = self._see(peer)
+            record.history.came += 1
             if peer in withheld:
-                known.reduces.fail(self._now(), seconds)
+                record.reduces.note_failure(self._now(), seconds)
                 if len(members) > 1:
-                    known.others_lead_until = known.reduces.rests_until
-                known.deeds.excluded += 1
-                if known.reduces.is_lost:
-                    self._tell_of_reducer(peer, known.reduces)
-                elif known.reduces.failures == 1 and withheld[peer] >= WORTH_TELLING_SECONDS:
+                    record.others_lead_until = record.reduces.rests_until
+                record.history.excluded += 1
+                if record.reduces.is_lost:
+                    self._tell_of_reducer(peer, record.reduces)
+                elif record.reduces.failures == 1 and withheld[peer] >= WORTH_TELLING_SECONDS:
                     self._tell_of_wait(peer, withheld[peer])
                 continue
             if peer not in failed:
-                known.deeds.delivered += 1
-                known.sends.succeed()
+                record.history.delivered += 1
+                record.sends.note_success()
             if peer in reducers:
-                known.reduces.succeed()
+                record.reduces.note_success()
 
-    def _tell_of_reducer(self, peer: PeerID, trial: _Trial) -> None:
+    def _tell_of_reducer(self, peer: PeerID, trial: Trial) -> None:
         self._metrics.troubles["reducers without a share"] += 1
         self._warn_seldom(
             "averages of peer %s did not arrive in %d rounds: for %.0f s it neither reduces for this peer nor leads "
@@ -175,59 +129,59 @@ class PeerScores:
 
     def note_lead(self, leader: PeerID, seconds: float, *, started: bool) -> None:
         """A leader that accepted this peer into its group has, ``seconds`` later, started it or fallen silent."""
-        known = self._see(leader)
+        record = self._see(leader)
         if started:
-            known.leads.succeed()
+            record.leads.note_success()
             return
-        known.leads.fail(self._now(), seconds)
-        known.deeds.excluded += 1
-        if known.leads.is_lost:
+        record.leads.note_failure(self._now(), seconds)
+        record.history.excluded += 1
+        if record.leads.is_lost:
             self._metrics.troubles["leaders not followed"] += 1
             # It may only be in the middle of a long batch, so this is no warning.
             self._tell_seldom(
                 "peer %s has accepted this one into a group %d times, and has not started it: it is not followed for "
                 "the next %.0f s",
                 leader,
-                known.leads.failures,
-                known.leads.rests_until - self._now(),
+                record.leads.failures,
+                record.leads.rests_until - self._now(),
                 about=leader,
             )
 
     def note_split(self, leader: PeerID, seconds: float) -> None:
         """A leader has made a group of a few, and most others went on without it, which has cost so many seconds."""
-        known = self._see(leader)
-        known.leads.failures += 1  # it has started a group, which counted as a success
-        known.leads.fail(self._now(), seconds)
-        if known.leads.is_lost:
-            known.deeds.excluded += 1
+        record = self._see(leader)
+        record.leads.failures += 1  # it has started a group, which counted as a success
+        record.leads.note_failure(self._now(), seconds)
+        if record.leads.is_lost:
+            record.history.excluded += 1
             self._metrics.troubles["leaders not followed"] += 1
             self._warn_seldom(
                 "peer %s has led this one into groups without most others: it is not followed for %.0f s. Its line "
                 "is bad, or it keeps others apart on purpose",
                 leader,
-                known.leads.rests_until - self._now(),
+                record.leads.rests_until - self._now(),
                 about=leader,
             )
 
     def note_injustice(self, leader: PeerID, seconds: float) -> None:
         """A leader has cost this peer so much time, and would have let a member count for less than it knows."""
-        known = self._see(leader)
-        known.leads.fail(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
-        known.deeds.excluded += 1
+        record = self._see(leader)
+        record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
+        record.history.excluded += 1
         self._metrics.troubles["leaders not followed"] += 1
 
     def note_delay(self, peer: PeerID, seconds: float) -> None:
         """A round was cut short after so many seconds because this member sent too slowly."""
-        known = self._see(peer)
-        known.sends.fail(self._now(), seconds)
-        if known.sends.is_lost:
+        record = self._see(peer)
+        record.sends.note_failure(self._now(), seconds)
+        if record.sends.is_lost:
             self._metrics.troubles["members too slow"] += 1
             self._warn_seldom(
                 "%d rounds were cut short because peer %s sent too slowly: it is in no group for %.0f s. Is its line "
                 "too slow, or its machine stuck?",
-                known.sends.failures,
+                record.sends.failures,
                 peer,
-                known.sends.rests_until - self._now(),
+                record.sends.rests_until - self._now(),
                 about=peer,
             )
 
@@ -259,42 +213,32 @@ class PeerScores:
         """What somebody takes whom this peer does not know. Peers cost nothing: those of one host count as one."""
         now, name = self._now(), str(host)
         demands = self._metrics.strangers.pop(name, None) or Demands()
-        demands.decay(0.5 ** ((now - self._strangers.pop(name, now)) / HALF_LIFE))
+        demands.decay(0.5 ** ((now - self._strangers.get(name, now)) / HALF_LIFE))
         demands.connections += connects
         demands.dropped += is_dropped
         demands.nbytes += nbytes
         self._metrics.strangers[name], self._strangers[name] = demands, now
-        if len(self._strangers) > MAX_STRANGERS:
-            forgotten = next(iter(self._strangers))
-            del self._strangers[forgotten], self._metrics.strangers[forgotten]
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _rests(self, trial: _Trial) -> bool:
-        return trial.is_lost and self._now() < trial.rests_until
-
     def share_of(self, peer: PeerID) -> float:
         """The fraction, from 0 to 1, of its normal share that a peer is to reduce."""
-        known = self._known.get(peer)
-        if known is None or not known.reduces.failures:
-            return 1.0
-        if self._rests(known.reduces):
+        reduces = self._book.find(peer).reduces
+        if reduces.rests(self._now()):
             return 0.0
-        return 0.5 ** min(known.reduces.failures, FAILURES_TO_LOSE_SHARE - 1)
+        return 0.5 ** min(reduces.failures, FAILURES_TO_LOSE_SHARE - 1)
 
     def may_lead(self, peer: PeerID) -> bool:
         """Whether this peer should follow another one as its leader."""
-        known = self._known.get(peer)
-        if known is None:
-            return True
-        has_withheld = known.reduces.failures > 0 and self._now() < known.others_lead_until
-        return not (has_withheld or self._rests(known.reduces) or self._rests(known.leads))
+        record, now = self._book.find(peer), self._now()
+        has_withheld = record.reduces.failures > 0 and now < record.others_lead_until
+        return not (has_withheld or record.reduces.rests(now) or record.leads.rests(now))
 
     def find_too_slow(self) -> list[PeerID]:
         """Peers that should be in no group for a while, because no round with them comes to an end in time."""
-        return [peer for peer, known in self._known.items() if self._rests(known.sends)]
+        return [peer for peer, record in self._book.members() if record.sends.rests(self._now())]
 
     def has_delivered(self, peer: PeerID) -> bool:
         """Whether a peer has been useful, so that places are kept for it."""
-        known = self._known.get(peer)
-        return known is not None and known.deeds.delivered > known.deeds.excluded
+        history = self._book.find(peer).history
+        return history.delivered > history.excluded

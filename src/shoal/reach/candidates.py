@@ -15,11 +15,10 @@ import msgspec
 from shoal.net.addresses import ip_to_dial
 from shoal.net.transport import Header
 from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.relay.messages import MAX_AT_ONCE
 
 MAX_CANDIDATES = 4
 """Addresses of each side for each port."""
-MAX_PORTS = 8
-"""Ports that one punch is about."""
 LOWEST_PORT = 1024
 """Services of systems are below; no system gives such a port to a connection."""
 MEMORY = "memory"
@@ -33,7 +32,7 @@ class CandidateHost(msgspec.Struct):
     """A host of one side, and for each of its ports in order the port there; 0 if there is none."""
 
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=45)]
-    ports: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**16)]], msgspec.Meta(max_length=MAX_PORTS)]
+    ports: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**16)]], msgspec.Meta(max_length=MAX_AT_ONCE)]
 
 
 class Candidates(Header):
@@ -102,7 +101,7 @@ def worth_punching(
     Args:
         have_same_host: the relay sees both sides at one host: they are behind the same router, or on one machine.
         is_inside: whether an address is in a network of this machine.
-        is_relay_on_loopback: so is everybody whom it can join to this peer.
+        is_relay_on_loopback: so is every peer that it can join to this one.
     """
     found: dict[Multiaddr, None] = {}
     for host, port in candidates:

@@ -32,24 +32,16 @@ from shoal.peers.multiaddr import Multiaddr
 
 # The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
-# The average rate for one host.
-BULK_BYTES_PER_SECOND = 2**20
-
-BULK_BURST_BYTES = 32 * 2**20
-# The average rate for all hosts together.
-BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
-
-BULK_TOTAL_BURST_BYTES = 128 * 2**20
-# The average rate for one host; each call back dials the few addresses that the caller claims as its own.
-CALLS_BACK_PER_SECOND = 0.2
-
-CALLS_BACK_BURST = 5
-CALLS_BACK_TOTAL_PER_SECOND = 2.0
-CALLS_BACK_TOTAL_BURST = 20
+# Each a rate per second and a burst; not measured. Of bytes that are exchanged to measure a line:
+BULK_OF_HOST = 2**20, 32 * 2**20
+BULK_OF_ALL = 8 * 2**20, 128 * 2**20
+# Of calls back, each of which dials the few addresses that the caller claims as its own:
+CALLS_BACK_OF_HOST = 0.2, 5
+CALLS_BACK_OF_ALL = 2.0, 20
 # Exchanges in progress at the same time, and calls back; further peers are told to try again.
 MAX_AT_ONCE = 8
 
-# For an exchange, there and back. Whoever is slower learns nothing that it does not know.
+# For an exchange, there and back. A slower line needs no measurement.
 BULK_SECONDS = 60.0
 CALL_BACK_SECONDS = 4.0
 MAX_ADDRESS_CHARACTERS = 256
@@ -103,12 +95,12 @@ class Checkup(ServicerBase):
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._bulk = _Budget(
-            TokenBuckets(BULK_BYTES_PER_SECOND, BULK_BURST_BYTES),
-            TokenBuckets(BULK_TOTAL_BYTES_PER_SECOND, BULK_TOTAL_BURST_BYTES),
+            TokenBuckets(*BULK_OF_HOST),
+            TokenBuckets(*BULK_OF_ALL),
         )
         self._calls_back = _Budget(
-            TokenBuckets(CALLS_BACK_PER_SECOND, CALLS_BACK_BURST),
-            TokenBuckets(CALLS_BACK_TOTAL_PER_SECOND, CALLS_BACK_TOTAL_BURST),
+            TokenBuckets(*CALLS_BACK_OF_HOST),
+            TokenBuckets(*CALLS_BACK_OF_ALL),
         )
         self._calling_back = asyncio.Semaphore(MAX_AT_ONCE)
         self._exchanging = asyncio.Semaphore(MAX_AT_ONCE)

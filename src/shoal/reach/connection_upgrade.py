@@ -77,7 +77,7 @@ class ConnectionUpgrades:
             logger.debug("no spare connections to %s: %s", peer, e)
 
     def replace(self, peer: PeerID, count: int) -> None:
-        """Connections that relays have brought about have broken: make so many new ones; calls wait for them."""
+        """Connections that relays have brought about have broken: make ``count`` new ones; calls wait for them."""
         if peer in self.replacing or not self._endpoint.is_alive:
             return
         for each in self._endpoint.pool.streams_to(peer):

@@ -7,7 +7,7 @@ The conclusions are those of :mod:`~.reachability`; here is where the evidence c
 - from then on, two witnesses are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at once
   after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
 
-While nobody can dial this peer, it asks for reservations at relays. Whoever has connections to it is told of each
+While nobody can dial this peer, it asks for reservations at relays. Peers with connections to it are told of each
 change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
 it: each checks often whether it can be dialled, and asks some others whether they are relays.
 """
@@ -16,28 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-import weakref
 from collections.abc import Callable, Sequence
 
-from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
-from shoal.net.addresses import ip_text_of, is_name
+from shoal.net.addresses import ip_text_of, is_global
 from shoal.net.dialler import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
-from shoal.net.own_addresses import MAX_ANNOUNCED
+from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import CallBack, CallMe, Checkup
-from shoal.reach.contacts import Contacts
 from shoal.reach.libp2p_options import Libp2pOptions
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.nat_probe import is_mapping_hard, places_of
-from shoal.reach.presence import greet_anew
-from shoal.reach.reachability import AddressStatus, Evidence, Reach, Reachability, is_global, is_private
+from shoal.reach.presence import Announcements
+from shoal.reach.reachability import AddressStatus, Contacts, Evidence, Reach, Reachability
 from shoal.reach.relay.client import RelayClient
 from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer
@@ -64,13 +62,46 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 # Others who claim to see this machine at another address are listened to so often.
 SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
-MAX_UNINFORMED = 1024
 SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
 
 
+class CheckTimes:
+    """When witnesses are asked to dial back: rarely, soon after a change, and never too often.
+
+    Args:
+        now: the time in seconds.
+        rng: varies the times, so that peers do not ask all at one moment.
+    """
+
+    def __init__(self, now: Callable[[], float], rng: random.Random) -> None:
+        self._now, self._rng = now, rng
+        self._checked_at, self._due_at = -math.inf, math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next check; 0 if it is due."""
+        return max(0.0, max(self._due_at, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
+
+    def check_within(self, seconds: float) -> None:
+        """Let the next check be due in this time at the latest."""
+        self._due_at = min(self._due_at, self._now() + seconds)
+
+    def note_check(self) -> None:
+        """A check begins."""
+        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
+        self._checked_at, self._due_at = self._now(), self._now() + CHECK_SECONDS + spread
+
+    def note_no_answer(self) -> None:
+        """Nobody has answered: all may have been busy with others."""
+        self._due_at = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+
+
 class ReachabilityManager:
     """What a peer knows of how others reach it.
+
+    It has more attributes than others, because it holds both sides: the evidence and where that comes from, and the
+    parts that do something about it.
 
     Args:
         endpoint: of the peer.
@@ -102,19 +133,14 @@ class ReachabilityManager:
         """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._had_company = False
-        self._seen_elsewhere_at = float("-inf")
-        self._checked_at = float("-inf")
-        self._check_due = float("inf")
+        self._seen_elsewhere_at = -math.inf
+        self._checks = CheckTimes(self.now, self._rng)
         self._looked_for_relays_at = self.now()
         # What others were told last: what this peer is to them, where, and how.
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._announcing: asyncio.Task[None] | None = None
-        # Who may not have heard of the latest change. Nothing else remembers them, because their connections end.
-        self._uninformed: Bounded[PeerID, None] = Bounded(MAX_UNINFORMED)
+        self._announcements = Announcements(endpoint)
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -153,7 +179,7 @@ class ReachabilityManager:
         if self._endpoint.client_mode:
             return []
         self.evidence.own = self._endpoint.transport.addresses(latest)
-        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ANNOUNCED)
+        return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ADDRESSES_PER_PEER)
 
     def public_addresses(self) -> list[Multiaddr]:
         """The same while others can call this peer directly, else none."""
@@ -162,22 +188,6 @@ class ReachabilityManager:
     def confirmed(self) -> list[Multiaddr]:
         """The addresses at which others are known to reach this peer from outside."""
         return self.evidence.confirmed(self.now())
-
-    def far_host_of(self, peer: PeerID) -> str:
-        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        addresses = self._endpoint.server.addresses_of(peer)
-        if not addresses or is_private(addresses[0]) or self._endpoint.transport.is_inside(addresses[0]):
-            return ""
-        return addresses[0].values()[0] or ""
-
-    def is_hopeless(self, peer: PeerID) -> bool:
-        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
-
-        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
-        """
-        addresses = self._endpoint.address_book.peek(peer)
-        judge = self._endpoint.judge_for(self._endpoint.seen_of(peer))
-        return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def outer_hosts(self) -> set[str]:
         """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
@@ -235,9 +245,8 @@ class ReachabilityManager:
         if address is None or stream.is_relayed or self._endpoint.client_mode:
             return
         is_outside = not self._endpoint.transport.is_inside(address)
-        self.contacts.note(stream.remote, address, is_outside=is_outside)
+        self.contacts.note(stream, address, is_outside=is_outside)
         if is_outside:
-            self._streams.add(stream)
             self.evidence.note_outside(self.now())
             self._begin()
         ports = {own.get("tcp") for own in self.evidence.own}
@@ -298,18 +307,18 @@ class ReachabilityManager:
         else:
             self.evidence.offers[source] = address
             if address not in self.evidence.own and self._life is not None:
-                self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+                self._checks.check_within(FIRST_CHECK_SECONDS)
         self.update()
 
     # --- consequences -------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Conclude anew, and tell those who are concerned of a change."""
+        """Draw the conclusions again, and act on a change."""
         if self._endpoint.client_mode or not self._endpoint.is_alive:
             return
         is_called = (
             bool(self._reservations.addresses()) or self._endpoint.server.has_arranged()
-        )  # which goes on without a relay
+        )  # these stay without a relay
         state = self.evidence.conclude(self.now(), is_reserved=is_called)
         metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
@@ -341,12 +350,12 @@ class ReachabilityManager:
 
         Args:
             has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
-                routers stays, for whoever lost all connections is in a hurry.
+                routers stays, because a peer that lost all connections is in a hurry.
         """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._remember(self._endpoint.pool.renew())  # what is open may be dead already
+        self._announcements.remember(self._endpoint.pool.renew())  # what is open may be dead already
         self.check_soon()
         if has_moved:
             self.forget_routers()
@@ -359,22 +368,8 @@ class ReachabilityManager:
 
     def announce_anew(self) -> None:
         """Tell the peers that have connections to this one where it is now."""
-        if not self._endpoint.is_alive:
-            return
-        self._greet(self._endpoint.pool.renew())
-
-    def _remember(self, peers: Sequence[PeerID]) -> None:
-        """Note peers that have yet to hear where this one is."""
-        for peer in peers:
-            self._uninformed.setdefault(peer)
-
-    def _greet(self, peers: Sequence[PeerID]) -> None:
-        """Greet these peers, and all who have not heard of earlier changes."""
-        if self._announcing is not None:
-            self._announcing.cancel()
-        self._endpoint.pool.renew()
-        self._remember(peers)
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._endpoint, self._uninformed))
+        if self._endpoint.is_alive:
+            self._announcements.tell(self._endpoint.pool.renew())
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -395,7 +390,7 @@ class ReachabilityManager:
                         self._changed.clear()
                         await self._changed.wait()
             except TimeoutError:
-                pass  # the life goes on looking
+                pass  # the background task keeps looking
         if self.state is Reachability.CLIENT:
             self.warn_client()
         return self.state
@@ -435,15 +430,14 @@ class ReachabilityManager:
 
     def _begin(self) -> None:
         if self._life is None and self._endpoint.is_alive:
-            self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
+            self._checks.check_within(FIRST_CHECK_SECONDS)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
         """Look at the signs every few seconds, and check when it is due."""
         DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
         while True:
-            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
-            pause = min(TICK_SECONDS, until_check)
+            pause = min(TICK_SECONDS, self._checks.seconds_left)
             due = self.now() + pause
             self._wake.clear()
             await wait_at_most(self._wake, pause)
@@ -451,7 +445,7 @@ class ReachabilityManager:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
-            if self.now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
+            if not self._checks.seconds_left:
                 await self.check()
             self.update()
 
@@ -461,26 +455,24 @@ class ReachabilityManager:
         reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
             self._looked_for_relays_at = self.now()
-            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
+            self._announcements.tell(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
             self.check_soon()
 
     def check_soon(self) -> None:
         """Let witnesses dial back soon."""
-        self._check_due = self.now()
+        self._checks.check_within(0.0)
         self._wake.set()
 
     def _look_at_connections(self) -> None:
-        alive = [stream for stream in self._streams if not stream.closed]
-        if alive:
+        is_connected, have_all_gone = self.contacts.look_outside()
+        if is_connected:
             self.evidence.note_outside(self.now())
-        elif self._had_company:
+        elif have_all_gone:
             self.note_upheaval("all connections are gone", has_moved=False)
-        self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:
         """Let witnesses dial back."""
-        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
-        self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
+        self._checks.note_check()
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
         witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._endpoint.is_reachable)
@@ -491,8 +483,7 @@ class ReachabilityManager:
             if answer is not None:
                 self._note_answer(witness, answer)
         if answers and all(answer is None for answer in answers):
-            # They may have been busy with others. Not all of whom ask again at the same moment.
-            self._check_due = self.now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+            self._checks.note_no_answer()
         await self._observe()
         self.update()
 
@@ -540,5 +531,5 @@ class ReachabilityManager:
         """End all of this."""
         if self.mapping is not None:
             await self.mapping.close()
-        tasks = [task for task in (self._life, self._announcing) if task is not None]
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*([] if self._life is None else [self._life]))
+        await self._announcements.close()

@@ -12,13 +12,11 @@ import logging
 from collections.abc import Sequence
 
 from shoal.errors import ProtocolError, ShoalError
-from shoal.net.addresses import is_name
+from shoal.net.addresses import is_global, is_ipv6, is_name
 from shoal.net.endpoint import Endpoint
-from shoal.net.frames import receive_frame
-from shoal.net.transport import MAY_CONNECT, Session
+from shoal.net.transport import MAY_CONNECT, Session, receive_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.reachability import is_global, is_ipv6
 from shoal.reach.relay.messages import Observe, Observed, OpenObservation
 from shoal.reach.relay.server import RelayServer
 

@@ -1,4 +1,4 @@
-"""Who is there under an identity, and telling others where this peer is now.
+"""Telling others where this peer is now, and finding another process with the same identity.
 
 Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
 saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 
 from shoal.access.badges import ANY_ROLE, Roles
+from shoal.base.bounded import Bounded
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
@@ -84,20 +85,43 @@ class Presence(ServicerBase):
         )
 
 
-async def greet_anew(endpoint: Endpoint, uninformed: MutableMapping[PeerID, None]) -> None:
-    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
+class Announcements:
+    """Tells other peers where this one can be reached now, by calling them: each connection begins with its addresses.
 
-    Those that a relay has arranged are older than the change, so the call tells them, too. By the same call this peer
-    learns whether the others are relays now.
+    Connections that a relay has arranged are older than the change, so the call tells the addresses, too. By the same
+    call this peer learns whether the others are relays now.
 
     Args:
-        uninformed: those to call; whoever has heard it, or cannot be called, is taken out.
+        endpoint: of this peer.
     """
-    DIRECT_ONLY.set(False)  # what has changed may have come about with a call to a relay
-    at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
-    handle = Presence.handle_name("rpc_who_am_i", None)
 
-    async def greet(peer: PeerID) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        # Peers that may not have heard of the latest change. Nothing else remembers them: their connections end.
+        self._uninformed: Bounded[PeerID, None] = Bounded()
+        self._task: asyncio.Task[None] | None = None
+
+    def remember(self, peers: Sequence[PeerID]) -> None:
+        """Note peers that have yet to hear where this one is."""
+        for peer in peers:
+            self._uninformed.setdefault(peer)
+
+    def tell(self, peers: Sequence[PeerID]) -> None:
+        """Tell these peers, and all that have not heard of earlier changes."""
+        if self._task is not None:
+            self._task.cancel()
+        self._endpoint.pool.renew()
+        self.remember(peers)
+        self._task = asyncio.get_running_loop().create_task(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        DIRECT_ONLY.set(False)  # a call to a relay may have brought the change
+        at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
+        await asyncio.gather(*(self._tell(peer, at_once) for peer in list(self._uninformed)))
+
+    async def _tell(self, peer: PeerID, at_once: asyncio.Semaphore) -> None:
+        endpoint = self._endpoint
+        handle = Presence.handle_name("rpc_who_am_i", None)
         try:
             async with at_once:
                 addresses = [str(address) for address in endpoint.announced()]
@@ -109,9 +133,12 @@ async def greet_anew(endpoint: Endpoint, uninformed: MutableMapping[PeerID, None
                 endpoint.note_relay(peer, reply.relay)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
-        uninformed.pop(peer, None)
+        self._uninformed.pop(peer, None)
 
-    await asyncio.gather(*map(greet, list(uninformed)))
+    async def close(self) -> None:
+        """Tell nobody any more."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
 
 
 async def compare_clocks(endpoint: Endpoint) -> None:

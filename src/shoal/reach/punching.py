@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.base.backoff import Backoff
+from shoal.base.bounded import Bounded
 from shoal.base.tasks import all_of, cancel_and_wait
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.addresses import is_loopback
-from shoal.net.frames import receive_frame, send_frame
-from shoal.net.transport import OnStream, Session, Stream, Transport
+from shoal.net.transport import OnStream, Session, Stream, Transport, receive_frame, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import MAX_PORTS, Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
-from shoal.reach.punch_backoff import Hosts, PunchPolicy
-from shoal.reach.relay.circuit import Circuit
-from shoal.reach.relay.messages import Reach
+from shoal.reach.candidates import Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.reach.relay.circuit import FIRST_PAUSE, LONGEST_PAUSE, Circuit
+from shoal.reach.relay.messages import MAX_AT_ONCE, Reach
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,77 @@ LATE_SHARE = 0.75
 """The same as a share of the time that the dial had taken before: on long lines and busy machines both take longer."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
+
+
+Hosts = tuple[str, str]
+"""Where a relay has seen this side and the other one."""
+
+
+@dataclass
+class _PunchOutcome:
+    hosts: Hosts
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE))
+
+
+class PunchPolicy:
+    """Outcomes by peer; of many peers the latest.
+
+    A failure says that these two routers do not let this through, which rarely changes. So punches are rare until one
+    of the two sides, or the network of this machine, is another one.
+
+    Args:
+        now: a clock that never goes back, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._outcomes: Bounded[PeerID, _PunchOutcome] = Bounded()
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def allows(self, peer: PeerID) -> bool:
+        """Whether to punch towards a peer."""
+        last = self._outcomes.get(peer)
+        return last is None or last.backoff.is_due(self._now())
+
+    def expects_success(self, peer: PeerID) -> bool:
+        """Whether the last punch towards a peer has made a connection."""
+        last = self._outcomes.get(peer)
+        return last is not None and not last.backoff.failures
+
+    def note_hosts(self, peer: PeerID, hosts: Hosts) -> None:
+        """Forget the outcome if one of both sides is behind another router now."""
+        last = self._outcomes.get(peer)
+        if last is not None and any(map(_has_moved, last.hosts, hosts)):
+            del self._outcomes[peer]
+
+    def note_success(self, peer: PeerID, hosts: Hosts) -> None:
+        """A punch has made a connection."""
+        self._outcomes[peer] = _PunchOutcome(hosts)
+
+    def note_failure(self, peer: PeerID, hosts: Hosts) -> None:
+        """A punch has made none."""
+        last = self._outcomes.get(peer)
+        outcome = self._outcomes[peer] = _PunchOutcome(hosts)
+        if last is not None:
+            outcome.backoff.failures = last.backoff.failures
+        outcome.backoff.fail(self._now())
+
+    def note_hopeless(self, peer: PeerID, hosts: Hosts) -> None:
+        """The routers of both sides give each connection another port, so nobody can guess any."""
+        self._outcomes[peer] = _PunchOutcome(
+            hosts, Backoff(FIRST_PAUSE, LONGEST_PAUSE, failures=1, rests_until=math.inf)
+        )
+
+    def clear(self) -> None:
+        """This machine is in another network: nothing of before holds."""
+        self._outcomes.clear()
+
+
+def _has_moved(before: str, now: str) -> bool:
+    """Whether a host is another one. A machine is seen at an IPv4 or an IPv6 address, depending on how it has come."""
+    return before != now and (":" in before) == (":" in now)
 
 
 @dataclass(eq=False)
@@ -117,7 +189,7 @@ class Puncher:
         self.policy.note_hosts(peer, _hosts_of(circuits))
 
     async def close(self) -> None:
-        """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        """Give up all punches of this side as a dialler, and end connections that nobody has taken."""
         self._is_closed = True
         await _drop(*self._punching)
 
@@ -139,7 +211,7 @@ class Puncher:
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
-            ``DialError`` if there is none. Whoever cancels it gives up that port. Nothing if there is no punch.
+            ``DialError`` if there is none. Cancelling it gives up that port. Nothing if there is no punch.
         """
         hosts = _hosts_of(circuits)
         self.policy.note_hosts(peer, hosts)
@@ -245,7 +317,7 @@ class Puncher:
         """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
 
         Returns:
-            The punch: it goes on while it is awaited, and hands on who connects.
+            The punch: it lasts while it is awaited, and hands on what connects.
         """
         own = Candidates() if self._are_both_hard(reach) else self._own_candidates(circuits)
         plan = await self._exchange(peer, circuits, own, asyncio.get_running_loop().time())
@@ -307,12 +379,12 @@ class Puncher:
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
         if self._transport.is_proxied:
             return Candidates()  # what others see is the proxy, and what goes past it is not wanted
-        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
+        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_AT_ONCE]]
         return own_candidates(ports, global_ipv6(self._transport.addresses()))
 
     def _plan(self, circuits: Sequence[Circuit], theirs: Candidates, round_trip: float, since: float) -> _Plan:
         targets: list[list[Multiaddr]] = []
-        for number, circuit in enumerate(circuits[:MAX_PORTS]):
+        for number, circuit in enumerate(circuits[:MAX_AT_ONCE]):
             seen, other, relay = circuit.seen_at, circuit.other_seen_at, circuit.session.remote_address
             found = worth_punching(
                 theirs.of_port(number),
@@ -346,7 +418,7 @@ async def _drop(*work: asyncio.Task[Any]) -> None:
     """Give up tasks that make streams or sessions, and end what they have made already."""
     try:
         await cancel_and_wait(*work)
-    finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+    finally:  # the caller may be cancelled, but the tasks have ended all the same
         for task in work:
             if _has_succeeded(task) and task.result() is not None:
                 task.result().abort()

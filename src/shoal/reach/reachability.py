@@ -23,14 +23,17 @@ From that follows what this peer is:
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import math
-from collections.abc import Iterable, Sequence
+import random
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from shoal.base.bounded import Bounded
+from shoal.net.addresses import is_global, is_ipv6, network_of
+from shoal.net.transport import Stream
+from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 
 # How long an accepted connection speaks for an address.
@@ -77,32 +80,6 @@ class AddressStatus(Enum):
     UNKNOWN = "unknown"
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
-
-
-@functools.lru_cache(4096)
-def is_global(address: Multiaddr) -> bool:
-    """Whether an address is meant for the whole internet; names are, by intention."""
-    host = address.get("ip4") or address.get("ip6")
-    return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
-
-
-@functools.lru_cache(4096)
-def is_private(address: Multiaddr) -> bool:
-    """Whether an address means something in one network alone."""
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and not ipaddress.ip_address(host).is_global
-
-
-@functools.lru_cache(4096)
-def network_of(address: Multiaddr) -> str:
-    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
-    host = address.get("ip4") or address.get("ip6")
-    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
-
-
-def is_ipv6(address: Multiaddr) -> bool:
-    """Whether an address begins with an IPv6 address."""
-    return "ip6" in address
 
 
 @dataclass
@@ -277,3 +254,64 @@ class Evidence:
             direct = [*sorted(far, key=is_ipv6, reverse=True), *near]
         behind = [] if self.state is Reachability.PUBLIC else list(circuits)[:most]
         return [*direct[: most - len(behind)], *behind]
+
+
+MAX_CONTACTS = 256
+
+
+class Contacts:
+    """Remembers the latest ones, and which of them outside are connected now."""
+
+    def __init__(self) -> None:
+        self._outside: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._had_several = False
+        # By peer: the host that it shares with others, and whether it is outside; the latest last.
+        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(MAX_CONTACTS)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, stream: Stream, address: Multiaddr, *, is_outside: bool) -> None:
+        """There is a connection with a peer at this address."""
+        peer = stream.remote
+        if is_outside:
+            self._outside.add(stream)
+        self._places[peer] = network_of(address) or str(peer), is_outside
+
+    def look_outside(self) -> tuple[bool, bool]:
+        """Whether anybody outside is connected, and whether all of several have gone since the last look."""
+        alive = [stream for stream in self._outside if not stream.closed]
+        have_all_gone = not alive and self._had_several
+        self._had_several = len({stream.remote for stream in alive}) > 1
+        return bool(alive), have_all_gone
+
+    def place_of(self, peer: PeerID) -> tuple[str, bool]:
+        """The host of a peer, which is the same for all peers of one network, and whether it is outside."""
+        return self._places.get(peer, ("", False))
+
+    def draw(self, rng: random.Random, count: int, is_usable: Callable[[PeerID], bool]) -> list[PeerID]:
+        """Some of them."""
+        usable = [peer for peer in self._places if is_usable(peer)]
+        return rng.sample(usable, min(count, len(usable)))
+
+    def num_hosts(self, is_usable: Callable[[PeerID], bool]) -> int:
+        """How many hosts there are, outside if there are any."""
+        return len(self._by_host(is_usable)[0])
+
+    def witnesses(
+        self, rng: random.Random, count: int, is_usable: Callable[[PeerID], bool]
+    ) -> tuple[list[PeerID], bool]:
+        """Peers on different hosts, and whether these are outside; only if nobody is, peers of the own networks."""
+        by_host, is_outside = self._by_host(is_usable)
+        hosts = rng.sample(sorted(by_host), min(count, len(by_host)))
+        return [rng.choice(by_host[host]) for host in hosts], is_outside
+
+    def _by_host(self, is_usable: Callable[[PeerID], bool]) -> tuple[dict[str, list[PeerID]], bool]:
+        for wanted in (True, False):
+            by_host: dict[str, list[PeerID]] = {}
+            for peer, (host, is_outside) in self._places.items():
+                if is_outside is wanted and is_usable(peer):
+                    by_host.setdefault(host, []).append(peer)
+            if by_host:
+                return by_host, wanted
+        return {}, False

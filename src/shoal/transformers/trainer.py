@@ -50,7 +50,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
     - ``max_grad_norm`` limits the averaged gradients of a swarm step, not those of a batch.
     - Logs also have ``swarm_epoch`` (swarm steps so far), ``swarm_peers``, ``swarm_samples_per_second`` (of this peer)
       and ``swarm_grad_norm`` (of the last swarm step, before clipping). The loss is shown to ``shoal monitor``.
-    - ``train(resume_from_checkpoint=...)`` goes on from a checkpoint; where the swarm is ahead, from its state.
+    - ``train(resume_from_checkpoint=...)`` continues from a checkpoint; where the swarm is ahead, from its state.
     - With peft adapters, the frozen base stays at home. Peers with another base are refused.
 
     Args:

@@ -105,7 +105,7 @@ def outer(parameters):
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def test_a_private_run_is_watched_and_joined_with_its_token(closing, make):
+def test_a_private_run_trains_and_is_watched(closing, make):
     run = Token.new_run("secret")
     guests = [run.invite(roles_named("train"), 32_000_000_000) for _ in range(2)]
     where = ["/ip4/127.0.0.1/tcp/0"]

@@ -9,13 +9,13 @@ from shoal.base.logs import counted
 from shoal.base.tasks import run_in_worker
 from shoal.cli.doctor.findings import Finding, fail, ok, unknown, warn
 from shoal.dht.joining import FIRST_SECONDS
-from shoal.net.addresses import is_loopback
+from shoal.net.addresses import is_global, is_ipv6, is_loopback
 from shoal.net.pasted import Target
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.reach.nat.port_mapping import has_upnp
 from shoal.reach.nat_probe import observe, places_of
-from shoal.reach.reachability import AddressStatus, Reachability, is_global, is_ipv6
+from shoal.reach.reachability import AddressStatus, Reachability
 
 NOT_KNOWN = "not known: give the ADDRESS of a peer outside of this network"
 LET_IN = "open TCP port {port} in the router, or turn on UPnP or PCP there; or run 'shoal dht' on a public machine"

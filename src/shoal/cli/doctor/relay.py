@@ -13,14 +13,14 @@ from shoal.cli.doctor.peer import ANSWER_SECONDS, NO_ANSWER, measure, millisecon
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.messages import RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import NotReserved, RelayCode, Reserve, ReserveAnswer, Reserved
 from shoal.reach.relay.server import RelayServer
 
 RESERVE_SECONDS = 10.0
 RUN_ONE = "run 'shoal dht' on a machine that others can call"
 
 
-async def ask_for_reservation(p2p: P2P, peer: PeerID) -> Reserved | None:
+async def ask_for_reservation(p2p: P2P, peer: PeerID) -> ReserveAnswer | None:
     """What a peer answers to the request for a reservation, which is given back at once; ``None``: nothing.
 
     Raises:
@@ -31,7 +31,7 @@ async def ask_for_reservation(p2p: P2P, peer: PeerID) -> Reserved | None:
         p2p.open_call(peer, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call,
     ):
         await call.send(Reserve(), end=True)
-        return await call.receive(Reserved)
+        return await call.receive(ReserveAnswer)
 
 
 async def is_relay(p2p: P2P, peer: PeerID) -> bool:
@@ -40,7 +40,7 @@ async def is_relay(p2p: P2P, peer: PeerID) -> bool:
         answer = await ask_for_reservation(p2p, peer)
     except NO_ANSWER:
         return False
-    return answer is not None and answer.code == RelayCode.OK
+    return isinstance(answer, Reserved)
 
 
 async def look_at_relay(
@@ -64,18 +64,19 @@ async def look_at_relay(
         return
     finding = _judged(answer, round_trip)
     yield finding
-    if answer is not None and answer.code == RelayCode.OK:
+    if isinstance(answer, Reserved):
         yield await _through(address, peer, token)
 
 
-def _judged(answer: Reserved | None, round_trip: float) -> Finding:
-    if answer is None:
-        return warn("relay", "it ends the call without an answer", "look at that peer's own log")
-    values = {"code": answer.code, "rate": answer.rate, "circuits": answer.circuits, "seen_at": answer.seen_at}
-    if answer.code == RelayCode.OK:
+def _judged(answer: ReserveAnswer | None, round_trip: float) -> Finding:
+    if isinstance(answer, Reserved):
+        values = {"code": 0, "rate": answer.rate, "circuits": answer.circuits, "seen_at": answer.seen_at}
         rate = f"{answer.rate * 8e-6:.0f} Mbit/s for all together" if answer.rate else "no limit to their rate"
         text = f"it takes reservations, up to {answer.circuits} circuits, {rate}, {milliseconds(round_trip)} away"
         return ok("relay", text, **values)
+    if not isinstance(answer, NotReserved):
+        return warn("relay", "it ends the call without an answer", "look at that peer's own log")
+    values = {"code": answer.code, "rate": 0.0, "circuits": 0, "seen_at": ""}
     if answer.code == RelayCode.NOT_A_RELAY:
         text = "it is none: others cannot call it, or it does not want to be one"
         return ok("relay", text, **values)

@@ -36,6 +36,7 @@ from shoal.errors import (
     StreamClosedError,
 )
 from shoal.net.tcp.stream import TcpStream
+from shoal.net.transport import HANDSHAKE_TIMEOUT as HANDSHAKE_TIMEOUT
 from shoal.peers.identity import (
     NEW_BINARY_FILE,
     PUBLIC_KEY_BYTES,
@@ -55,8 +56,6 @@ CHALLENGE_BYTES = NONCE_BYTES + _LENGTH.size
 """What a listener sends before its badge."""
 PROOF_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES + _LENGTH.size
 """What a dialler sends before its badge."""
-# Seconds for connecting, TLS and the proof together; also how long a listener waits for an unproven dialler.
-HANDSHAKE_TIMEOUT = 5.0
 # A TLS record (alert, fatal, access denied), sent to a host that starts more handshakes than its share.
 BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
 

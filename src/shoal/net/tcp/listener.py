@@ -88,7 +88,7 @@ def host_of(address: str) -> str:
 
 
 def host_charged(seen_at: str, peer: PeerID) -> str:
-    """Whom to charge for what is done for a peer: identities cost nothing, hosts do.
+    """The host to charge for what is done for a peer: identities cost nothing, hosts do.
 
     Args:
         seen_at: the address from which it has connected; empty if that is not known.

@@ -154,7 +154,7 @@ def _matches(exception: str, host: str, port: int) -> bool:
         try:
             return ip is not None and ip in ipaddress.ip_network(exception, strict=False)
         except ValueError:
-            return False  # curl does not know such a word either, and goes on
+            return False  # curl ignores such a word, too
     name, colon, its_port = exception.rpartition(":")
     if colon and its_port.isdigit() and _ip(exception) is None:
         if int(its_port) != port:

@@ -29,7 +29,7 @@ MAX_PER_PORT = 3
 MAX_SYNS = 32
 """Attempts per candidate that send something: a relay may lie about candidates, and some refuse at once."""
 # Limits of the pause after a failed attempt; half a round trip comes on top of the longer one. Equal pauses would keep
-# two sides out of phase for ever.
+# two sides out of phase.
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.010
 _BACKLOG = 4
@@ -96,7 +96,7 @@ async def punched(
     finally:
         try:
             await cancel_and_wait(*tasks)
-        finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+        finally:  # the caller may be cancelled, but the tasks have ended all the same
             for listener in listeners:
                 close_socket(listener)
             while not found.empty():

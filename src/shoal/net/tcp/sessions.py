@@ -1,7 +1,7 @@
 """Raw sessions over TCP: connections that begin with a cookie instead of a handshake, and pairs of them.
 
 On a listening port, the first byte tells a session from TLS, and a cookie of 32 bytes follows it. The cookie is the
-only thing that says what the session is for, so whoever gave it away gets the session, once.
+only thing that says what the session is for, so the side that gave it away gets the session, once.
 
 Sockets of sessions stay in our hands: exactly as many bytes are read as somebody asks for, because what follows may be
 the beginning of a TLS handshake.
@@ -77,7 +77,7 @@ class TcpSession(Session):
         return self._socket is None
 
     def use_within(self, seconds: float) -> None:
-        """End unless somebody uses it soon: whoever expected it may have given up at the very moment when it came."""
+        """End unless somebody uses it soon: the side that expected it may have given up as it came."""
         self._patience = self._loop.call_later(seconds, self._end, "nobody has used this session in time")
 
     async def write(self, data: bytes) -> None:
@@ -94,7 +94,7 @@ class TcpSession(Session):
         return arrived
 
     def _open_socket(self) -> socket.socket:
-        """The socket, for whoever uses the session now."""
+        """The socket, for the present user of the session."""
         self._stop_patience()
         if self._socket is None:
             raise StreamClosedError(self._reason)
@@ -126,7 +126,7 @@ class TcpSession(Session):
         return operation.result()
 
     def detach(self) -> socket.socket:
-        """Take the socket over; whoever does so has to close it, or to give it to somebody else.
+        """Take the socket over. The caller then has to close it, or to pass it on.
 
         Raises:
             StreamClosedError: the session has ended, or was taken over before.

@@ -66,7 +66,7 @@ if hasattr(os, "register_at_fork"):
 WRITE_HIGH_WATER = 2**17
 # Buffer for bytes that arrive while nobody reads: enough for most messages, and little to copy before a large payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
-# A reader of up to so many bytes waits until they are in that buffer, along with what has come after them. Its own
+# A reader of at most this many bytes waits until they are in that buffer, along with what has come after them. Its own
 # buffer would be full at once, and then asyncio reads the rest of the same message off TLS in another turn of the loop.
 SMALL_READ_BYTES = 2**10
 
@@ -112,7 +112,11 @@ class AcceptedSocket(TcpSocket):
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
-    """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own."""
+    """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own.
+
+    Its many attributes are the two directions of one socket. Every message passes here, so they are plain attributes of
+    one object, without calls between parts.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

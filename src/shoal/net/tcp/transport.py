@@ -22,7 +22,7 @@ from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.own_addresses import (
     LOOK_AGAIN_SECONDS,
     LOOPBACK,
-    MAX_ANNOUNCED,
+    MAX_ADDRESSES_PER_PEER,
     OwnAddresses,
     chosen_host_maddrs,
     everywhere,
@@ -170,7 +170,7 @@ class TcpTransport(Transport):
         found.sort(key=lambda each: each[0])
         far = [address for (rank, _), address in found if rank != LOOPBACK]
         near = [address for (rank, _), address in found if rank == LOOPBACK]
-        return [*far[: MAX_ANNOUNCED - 1], *near[: None if not far else 1]]
+        return [*far[: MAX_ADDRESSES_PER_PEER - 1], *near[: None if not far else 1]]
 
     # --- dialling -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Who has connected and not proven who it is: rooms of limited size to wait in, and the handshake.
+"""Connections whose other side has not proven its identity: rooms of limited size to wait in, and the handshake.
 
 The first byte tells what a connection is: the beginning of TLS, or of a session that somebody here expects.
 """
@@ -93,13 +93,13 @@ class UnauthenticatedLimits:
         self._files = limits.files
         self._rates = TokenBuckets(limits.handshakes_per_second, limits.handshake_burst)
         self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        """Who has connected and said nothing yet."""
+        """Connections that have said nothing yet."""
         self.shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        """Who has begun a handshake, or to say its cookie."""
+        """Those that have begun a handshake, or to say a cookie."""
         self.expected = ExpectedSessions()
         """Sessions that may come."""
         self.sessions: set[TcpSession] = set()
-        """Open sessions of this peer, whoever has opened them, that nobody has taken over."""
+        """Open sessions of this peer, opened by either side, that nobody has taken over."""
 
     async def tls(self) -> tuple[ssl.SSLContext, bytes]:
         """The settings for TLS, and the certificate of this peer."""
@@ -168,7 +168,7 @@ class UnauthenticatedLimits:
                 asyncio.get_running_loop().remove_reader(arrival.socket.fileno())
 
     async def shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
-        """Find out who has connected; whoever proves it is handed on."""
+        """Find out which peer has connected, and hand it on once it has proven that."""
         stream, stage = arrival.stream, "TLS handshake"
         membership = self._of.membership
         try:
@@ -218,7 +218,7 @@ class UnauthenticatedLimits:
             if waiting is None:
                 arrival.drop_reason = "unknown session"
                 return
-            # Whoever has got a cookie from this peer costs no handshake.
+            # A session that this peer has given a cookie for costs no handshake.
             self._rates.spend(arrival.host, asyncio.get_running_loop().time(), -1.0)
             session.use_within(COOKIE_SECONDS)
             waiting.set_result(session)

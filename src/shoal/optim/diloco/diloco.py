@@ -296,9 +296,8 @@ class DiLoCo(JointOptimizer):
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
-        rounds = self._rounds
         target = options.target_batch_size or 0
-        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last, target_batch_size=target)
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=target)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -483,6 +482,10 @@ class DiLoCo(JointOptimizer):
     @property
     def last_round(self) -> OuterRound | None:
         """The outer update that was applied last."""
+        return self._rounds.last
+
+    @property
+    def _latest_round(self) -> OuterRound | None:
         return self._rounds.last
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from shoal.net.transport import Count, Moment, PeerIDBytes
 from shoal.optim.history.journal import MAX_LINEAGE_BYTES, Lineage
 from shoal.optim.history.window import takes_part
 from shoal.p2p import PeerID
-from shoal.peers.identity import Identity, verify_signature
-from shoal.peers.names import Name
+from shoal.peers.identity import Identity, Name, verify_signature
 
 PlainValues = dict[str, Any]
 """The fields of a record, by name."""

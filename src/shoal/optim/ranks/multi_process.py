@@ -136,7 +136,7 @@ class _FirstProcess(Optimizer):
         self._note_names()
 
     def note_samples(self, samples: int) -> None:
-        """All processes together have accumulated so many more samples, of which :meth:`step` is not told."""
+        """All processes together have accumulated this many more samples, of which :meth:`step` is not told."""
         self._reporting.count(samples)
 
     def _note_thread(self) -> None:

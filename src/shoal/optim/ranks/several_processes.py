@@ -11,9 +11,9 @@ import torch
 
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.optim.consistency import OtherTensors
-from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.grad_scaler import GradScaler, SwarmOptimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.joint_optimizer import SwarmOptimizer, uncompiled
+from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.ranks.processes import Command, Processes, ProcessMessage
 from shoal.optim.ranks.shards import Shards, check_sharded
@@ -178,7 +178,7 @@ class SeveralProcesses(SwarmOptimizer):
         return loss
 
     def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
-        """Called in the first process: step with a batch of so many samples in all processes together."""
+        """Called in the first process: step with a batch of this many samples, those of all processes together."""
         raise NotImplementedError
 
     def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:

@@ -221,7 +221,7 @@ class Shards:
 
     @torch.no_grad()
     def gather_gradients(self, sums: Sequence[torch.Tensor] = ()) -> None:
-        """Add the accumulated gradients to the whole sums of the first process, and begin anew.
+        """Add the accumulated gradients to the whole sums of the first process, and start again from zero.
 
         Where several processes hold the same values, their mean counts.
 

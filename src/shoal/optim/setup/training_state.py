@@ -467,7 +467,8 @@ EPOCH, OWN = "local_epoch", "shoal"
 
 
 def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[str, Any]:
-    """A checkpoint: everything that is needed to go on from here except the model. Tensors are not copied, as in torch.
+    """A checkpoint: everything that is needed to continue from here, except the model. As in torch, tensors are not
+    copied.
 
     Args:
         setup: parameters, optimizer and scheduler.

@@ -26,7 +26,6 @@ from shoal.reach.nat.upnp_search import UpnpIfFound
 
 logger = logging.getLogger(__name__)
 
-_MOST_GATEWAYS = 16
 _LONGEST_PAUSE = 86_400.0
 
 
@@ -156,7 +155,7 @@ class PortMapping:
 
 
 class _Keeper:
-    """Keeps the port forwarded for one version of IP."""
+    """Keeps the port forwarded for one version of IP: the state of one conversation with one router."""
 
     def __init__(self, mapping: PortMapping, is_ipv6: bool) -> None:
         self._mapping, self._is_ipv6, self._pace = mapping, is_ipv6, mapping.pace
@@ -168,7 +167,7 @@ class _Keeper:
         self._gateway: Gateway | None = None
         self._renew_at = self._expires_at = math.inf
         # By router: when it may be asked again after a failure.
-        self._not_before: Bounded[Gateway, float] = Bounded(_MOST_GATEWAYS)
+        self._not_before: Bounded[Gateway, float] = Bounded()
         self._woken = asyncio.Event()
         self._is_urgent = False
         self._task: asyncio.Task[None] | None = None

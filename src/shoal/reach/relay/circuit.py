@@ -1,4 +1,4 @@
-"""One side of a connection through a relay, from the cookie to the handshake; for who dials and who answers alike."""
+"""One side of a connection through a relay, from the cookie to the handshake; both sides use it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, ProtocolError, StreamClosedError
-from shoal.net.frames import receive_frame
-from shoal.net.transport import Session, Stream, Transport
+from shoal.net.transport import Session, Stream, Transport, receive_frame
 from shoal.peers.identity import PeerID, circuit_address
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.relay.messages import Reach, Ready
@@ -20,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 5.0
 """How long the two sides of a circuit wait for each other."""
+FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
+"""Seconds after the first failure to get through a router, and after many, until it is tried again: routers rarely
+change. Not measured."""
 
 
 class Ends(Protocol):
@@ -76,7 +78,7 @@ class Punching(Protocol):
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
-            ``DialError`` if there is none. Whoever cancels it gives up that port.
+            ``DialError`` if there is none. Cancelling it gives up that port.
         """
 
     async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
@@ -85,7 +87,7 @@ class Punching(Protocol):
         If this side does not want to, it says so in the exchange, for the other one waits for it.
 
         Returns:
-            What goes on meanwhile; it hands what connects to ``transport.receive``.
+            The punch itself; it hands what connects to ``transport.receive``.
         """
 
 
@@ -161,7 +163,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
     except BaseException:
         try:
             await cancel_and_wait(*tasks)
-        finally:  # whoever waits may be cancelled once more, but the tasks have ended all the same
+        finally:  # the caller may be cancelled once more, but the tasks have ended all the same
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
                     task.result().abort()

@@ -5,8 +5,8 @@ is a call that stays open; a relay that says nothing for twelve seconds counts a
 is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
 relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
 
-Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
-long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
+Relays that have given nothing when they were asked come last from then on, and relays that have been silent for long
+come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
 dead one day, and newer ones empty.
 """
 
@@ -32,7 +32,17 @@ from shoal.net.endpoint import Endpoint
 from shoal.net.pasted import Target
 from shoal.peers.identity import PeerID, circuit_address, is_circuit
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.messages import Incoming, Notice, Reach, RelayCode, Reserve, Reserved
+from shoal.reach.relay.messages import (
+    Ended,
+    Incoming,
+    IncomingReverse,
+    Notice,
+    NotReserved,
+    Reach,
+    Reserve,
+    ReserveAnswer,
+    Reserved,
+)
 from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 
 logger = logging.getLogger(__name__)
@@ -52,11 +62,10 @@ LOOK_SECONDS = 5.0
 SETTLED_SECONDS = 60.0
 # A relay that has said nothing of itself for this long may have left.
 RECENT_SECONDS = 600.0
-MAX_KNOWN = 4096
 # Of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
 
-Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
+Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming | IncomingReverse], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +94,8 @@ class _Asked:
 class RelayClient:
     """Keeps this peer reachable through relays, while that is wanted.
 
+    Its attributes are those of one search: what is held, asked and known of each relay, and the tasks that do so.
+
     Args:
         endpoint: of the peer.
         answer: told by which relay, and with what, somebody wants to reach this peer.
@@ -107,10 +118,10 @@ class RelayClient:
         self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
         self._doubted_at = -math.inf
         # Whether a peer says that it is a relay, and when it said so last.
-        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded(MAX_KNOWN)
+        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded()
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
-        self._asked: Bounded[PeerID, _Asked] = Bounded(MAX_KNOWN)
+        self._asked: Bounded[PeerID, _Asked] = Bounded()
         self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -236,7 +247,7 @@ class RelayClient:
         return Reserve(
             reach=int(self.reach),
             others=len({*self._holding, *self.held} - {relay}),
-            # Who has refused is asked again only when there is nobody else.
+            # A relay that has refused is asked again only when there is no other.
             may_go_elsewhere=not is_trusted and not self._has_refused(relay),
         )
 
@@ -254,7 +265,7 @@ class RelayClient:
         for place, relay in self._trusted():
             self._endpoint.add_addresses(relay, [place])
         trusted = [relay for _, relay in self._trusted()]
-        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
+        # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
         dialled = self._endpoint.dialler.direct_addresses
         may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
         of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
@@ -282,10 +293,10 @@ class RelayClient:
                     # What others begin because of this reservation, such as greetings, has this task's context.
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
-                    answer = await call.receive(Reserved)
+                    answer = await call.receive(ReserveAnswer)
                     _check_has_no_payload(relay, call)
-                    if answer is None or answer.code != RelayCode.OK:
-                        why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
+                    if not isinstance(answer, Reserved):
+                        why = f"code {answer.code} {answer.text!r}" if isinstance(answer, NotReserved) else "no answer"
                         return
                     limit.reschedule(None)
                     held = self._begin(relay, answer, call)
@@ -363,14 +374,14 @@ class RelayClient:
             if notice is None:
                 return "the relay has ended the call"
             _check_has_no_payload(relay, call)
-            if notice.ends:
-                return repr(notice.ends)
-            if notice.incoming is not None:
+            if isinstance(notice, Ended):
+                return repr(notice.why)
+            if isinstance(notice, Incoming | IncomingReverse):
                 places = held.places
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
                 # IPv4 first, because only there a router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
-                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice)
 
     def doubt(self) -> None:
         """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""

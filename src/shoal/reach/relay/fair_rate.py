@@ -72,7 +72,7 @@ class FairRate:
 
 
 class RateShare(Throttle):
-    """What one of those who share a rate has taken."""
+    """What one share of the rate has taken."""
 
     def __init__(self, whole: FairRate, is_known: Callable[[], bool]) -> None:
         self._whole, self.is_known = whole, is_known

@@ -1,7 +1,7 @@
-"""Answering those who reach this peer through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
+"""Answering peers that reach this one through its relays: the other side of :mod:`shoal.reach.relay.outgoing`.
 
 A relay tells who wants what, and may lie. So what it can make this peer do is bounded: a few attempts at a few
-addresses, and handshakes in which whoever comes has to prove who it is.
+addresses, and handshakes, in which the other side has to prove who it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.peers.identity import PeerID, is_circuit
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.candidates import LOWEST_PORT
 from shoal.reach.relay.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
-from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Incoming, Reach
+from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Incoming, IncomingReverse, Reach
 from shoal.reach.relay.outgoing import OutgoingCircuits
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Answer:
 
     relay: PeerID
     peer: bytes
-    """The one of which the relay says that it wants to reach this peer."""
+    """The peer that wants to reach this one, as the relay says."""
     connections: int
 
 
@@ -64,7 +64,7 @@ class IncomingCircuits:
         self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
-    def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+    def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
         """A relay says that somebody wants to reach this peer.
 
         Args:
@@ -73,8 +73,7 @@ class IncomingCircuits:
             incoming: what it says.
         """
         task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
-        wanted = max(len(incoming.cookies), len(incoming.reverse_cookies))
-        self.tasks[task] = _Answer(relay, incoming.peer, max(1, wanted))
+        self.tasks[task] = _Answer(relay, incoming.peer, max(1, len(incoming.cookies)))
         task.add_done_callback(self._forget)
         while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
             self._warn_seldom(
@@ -110,11 +109,11 @@ class IncomingCircuits:
         self.tasks.pop(task, None)
         self._given_up.pop(task, None)
 
-    async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+    async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
         peer = PeerID(incoming.peer)
         try:
             async with asyncio.timeout(CIRCUIT_SECONDS):
-                if incoming.reverse_cookies:
+                if isinstance(incoming, IncomingReverse):
                     await self._call_in_reverse(relay, places, incoming)
                     return
                 punching = self._circuits.punching if incoming.punch else None
@@ -150,12 +149,12 @@ class IncomingCircuits:
         if going_on is not None:
             await going_on
 
-    async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
-        cookies, transport = incoming.reverse_cookies, self._endpoint.transport
+    async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: IncomingReverse) -> None:
+        cookies, transport = incoming.cookies, self._endpoint.transport
         if incoming.peer == relay.to_bytes():
             wanted = list(places)  # it is the relay itself that wants to be called
         else:
-            told = [address for text in incoming.reverse if (address := parse_told(text)) is not None]
+            told = [address for text in incoming.places if (address := parse_told(text)) is not None]
             allowed = [each for each in told if may_be_dialled(each, places, transport.is_inside, transport.is_here)]
             wanted = transport.worth_dialling(allowed)
         for address in wanted[:MAX_PLACES]:
@@ -183,7 +182,7 @@ class IncomingCircuits:
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
     """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
 
-    The caller of whom it tells is at most as near as the relay. Where a place of the relay is public, the caller may be
+    The caller is at most as near as the relay. Where a place of the relay is public, the caller may be
     anywhere.
 
     Args:

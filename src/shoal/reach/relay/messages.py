@@ -1,4 +1,7 @@
-"""What peers and relays tell each other, see :mod:`shoal.reach.relay.server`. Every field is bounded."""
+"""What peers and relays tell each other, see :mod:`shoal.reach.relay.server`. Every field is bounded.
+
+A class whose only fields are those that its kinds have in common stands for any of them where a message is received.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ MAX_PLACES = 4
 
 
 class RelayCode(IntEnum):
-    """How a relay answers."""
+    """Why a relay refuses."""
 
-    OK = 0
     NO_RESERVATION = 1
     BUSY = 2
     REFUSED = 3
@@ -33,11 +35,12 @@ ReachNumber = Annotated[int, Meta(ge=0, le=3)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Cookie = Annotated[bytes, Meta(min_length=COOKIE_BYTES, max_length=COOKIE_BYTES)]
 Cookies = Annotated[list[Cookie], Meta(max_length=MAX_AT_ONCE)]
+SomeCookies = Annotated[list[Cookie], Meta(min_length=1, max_length=MAX_AT_ONCE)]
 Places = Annotated[list[Text], Meta(max_length=MAX_PLACES)]
 
 
 class Reserve(Header):
-    """I cannot be called: tell me of those who want to."""
+    """I cannot be called: tell me which peers want to."""
 
     reach: ReachNumber = int(Reach.EASY)
     others: Count = 0
@@ -46,9 +49,13 @@ class Reserve(Header):
     """There may be a relay with more room that has not been asked: a crowded one refuses."""
 
 
-class Reserved(Header):
-    code: CodeNumber
-    text: Text = ""
+class ReserveAnswer(Header, tag=True):
+    """What a relay says to :class:`Reserve`."""
+
+
+class Reserved(ReserveAnswer):
+    """You have a reservation as long as this call lasts; from now on there are notices."""
+
     seen_at: Text = ""
     """The address from which the call has come."""
     rate: Amount = 0.0
@@ -57,51 +64,93 @@ class Reserved(Header):
     """How many there may be."""
 
 
-class Incoming(Header):
-    """Somebody wants to reach a peer."""
+class NotReserved(ReserveAnswer):
+    """You have none."""
+
+    code: CodeNumber
+    text: Text = ""
+
+
+class Notice(Header, tag=True):
+    """What a relay says to a guest."""
+
+
+class Alive(Notice):
+    """Nothing, but that it works."""
+
+
+class Ended(Notice):
+    """The reservation is over."""
+
+    why: Text
+
+
+class Incoming(Notice):
+    """Somebody wants to reach this peer, through the relay."""
 
     peer: PeerIDBytes
-    cookies: Cookies = msgspec.field(default_factory=list)
+    cookies: Cookies
     """Of sessions to the relay, one for each circuit."""
-    reverse: Places = msgspec.field(default_factory=list)
-    """Where the other peer can be called itself, the best first."""
-    reverse_cookies: Cookies = msgspec.field(default_factory=list)
-    """Of sessions to there."""
     punch: bool = False
     """Both are to try for direct connections, with an exchange on the first circuit."""
     reach: ReachNumber = int(Reach.EASY)
     """Of the other peer."""
 
 
-class Notice(Header):
-    """What a relay says to a guest; nothing but that it is alive, if there is nothing to say."""
+class IncomingReverse(Notice):
+    """Somebody wants to be called by this peer."""
 
-    incoming: Incoming | None = None
-    ends: Text = ""
-    """The reservation is over, and why."""
+    peer: PeerIDBytes
+    places: Places
+    """Where, the best first."""
+    cookies: SomeCookies
+    """Of sessions to there."""
 
 
-class Connect(Header):
+class ConnectRequest(Header, tag=True):
     """I want to reach a peer."""
 
     target: PeerIDBytes
+
+
+class Connect(ConnectRequest):
+    """Through the relay."""
+
     count: Annotated[int, Meta(ge=1, le=MAX_AT_ONCE)] = 1
     """How many connections."""
     punch: bool = False
     reach: ReachNumber = int(Reach.EASY)
-    reverse: Places = msgspec.field(default_factory=list)
-    """Where the asking peer can be called itself. Then there are to be no circuits, but connections from there."""
-    reverse_cookies: Cookies = msgspec.field(default_factory=list)
+    """Of the asking peer."""
 
 
-class Connected(Header):
-    code: CodeNumber
-    text: Text = ""
+class ConnectReverse(ConnectRequest):
+    """Let it call me."""
+
+    places: Places
+    """Where, the best first."""
+    cookies: SomeCookies
+    """One for each connection."""
+
+
+class ConnectAnswer(Header, tag=True):
+    """What a relay says to a :class:`ConnectRequest`."""
+
+
+class Connected(ConnectAnswer):
+    """The other peer was told."""
+
     cookies: Cookies = msgspec.field(default_factory=list)
-    """One for each circuit, perhaps fewer than asked for."""
+    """One for each circuit, perhaps fewer than asked for; none where the other peer is to call."""
     rate: Amount = 0.0
     reach: ReachNumber = int(Reach.EASY)
     """Of the peer that is asked for."""
+
+
+class NotConnected(ConnectAnswer):
+    """There will be no connection."""
+
+    code: CodeNumber
+    text: Text = ""
 
 
 class Ready(Header):

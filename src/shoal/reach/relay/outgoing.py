@@ -33,8 +33,27 @@ from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID, relay_of
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.relay.circuit import Circuit, Punching, mark_relayed, open_circuits, successes
-from shoal.reach.relay.messages import MAX_AT_ONCE, MAX_PLACES, Connect, Connected, Reach, RelayCode
+from shoal.reach.relay.circuit import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Circuit,
+    Punching,
+    mark_relayed,
+    open_circuits,
+    successes,
+)
+from shoal.reach.relay.messages import (
+    MAX_AT_ONCE,
+    MAX_PLACES,
+    Connect,
+    ConnectAnswer,
+    Connected,
+    ConnectRequest,
+    ConnectReverse,
+    NotConnected,
+    Reach,
+    RelayCode,
+)
 from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
@@ -47,9 +66,6 @@ HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
 PATIENCE = 0.75
 """The same as a share of the time that everything before has taken: on busy machines both take longer."""
-
-REVERSAL_PAUSES = 120.0, 3600.0
-"""Seconds without another call in reverse after the first failure, and after many. A router rarely changes."""
 
 
 class OutgoingCircuits:
@@ -73,7 +89,7 @@ class OutgoingCircuits:
         self.punching, self.public_addresses = punching, public_addresses
         self.reach = Reach.EASY
         """What others are told of this peer."""
-        self.reversals = Backoffs(*REVERSAL_PAUSES, asyncio.get_running_loop().time)
+        self.reversals = Backoffs(FIRST_PAUSE, LONGEST_PAUSE, asyncio.get_running_loop().time)
         """Peers that could not call in reverse."""
 
     def forget_routers(self) -> None:
@@ -147,25 +163,26 @@ class OutgoingCircuits:
             for circuit in circuits:
                 circuit.abort()
 
-    async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: Connect) -> Connected:
+    async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: ConnectRequest) -> Connected:
         """Ask a relay for connections to a peer."""
         if relay == self._endpoint.peer_id:
             answer = await self._own_relay.connect(request, relay)
         else:
             self._endpoint.add_addresses(relay, [place])
             answer = await self.call_relay(relay, "rpc_connect", request)
-        if answer.code in (RelayCode.NO_RESERVATION, RelayCode.NOT_A_RELAY):
+        if isinstance(answer, Connected) and (answer.cookies or isinstance(request, ConnectReverse)):
+            return answer
+        code, text = (answer.code, answer.text) if isinstance(answer, NotConnected) else (None, "")
+        if code in (RelayCode.NO_RESERVATION, RelayCode.NOT_A_RELAY):
             raise NoReservationError(
                 f"relay {relay} holds no reservation of peer {target}: it has left, or has other relays now, which are "
                 "looked up by themselves"
             )
-        if answer.code == RelayCode.BUSY:
-            raise NoRoomError(f"relay {relay} has no room: {quoted(answer.text)}. Run 'shoal dht' on a public machine")
-        if answer.code != RelayCode.OK or not (answer.cookies or request.reverse_cookies):
-            raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(answer.text)}")
-        return answer
+        if code == RelayCode.BUSY:
+            raise NoRoomError(f"relay {relay} has no room: {quoted(text)}. Run 'shoal dht' on a public machine")
+        raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(text)}")
 
-    async def call_relay(self, relay: PeerID, method: str, request: Connect) -> Connected:
+    async def call_relay(self, relay: PeerID, method: str, request: ConnectRequest) -> ConnectAnswer:
         """Call a relay at its own addresses: nothing leads to a relay through another one.
 
         Raises:
@@ -178,11 +195,13 @@ class OutgoingCircuits:
             handle = RelayServer.handle_name(method, None)
             if self._endpoint.pool.count_of(relay):
                 try:
-                    return await self._endpoint.call(relay, handle, request, Connected, ANSWER_SECONDS, roles=ANY_ROLE)
+                    return await self._endpoint.call(
+                        relay, handle, request, ConnectAnswer, ANSWER_SECONDS, roles=ANY_ROLE
+                    )
                 except TimeoutError:
                     # The connection may have broken without a sign.
                     self._endpoint.pool.end_idle(relay)
-            return await self._endpoint.call(relay, handle, request, Connected, roles=ANY_ROLE)
+            return await self._endpoint.call(relay, handle, request, ConnectAnswer, roles=ANY_ROLE)
         except NotAMemberError:
             raise
         except (P2PDaemonError, P2PHandlerError, ProtocolError) as e:
@@ -278,13 +297,8 @@ class OutgoingCircuits:
         cookies = [self._endpoint.transport.new_cookie() for _ in range(count)]
         expected = [self._endpoint.transport.expect_session(cookie) for cookie in cookies]
         try:
-            request = Connect(
-                target=target.to_bytes(),
-                count=count,
-                reach=int(self.reach),
-                reverse=[str(address) for address in callable_at],
-                reverse_cookies=cookies,
-            )
+            places = [str(address) for address in callable_at]
+            request = ConnectReverse(target=target.to_bytes(), places=places, cookies=cookies)
             await self._ask(place, relay, target, request)
             try:
                 async with asyncio.timeout(REVERSE_SECONDS):

@@ -1,13 +1,13 @@
-"""Being a relay: joining two connections for peers of which neither can call the other.
+"""Being a relay: joining two connections for two peers, neither of which can call the other.
 
 A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
-that call. Whoever wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session with
-its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any connection,
-so a relay cannot read or change anything, nor pretend to be somebody.
+that call. A peer that wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session
+with its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any
+connection, so a relay cannot read or change anything, nor pretend to be somebody.
 
-A relay is no party to what it carries, so it grants little: so many reservations, so many circuits, and a rate that all
-circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come first:
-they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
+A relay is no party to what it carries, so it grants little: a number of reservations and of circuits, and a rate that
+all circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come
+first: they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
 ``shoal dht``, treats all alike.
 """
 
@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
@@ -26,11 +25,10 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
-from shoal.net.frames import send_frame
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
 from shoal.net.tcp.listener import host_charged
-from shoal.net.transport import Session
+from shoal.net.transport import Session, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import Reach
@@ -38,10 +36,18 @@ from shoal.reach.relay.circuit import MEETING_SECONDS
 from shoal.reach.relay.fair_rate import FairRate, RateShare
 from shoal.reach.relay.messages import (
     MAX_TEXT,
+    Alive,
     Connect,
+    ConnectAnswer,
     Connected,
+    ConnectRequest,
+    ConnectReverse,
+    Ended,
     Incoming,
+    IncomingReverse,
+    NotConnected,
     Notice,
+    NotReserved,
     Observe,
     Observed,
     OpenObservation,
@@ -52,7 +58,6 @@ from shoal.reach.relay.messages import (
 )
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K")
 
 ALIVE_SECONDS = 5.0
 """A relay that has nothing to say says that after this long."""
@@ -83,6 +88,11 @@ _REASONS = {
 }
 
 
+class _Refusal(NamedTuple):
+    code: RelayCode
+    text: str = ""
+
+
 @dataclass(eq=False)
 class _Guest:
     """Somebody with a reservation."""
@@ -104,7 +114,7 @@ class _Guest:
     def end(self, why: str) -> None:
         while not self.notices.empty():
             self.notices.get_nowait()
-        self.notices.put_nowait(Notice(ends=why))
+        self.notices.put_nowait(Ended(why))
 
 
 @dataclass(eq=False)
@@ -142,9 +152,6 @@ class RelayServer(ServicerBase):
         self._now = asyncio.get_running_loop().time
         self._guests: dict[PeerID, _Guest] = {}
         self._circuits: dict[asyncio.Task[None], _Circuit] = {}
-        self._by_peer: Counter[PeerID] = Counter()
-        self._by_host: Counter[PeerID | str] = Counter()
-        self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
         self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
@@ -164,7 +171,7 @@ class RelayServer(ServicerBase):
 
     @property
     def guests(self) -> list[PeerID]:
-        """Those who have a reservation."""
+        """Peers that have a reservation."""
         return list(self._guests)
 
     @property
@@ -180,9 +187,9 @@ class RelayServer(ServicerBase):
     def _count_bytes(self, nbytes: int) -> None:
         self._endpoint.metrics.bytes_carried += nbytes
 
-    def _refuse(self, code: RelayCode, text: str = "") -> tuple[RelayCode, str]:
+    def _refuse(self, code: RelayCode, text: str = "") -> _Refusal:
         self._endpoint.metrics.circuits_refused[_REASONS[code]] += 1
-        return code, text
+        return _Refusal(code, text)
 
     def _seen(self, peer: PeerID) -> str:
         return self._endpoint.address_seen_of(peer)
@@ -196,28 +203,26 @@ class RelayServer(ServicerBase):
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
         host = host_charged(seen_at, context.remote_id)
-        code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
-        if code is not RelayCode.OK:
-            await call.send(Reserved(code=code, text=text))
+        refusal = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
+        if refusal is not None:
+            await call.send(NotReserved(*refusal))
             return
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
-        # From now on it greets anew when this changes.
+        # From now on it greets again when this changes.
         self._endpoint.book[guest.peer].reach = request.reach
         loop = asyncio.get_running_loop()
         end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
         try:
             limits = self._limits
             rate = limits.rate or 0.0
-            await call.send(
-                Reserved(code=RelayCode.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits)
-            )
+            await call.send(Reserved(seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
             while True:
                 notice = await _next_notice(guest)
-                if not (self.serves or notice.ends):  # whoever wants to reach the guest is told so, too
-                    notice = Notice(ends="this peer is no relay any more: it cannot be called itself")
+                if not (self.serves or isinstance(notice, Ended)):  # peers that want to reach the guest are told, too
+                    notice = Ended("this peer is no relay any more: it cannot be called itself")
                 await call.send(notice)
-                if notice.ends:
+                if isinstance(notice, Ended):
                     return
         finally:
             end.cancel()
@@ -227,8 +232,8 @@ class RelayServer(ServicerBase):
 
     def _reason_to_refuse(
         self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
-    ) -> tuple[RelayCode, str]:
-        """Whether somebody may have a reservation; makes room if need be."""
+    ) -> _Refusal | None:
+        """Why somebody may not have a reservation; makes room if need be."""
         if not self.serves:
             return self._refuse(RelayCode.NOT_A_RELAY)
         if not context.roles & (Roles.TRAIN | Roles.RELAY):
@@ -252,7 +257,7 @@ class RelayServer(ServicerBase):
                 return self._refuse(RelayCode.BUSY, f"{limits.reservations} reservations")
             del self._guests[guest.peer]
             guest.end("others need the place")
-        return RelayCode.OK, ""
+        return None
 
     def _is_crowded_for(self, former: _Guest | None) -> bool:
         """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
@@ -289,29 +294,34 @@ class RelayServer(ServicerBase):
 
     # --- circuits -----------------------------------------------------------------------------------------------------
 
-    async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
+    async def rpc_connect(self, request: ConnectRequest, context: P2PContext) -> ConnectAnswer:
         """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
         return await self.connect(request, context.remote_id)
 
-    async def connect(self, request: Connect, dialler: PeerID) -> Connected:
+    async def connect(self, request: ConnectRequest, dialler: PeerID) -> ConnectAnswer:
         """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
-        if not request.reverse_cookies:
+        if isinstance(request, Connect):
             await self._make_room(dialler, PeerID(request.target), request.count)
-        code, text, guest, room = self._find_guest(request, dialler)
-        if guest is None:
-            return Connected(code=code, text=text)
-        told = Incoming(peer=dialler.to_bytes(), punch=request.punch, reach=request.reach)
+        guest = self._find_guest(PeerID(request.target), dialler)
+        if isinstance(guest, _Refusal):
+            return NotConnected(*guest)
         cookies: list[bytes] = []
-        if request.reverse_cookies:
-            told.reverse, told.reverse_cookies = request.reverse, request.reverse_cookies
+        told: Incoming | IncomingReverse
+        if isinstance(request, ConnectReverse):
+            told = IncomingReverse(peer=dialler.to_bytes(), places=request.places, cookies=request.cookies)
         else:
-            for _ in range(room):
+            assert isinstance(request, Connect)
+            room = self._room_for(dialler, guest)
+            if isinstance(room, _Refusal):
+                return NotConnected(*room)
+            told = Incoming(peer=dialler.to_bytes(), cookies=[], punch=request.punch, reach=request.reach)
+            for _ in range(min(room, request.count)):
                 own, other = self._begin_circuit(dialler, guest)
                 cookies.append(own)
                 told.cookies.append(other)
-        guest.notices.put_nowait(Notice(incoming=told))
+        guest.notices.put_nowait(told)
         rate = self._limits.rate or 0.0
-        return Connected(code=RelayCode.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+        return Connected(cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
 
     async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
         """End circuits between two peers on which nothing moves, if there is no room for others.
@@ -320,9 +330,10 @@ class RelayServer(ServicerBase):
         Circuits of strangers make room for peers that have been in rounds, those that have moved least recently first.
         """
         limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
-        left = limits.circuits_per_peer - self._by_peer[dialler], limits.circuits_per_pair - self._by_pair[pair]
+        of_peer, between = self._count_circuits(dialler, target)
+        left = limits.circuits_per_peer - of_peer, limits.circuits_per_pair - between
         if min(left) < count:
-            of_pair = {task: c for task, c in self._circuits.items() if (c.dialler, c.guest.peer) == pair}
+            of_pair = {task: circuit for task, circuit in self._circuits.items() if circuit.ends == pair}
             silent = [task for task, circuit in of_pair.items() if circuit.share.used_at <= since]
             await cancel_and_wait(*silent)
             if silent:
@@ -333,38 +344,45 @@ class RelayServer(ServicerBase):
             of_strangers.sort(key=lambda task: self._circuits[task].share.used_at)
             await cancel_and_wait(*of_strangers[:missing])
 
+    def _count_circuits(self, dialler: PeerID, target: PeerID) -> tuple[int, int]:
+        """How many circuits a peer has dialled, and how many of those lead to the other one."""
+        of_peer = [circuit for circuit in self._circuits.values() if circuit.dialler == dialler]
+        return len(of_peer), sum(circuit.guest.peer == target for circuit in of_peer)
+
     def _reach_of(self, peer: PeerID) -> int:
         """How a peer says now that it is called; what it told when it reserved may be over."""
         reach = self._endpoint.book.find(peer).reach
         return Reach.EASY if reach is None else max(Reach.PUBLIC, min(reach, Reach.CLIENT))
 
-    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[RelayCode, str, _Guest | None, int]:
-        """The guest, and how many circuits there may be to it; or why there may be none."""
+    def _find_guest(self, target: PeerID, dialler: PeerID) -> _Guest | _Refusal:
+        """The guest that somebody wants to reach, or why it cannot be told."""
         if not self.serves:
-            return *self._refuse(RelayCode.NOT_A_RELAY), None, 0
-        guest = self._guests.get(PeerID(request.target))
+            return self._refuse(RelayCode.NOT_A_RELAY)
+        guest = self._guests.get(target)
         if guest is None:
-            return *self._refuse(RelayCode.NO_RESERVATION), None, 0
-        host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
-        if not self._connects.take(host, now):
-            return *self._refuse(RelayCode.BUSY, "too many calls from one host"), None, 0
+            return self._refuse(RelayCode.NO_RESERVATION)
+        if not self._connects.take(host_charged(self._seen(dialler), dialler), self._now()):
+            return self._refuse(RelayCode.BUSY, "too many calls from one host")
         if guest.notices.full():
-            return *self._refuse(RelayCode.BUSY, "the peer does not listen to this relay"), None, 0
+            return self._refuse(RelayCode.BUSY, "the peer does not listen to this relay")
+        return guest
+
+    def _room_for(self, dialler: PeerID, guest: _Guest) -> int | _Refusal:
+        """How many more circuits there may be between two peers, at least one; or why there may be none."""
+        limits = self._limits
+        of_peer, between = self._count_circuits(dialler, guest.peer)
         rooms = {
             limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
-            limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
-            limits.circuits_per_pair - self._by_pair[dialler, guest.peer]: (
-                f"{limits.circuits_per_pair} circuits between the same two peers"
-            ),
+            limits.circuits_per_peer - of_peer: f"{limits.circuits_per_peer} circuits of one peer",
+            limits.circuits_per_pair - between: f"{limits.circuits_per_pair} circuits between the same two peers",
         }
         if len(self._circuits) >= limits.circuits * CROWDED_SHARE:
             # Identities cost nothing, so those of one host leave room for others.
-            left = limits.circuits_per_peer - self._by_host[self._endpoint.host_seen_of(dialler)]
+            host = self._endpoint.host_seen_of(dialler)
+            left = limits.circuits_per_peer - sum(each.host == host for each in self._circuits.values())
             rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
-        if room <= 0 and not request.reverse_cookies:
-            return *self._refuse(RelayCode.BUSY, rooms[room]), None, 0
-        return RelayCode.OK, "", guest, min(room, request.count)
+        return room if room > 0 else self._refuse(RelayCode.BUSY, rooms[room])
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
         """The cookies of a new circuit, for each side."""
@@ -374,9 +392,6 @@ class RelayServer(ServicerBase):
         sessions, host = (expect(cookies[0]), expect(cookies[1])), self._endpoint.host_seen_of(dialler)
         share = self.rate.share(lambda: self._knows(dialler, guest.peer))
         circuit = _Circuit(dialler, host, guest, badge, sessions, share)
-        self._by_peer[dialler] += 1
-        self._by_host[host] += 1
-        self._by_pair[dialler, guest.peer] += 1
         guest.circuits += 1
         guest.used_at = self._now()
         task = asyncio.get_running_loop().create_task(self._carry(circuit))
@@ -393,9 +408,6 @@ class RelayServer(ServicerBase):
         circuit.share.close()
         circuit.guest.circuits -= 1
         circuit.guest.used_at = self._now()
-        _count_down(self._by_peer, circuit.dialler)
-        _count_down(self._by_host, circuit.host)
-        _count_down(self._by_pair, (circuit.dialler, circuit.guest.peer))
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
 
@@ -426,7 +438,7 @@ class RelayServer(ServicerBase):
         return min(left, default=None)
 
     def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
-        """End the reservations and circuits of those who show an unwanted badge from now on."""
+        """End the reservations and circuits of peers with badges that are unwanted from now on."""
         for guest in [each for each in self._guests.values() if is_unwanted(each.badge)]:
             del self._guests[guest.peer]
             guest.end("your badge is worth nothing any more")
@@ -478,13 +490,7 @@ async def _next_notice(guest: _Guest) -> Notice:
         async with asyncio.timeout(ALIVE_SECONDS):
             return await guest.notices.get()
     except TimeoutError:
-        return Notice()
-
-
-def _count_down(counts: Counter[K], key: K) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+        return Alive()
 
 
 def _text_of(address: Multiaddr | None) -> str:
