@@ -305,7 +305,7 @@ class _Partition:
         return Claim(ours.kept if is_true else self.hosts, self.epoch, (ours.next_id, self.last_id))
 
     def fork_point(self, round_id: bytes) -> ForkPoint:
-        """What the partition says about a round. If its peers differ, the greatest share and the smallest next id count."""
+        """What it says about a round. If its peers differ, the greatest share and the smallest next id count."""
         same = [fork_point for fork_point in self.fork_points if fork_point.round_id == round_id]
         return ForkPoint(round_id, max(p.kept for p in same), min(p.next_id for p in same))
 
