@@ -34,7 +34,7 @@ from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.optimizer_state import zero_gradients
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPRESSION = Float16Compression()
-
-# Seconds that a peer waits at most to learn how far the swarm is, and until others know it.
-FIRST_LOOK_SECONDS = 5.0
 
 
 class DiLoCo(JointOptimizer):
