@@ -31,7 +31,7 @@ def test_every_test_is_in_the_table_of_its_folder_and_every_file_has_tests(house
     told = set().union(*tables.values())
     assert told <= source
     assert source <= told | {"metrics.py"}, "files without tests"  # plain numbers
-    assert "tests/p2p/test_tcp.py" in find_tests(SOURCE / "shoal" / "net" / "tcp" / "transport.py")
+    assert "tests/net/test_tcp.py" in find_tests(SOURCE / "shoal" / "net" / "tcp" / "transport.py")
     assert "tests/averaging/test_rounds.py" in find_tests(SOURCE / "shoal" / "averaging" / "round")
     with pytest.raises(ValueError, match="no file under src/shoal"):
         find_tests(SOURCE / "shoal" / "net" / "tpc.py")

@@ -158,13 +158,11 @@ class Metrics:
     ``no place for a connection``: another peer found all places taken;
     ``reducers without a share``: their averages did not arrive;
     ``averages that did not come``: a round took long because a reducer gave none, or a sender sent too slowly;
-    ``weights that cannot be``: members claimed more than they can have brought;
     ``clocks that differ``: peers told another time than the settled one;
-    ``records that are not told``: nodes of the table did not tell records of this peer that they had agreed to keep;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
-    ``leaders not followed``: they accepted followers and did not start the group, understated somebody's weight, or did
-    not end a round that they coordinated;
-    ``members too slow``: rounds were cut short because of them."""
+    ``leaders not followed``: they accepted followers and did not start the group, or did not end a round that they
+    coordinated;
+    ``members too slow``: rounds were cut short because of them, or took longer than their samples are worth."""
     peers: dict[str, PeerHistory] = field(default_factory=dict)
     """By peer id, what is known of the peers that took part in rounds; a few thousand at most."""
     strangers: dict[str, Demands] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.averaging.state.rate_meter import RateMeter
+from shoal.averaging.state.download import RateMeter
 
 RATE = 1e6
 

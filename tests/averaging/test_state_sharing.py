@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateAnswer, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
 from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
@@ -20,6 +20,7 @@ from shoal.averaging.state.download import (
     Chunks,
     Download,
     OwnedState,
+    RateMeter,
     Snapshot,
     check_fit,
     chunk_bytes_of,
@@ -27,7 +28,6 @@ from shoal.averaging.state.download import (
     version_of,
 )
 from shoal.averaging.state.multi_source import WORTH_SHARING_BYTES
-from shoal.averaging.state.rate_meter import RateMeter
 from shoal.averaging.state.upload_slots import MAX_DOWNLOADS
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
@@ -235,9 +235,7 @@ class Donor:
 
 async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
     snapshot = await Snapshot.take(lambda: state_of(5), NoCompression())
-    header = StateHeader(
-        allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
-    )
+    header = StateHeader(metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes)
     download = Download(header, snapshot.hashes, math.inf)
     stuck = Donor(snapshot, gets_stuck=True)
     waiting = asyncio.ensure_future(download.fetch_from(stuck, RateMeter(0.0)))
@@ -249,9 +247,7 @@ async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
 
 async def test_a_download_takes_no_more_in_a_second_than_it_may():
     snapshot, loop = await Snapshot.take(lambda: state_of(5), NoCompression()), asyncio.get_running_loop()
-    header = StateHeader(
-        allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
-    )
+    header = StateHeader(metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes)
     # All of it at once is what comes in a second. The donor is as fast as memory, so the rest takes this long.
     seconds, total = 0.4, snapshot.chunks.total_bytes
     download, began_at = Download(header, snapshot.hashes, math.inf, rate=total / seconds), loop.time()
@@ -395,7 +391,7 @@ async def test_chunks_that_do_not_exist_are_refused(index):
     await newcomer.state_sharing.find_donors()  # learns the address
     async with newcomer.stub(donor.p2p.peer_id).rpc_download_state() as call:
         await call.send(DownloadRequest())
-        header = await call.receive(StateHeader)
+        header = await call.receive(StateAnswer)
         assert header is not None
         await call.read_payload(10**6)
         await call.send(ChunkRequest(index=index))
@@ -519,7 +515,7 @@ async def test_hostile_headers_are_refused(monkeypatch, caplog, case):
     async def hostile(self, call, snapshot, place):
         fields = {"metadata": snapshot.metadata, "tensors": snapshot.tensors, "tensor_bytes": snapshot.tensor_bytes}
         fields |= HOSTILE_HEADERS[case]
-        await call.send(StateHeader(allowed=True, **fields), snapshot.hashes)
+        await call.send(StateHeader(**fields), snapshot.hashes)
         while (request := await call.receive(ChunkRequest)) is not None:
             await call.send(StateChunk(index=request.index), bytes(16))
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.groups.candidates import Trust
-from shoal.averaging.groups.leading import MAX_GROUP_BYTES, follower_of, is_full, learn, record_of
+from shoal.averaging.groups.group import learn, record_of
 from shoal.averaging.groups.settings import MAX_SETTINGS, difference_of
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
@@ -25,7 +23,7 @@ from shoal.averaging.messages import (
     JoinRequest,
     Member,
     PartMessage,
-    PeerRecord,
+    PeerAddresses,
     RoundMessage,
 )
 from shoal.base.clock import get_dht_time
@@ -33,7 +31,6 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHT
 from shoal.errors import ProtocolError
 from shoal.net.transport import MOST, decode_header
-from shoal.p2p import PeerID
 from tests.averaging.swarm import Swarm, make_control
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
@@ -42,7 +39,7 @@ TRUE = {
     JoinReply: {"code": 1},
     Invitation: {"group_key": "run.0b", "expiration": 2e9},
     Member: {"peer": {"peer_id": b"1", "addresses": []}, "mode": 0, "share": 1},
-    PeerRecord: {"peer_id": b"1"},
+    PeerAddresses: {"peer_id": b"1"},
     BeginReduce: {"round_id": b"1", "weight": 1.0},
     PartMessage: None,
     RoundMessage: {"kind": 1},
@@ -56,7 +53,7 @@ UNTRUE = [
     *((kind, "gathered", bytes(MAX_GATHERED_BYTES + 1)) for kind in (JoinRequest, Member)),
     *((JoinRequest, "expected_group_size", value) for value in NOT_A_COUNT),
     *((Member, "share", value) for value in NOT_A_COUNT),
-    *((PeerRecord, "peer_id", value) for value in (b"", bytes(65))),
+    *((PeerAddresses, "peer_id", value) for value in (b"", bytes(65))),
     *((BeginReduce, "weight", value) for value in (math.nan, math.inf, -1.0, 1.7e308)),
     *((BeginReduce, "round_id", value) for value in (bytes(65), 5)),
     *((BeginReduce, "stripes", value) for value in NOT_A_COUNT),
@@ -88,7 +85,7 @@ def test_a_part_has_no_place_before_the_first(position):
 LIES = {
     "it will start in a thousand years": JoinReply(code=Code.ACCEPTED, expiration=3e10),
     "ask somebody without a sensible address": JoinReply(
-        code=Code.NOT_A_LEADER, expiration=2e9, better_leader=PeerRecord(b"nobody", ["/ip4/1.2.3.4/tcp/99999"])
+        code=Code.NOT_A_LEADER, expiration=2e9, better_leader=PeerAddresses(b"nobody", ["/ip4/1.2.3.4/tcp/99999"])
     ),
     "ask yourself": None,
     "ask me, later": JoinReply(code=Code.BAD_EXPIRATION_TIME, expiration=float(MOST)),
@@ -107,7 +104,7 @@ async def test_who_lies_to_those_who_ask_to_be_led_keeps_nobody_from_averaging(l
 
     async def answer(call, request, remote):
         asked.append(remote)
-        yourself = JoinReply(code=Code.NOT_A_LEADER, expiration=2e9, better_leader=PeerRecord(remote.to_bytes()))
+        yourself = JoinReply(code=Code.NOT_A_LEADER, expiration=2e9, better_leader=PeerAddresses(remote.to_bytes()))
         await call.send(LIES[lie] or yourself)
         await call.receive(JoinRequest)  # never comes: it waits until the other ends the call
 
@@ -138,7 +135,7 @@ async def test_who_starts_groups_without_itself_is_not_followed_again():
     liar = await swarm.add([torch.full([8], 100.0)])
 
     async def answer(call, request, remote):
-        members = [Member(PeerRecord(remote.to_bytes()), 0, 8), Member(PeerRecord(b"nobody"), 0, 0)]
+        members = [Member(PeerAddresses(remote.to_bytes()), 0, 8), Member(PeerAddresses(b"nobody"), 0, 0)]
         await call.send(JoinReply(code=Code.GROUP_STARTS, group=GroupStart(bytes(20), members)), end=True)
 
     liar.lanes[""].matchmaking.answer_join = answer
@@ -182,26 +179,7 @@ async def test_an_answer_that_makes_no_sense_is_an_error_of_the_protocol():
     swarm = Swarm()
     node = await swarm.add([torch.zeros(4)])
     with pytest.raises(ProtocolError, match="makes no sense"):
-        learn(node.p2p, PeerRecord(b"nobody", ["/ip4/1.2.3.4/tcp/99999"]))
-    await swarm.close()
-
-
-@alone_in_virtual_time
-async def test_a_group_fits_into_the_message_that_describes_it():
-    swarm = Swarm()
-    node = await swarm.add([torch.zeros(4)])
-    peers = [PeerID(bytes([i])) for i in range(20)]
-    request = JoinRequest("run.0b", {}, 2e9, 0, gathered=bytes(MAX_GATHERED_BYTES))
-    settings = SimpleNamespace(target_group_size=None)
-    search = SimpleNamespace(followers={}, settings=settings, group_bytes=0, has_time_for=lambda peer: True)
-    for peer in peers:
-        if is_full(search, node.p2p, peer, request):
-            break
-        search.followers[peer] = follower_of(node.p2p, peer, request, Trust())
-        search.group_bytes += search.followers[peer].nbytes
-    assert len(search.followers) == MAX_GROUP_BYTES // MAX_GATHERED_BYTES - 1
-    small = JoinRequest("run.0b", {}, 2e9, 0)
-    assert not is_full(search, node.p2p, peers[-1], small)  # what is small still has room
+        learn(node.p2p, PeerAddresses(b"nobody", ["/ip4/1.2.3.4/tcp/99999"]))
     await swarm.close()
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from shoal.optim import DiLoCo
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import BATCHES_READ, GradientAccumulator
 from shoal.optim.setup.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
@@ -88,6 +89,31 @@ def test_samples_count_when_they_are_nearly_done(fake, make_trainers):
             done = sum(event.query() for event in launched)
             assert batches - done <= BATCHES_AHEAD + 1
             launched.append(torch.accelerator.current_stream().record_event())
+
+
+def test_inner_steps_count_when_they_are_nearly_done(fake, make_dhts, closing):
+    (dht,) = make_dhts(1)
+    model = make_model().to("fake")
+    opt = closing(
+        DiLoCo(dht=dht, run_id="run", optimizer=sgd(model.parameters()), sync_every=20, batch_size_per_step=1)
+    )
+    launched, is_idle = [], []
+    declare = opt.tracker.declare_epoch_over
+
+    def declare_when_idle(*arguments) -> None:
+        is_idle.append(torch.accelerator.current_stream().query())
+        declare(*arguments)
+
+    opt.tracker.declare_epoch_over = declare_when_idle
+    with fake.late(LATE_MS):
+        while opt.local_epoch == 0:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            opt.step()
+            done = sum(event.query() for event in launched)
+            assert opt.inner_steps - done <= BATCHES_AHEAD + 1
+            launched.append(torch.accelerator.current_stream().record_event())
+    assert is_idle == [True]
 
 
 def launch_batch(trainer) -> None:

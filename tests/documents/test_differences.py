@@ -10,17 +10,17 @@ from tests.documents.pages import ROOT
 
 HELD_BY = """
 a Go daemon (`p2pd`), | tests/dht/test_dht.py::test_forked_child_knows_facts_only
-a peer listens at | tests/p2p/test_tcp.py::test_listening_everywhere
-`use_auto_relay=False`, | tests/p2p/test_reach.py::test_trusted_relays_are_parsed_and_relays_can_be_turned_off
+a peer listens at | tests/net/test_tcp.py::test_listening_everywhere
+`use_auto_relay=False`, | tests/reach/test_reach.py::test_trusted_relays_are_parsed_and_relays_can_be_turned_off
 a peer that nobody | tests/dht/test_joining.py::test_unreachable_peer_joins_as_a_client
 `conn_manager`, `dht_mode`, `tls`, | tests/test_drop_in.py::test_what_belongs_to_a_daemon_is_accepted_and_told_once
 QUIC addresses in `host_maddrs` | tests/test_drop_in.py::test_addresses_for_quic_are_skipped
 RSA keys in `identity_path`, | tests/test_drop_in.py::test_an_rsa_identity_is_refused_with_the_fix
 an RSA peer id | tests/test_drop_in.py::test_an_address_with_an_rsa_peer_id_is_an_error_of_the_daemon
 an initial peer that | tests/test_drop_in.py::test_a_peer_that_cannot_be_reached_is_told
-protobuf messages, `add_protobuf_handler`, `add_binary_stream_handler` | tests/p2p/test_rpc.py::test_unary
+protobuf messages, `add_protobuf_handler`, `add_binary_stream_handler` | tests/net/test_rpc.py::test_unary
 a peer with a | tests/dht/test_neighbours.py::test_neighbour_with_another_clock_joins_with_warning
-nothing limits what strangers | tests/p2p/test_limits.py::test_thousands_of_strangers_do_not_keep_honest_peers_out
+nothing limits what strangers | tests/net/test_limits.py::test_thousands_of_strangers_do_not_keep_honest_peers_out
 node ids are random | tests/dht/test_finding.py::test_last_of_sixty_nodes_calls_others_by_id
 `store` returns what the | tests/dht/test_node.py::test_minority_does_not_decide_a_store
 records live as long | tests/dht/test_records.py::test_a_record_lives_a_day_at_most

@@ -33,15 +33,14 @@ _rng = random.Random(1)
 _LATER = 4e9
 LINEAGE = Lineage((b"1st.", b"2nd.", b"3rd."), (ForkPoint.of(b"1st.", 0.5, b"2nd."),)).pack()
 _OTHER = Identity.generate(_rng)
-_PEERS = [messages.PeerRecord(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)]
+_PEERS = [
+    messages.PeerAddresses(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)
+]
 VALUES = 1000
 """Of the vector that the group averages."""
 GROUP = messages.GroupStart(
     group_id=_rng.randbytes(GROUP_ID_BYTES),
-    members=[
-        messages.Member(peer=peer, mode=0, share=VALUES // 2, gathered=b"\xc0", largest_weight=weight)
-        for peer, weight in zip(_PEERS, (64.0, None), strict=True)
-    ],
+    members=[messages.Member(peer=peer, mode=0, share=VALUES // 2, gathered=b"\xc0") for peer in _PEERS],
 )
 _PART = messages.PartHeader(1, None, 4096)
 _ROUND = _rng.randbytes(21)
@@ -77,7 +76,9 @@ HEADERS: list[Header] = [
     messages.StatusRequest(round_id=_ROUND),
     messages.StatusReply(status=1),
     messages.DownloadRequest(part=b"\x91\x92\x00\x03"),
-    messages.StateHeader(allowed=True, metadata=b"\x80", tensor_bytes=[4096]),
+    messages.StateHeader(metadata=b"\x80", tensor_bytes=[4096]),
+    messages.StateRefused(contradiction="prefix is 'a' there and 'b' here"),
+    messages.DonorBusy(again_in=3.0),
     messages.ChunkRequest(index=3),
     messages.StateChunk(index=3),
     _PROGRESS,
@@ -114,7 +115,7 @@ def _header(header_type: type[Header]) -> Target:
 
 
 def _group(data: bytes) -> str:
-    """What a follower makes of the group that its leader has published: every weight that counts has its range."""
+    """What a follower makes of the group that its leader has published."""
     own: Any = SimpleNamespace(peer_id=IDENTITY.peer_id, add_addresses=lambda *_: None)
     try:
         group = read_group(own, decode_header(data, messages.GroupStart), VALUES)
@@ -123,7 +124,6 @@ def _group(data: bytes) -> str:
         return "ProtocolError"
     assert sum(group.shares) == VALUES
     assert IDENTITY.peer_id in group.peer_ids
-    assert all(limit >= 0 for limit in group.largest_weights)
     return "adopted"
 
 

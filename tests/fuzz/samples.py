@@ -30,7 +30,7 @@ from shoal.dht.routing import DHTID
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
-from shoal.net.connection import Failure, Hello, Open
+from shoal.net.connection import CallFailure, Hello, Open
 from shoal.net.transport import Kind, pack
 from shoal.p2p import Header, Identity
 from shoal.reach.candidates import CandidateHost, Candidates
@@ -130,7 +130,7 @@ _COOKIES = [_rng.randbytes(32) for _ in range(2)]
 HEADERS: list[Header] = [
     Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16), name="laptop-4711"),
     Open(handler="DHTProtocol.rpc_find"),
-    Failure(type="ValueError", text="what went wrong"),
+    CallFailure(type="ValueError", text="what went wrong"),
     PingRequest(node_id=_NODE_ID, validate=True),
     PingResponse(node_id=_NODE_ID, dht_time=_LATER, available=True),
     StoreRequest(

@@ -21,7 +21,7 @@ from shoal.peers.identity import circuit_address
 from shoal.reach.relay.messages import MAX_AT_ONCE
 from tests.hostile.few_files import Squares
 from tests.p2p.peers import Number, until
-from tests.p2p.relays import connect
+from tests.reach.relays import connect
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [

@@ -26,8 +26,8 @@ from shoal.reach.relay.messages import (
     Reserved,
 )
 from shoal.reach.relay.server import RelayServer
+from tests.access.test_membership import SECRET
 from tests.p2p.peers import Number, serving, stub, until
-from tests.p2p.test_membership import SECRET
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them")

@@ -8,47 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.optim.recovery import joiner_grace as hold_module
-from shoal.optim.recovery.joiner_grace import LEAST_HOLD, LONGEST_HOLD, SECONDS_BETWEEN_LOOKS, JoinerGrace
+from shoal.guard import budget as hold_module
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import PATIENCE, Trainer, in_parallel, meet, wait_until
 
 pytestmark = pytest.mark.once
-
-
-def wait(hold: JoinerGrace, now: float, *, until: float) -> float:
-    """Wait from one moment until another one, or for as long as the peer may; returns the seconds."""
-    began = now
-    while hold.lasts(now, has_reason=now < until):
-        now += SECONDS_BETWEEN_LOOKS
-    return now - began
-
-
-def test_without_a_reason_there_is_no_wait():
-    assert wait(JoinerGrace(0.0), 100.0, until=100.0) == 0.0
-
-
-def test_it_ends_with_its_reason():
-    hold = JoinerGrace(0.0)
-    assert wait(hold, 10.0, until=12.0) == pytest.approx(2.0, abs=0.1)
-    assert wait(hold, 20.0, until=22.0) == pytest.approx(2.0, abs=0.1), "there is time left for another newcomer"
-
-
-def test_all_waits_together_take_a_twentieth_of_the_time():
-    hold, now, waited = JoinerGrace(0.0), 0.0, 0.0
-    assert wait(hold, now, until=1e9) == pytest.approx(LONGEST_HOLD, abs=0.1)
-    now = LONGEST_HOLD
-    while now < 10_000.0:
-        seconds = wait(hold, now, until=1e9)
-        assert seconds == 0.0 or seconds > LEAST_HOLD - 0.1, "shorter ones would be of no use"
-        waited += seconds
-        now += seconds + 0.08
-    assert 0.04 < waited / now < 0.05
-
-
-def test_what_is_saved_up_is_limited():
-    hold = JoinerGrace(0.0)
-    assert wait(hold, 1e6, until=1e9) == pytest.approx(LONGEST_HOLD, abs=0.1)
 
 
 @pytest.fixture

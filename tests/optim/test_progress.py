@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.evidence import OpenGuard
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import MAX_ASKED, ProgressExchange
 from shoal.optim.progress.records import (
@@ -248,34 +247,6 @@ def test_the_epoch_is_over_by_count_by_time_and_by_word():
     assert board.epoch_is_over(NOW), "by word"
     board.finish_update(1, [b"other"], NOW)
     assert not board.epoch_is_over(NOW), "another epoch"
-
-
-def test_who_has_declared_its_epoch_over_believes_a_friend_that_is_quickly_beyond_it():
-    """Otherwise it would leave alone the friend with which it averages in the background."""
-    board, now = Me(speed=10).report(40), NOW + 10
-    board.guard = OpenGuard(b"me", bytes, NOW)
-    board.note_round({b"me": 40.0, b"friend": 60.0}, now)
-    board.finish_update(1, [b"friend"], now)
-    board.report(1, 40, now)
-    now += 1
-    board.hear(record("friend", epoch=2), now + 60, now)
-    assert board.expected_members(now, until_epoch=3) == set(), "nobody can be so quick"
-    board.begin_update(now, patience=10)
-    assert board.expected_members(now, until_epoch=3) == {b"friend"}
-    board.finish_update(2, [b"friend"], now)
-    assert board.expected_members(now) == {b"friend"}
-
-
-def test_a_slow_peer_believes_a_quick_friend_that_is_beyond_its_epoch():
-    """It cannot tell from its own speed when an epoch ends that the friend makes nearly alone."""
-    board = Me(speed=1).report(10)
-    board.guard = OpenGuard(b"me", bytes, NOW)
-    for epoch in range(2):
-        board.note_round({b"me": 10.0, b"friend": 90.0}, NOW + 9 * (epoch + 1))
-        board.finish_update(epoch + 1, [b"friend"], NOW + 9 * (epoch + 1))
-    board.hear(record("friend", epoch=3, speed=10.0, time=NOW + 27), NOW + 60, NOW + 27)
-    assert board.global_progress(NOW + 20).epoch == 2
-    assert board.global_progress(NOW + 27).epoch == 3
 
 
 def test_the_earliest_end_that_anybody_has_called_counts():

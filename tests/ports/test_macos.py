@@ -10,8 +10,8 @@ import pytest
 
 from shoal.net import limits as p2p_limits
 from shoal.net.own_addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
+from tests.net.test_tcp import pair, read
 from tests.p2p.peers import end_of, until
-from tests.p2p.test_tcp import pair, read
 from tests.pretend import system
 
 

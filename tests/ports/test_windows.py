@@ -29,9 +29,9 @@ from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import COOKIE_BYTES
 from shoal.p2p import Identity, Multiaddr
 from tests import pretend
+from tests.net.test_sessions import Circle, has_ended
+from tests.net.test_tcp import Listening, read
 from tests.p2p.peers import end_of, until
-from tests.p2p.test_sessions import Circle, has_ended
-from tests.p2p.test_tcp import Listening, read
 from tests.pretend.proactor import PretendedProactorLoop
 from tests.pretend.windows import O_BINARY, TextFiles, exclusive
 

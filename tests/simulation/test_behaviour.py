@@ -302,12 +302,12 @@ def test_who_goes_on_withholding_is_tried_ever_more_seldom(watched):
 @pytest.mark.parametrize("seed", mostly_drills(range(5)))
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_who_accepts_and_never_starts_does_not_lead(watched, monkeypatch, seed, is_silent):
-    send_away = Matchmaking.send_followers_away
+    send_away = GroupSearch._send_away
     if is_silent:
         monkeypatch.setattr(
-            Matchmaking,
-            "send_followers_away",
-            lambda self, *args: self.p2p.peer_id in watched.never_starting or send_away(self, *args),
+            GroupSearch,
+            "_send_away",
+            lambda self, *args: () if self.own in watched.never_starting else send_away(self, *args),
         )
 
     async def main() -> None:
@@ -316,7 +316,8 @@ def test_who_accepts_and_never_starts_does_not_lead(watched, monkeypatch, seed, 
         silent = nodes[3].p2p.peer_id
         watched.never_starting.add(silent)
         seconds = [await average(network, nodes, nodes[3]) for _ in range(8)]
-        assert max(seconds[FAILURES_TO_LOSE_SHARE:]) < FAST, f"{seconds}"
+        # Not all of the others follow it in each round, so some learn a round later.
+        assert max(seconds[FAILURES_TO_LOSE_SHARE + 1 :]) < FAST, f"{seconds}"
         assert all(len(node.last_round.peers) == MEMBERS for node in nodes), "it follows others"
         assert all(node.p2p.metrics.troubles["leaders not followed"] == 1 for node in nodes[:3])
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shoal.dht.joining import LONGEST_PAUSE_SECONDS
-from shoal.optim.recovery.joiner_grace import LEAST_HOLD, LONGEST_HOLD
+from shoal.guard.budget import LEAST_HOLD, LONGEST_HOLD
 from shoal.testing import Host, Link, Network, run
 from tests.drills import mostly_drills
 from tests.simulation.training import Course, Swarm, Trainer

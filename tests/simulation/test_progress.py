@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from shoal.base.clock import get_dht_time
-from shoal.optim.evidence import OpenGuard
-from shoal.optim.members import Members
+from shoal.guard.open import OpenGuard
+from shoal.guard.policy import Members
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import DIAL_ATTEMPTS, ProgressExchange
 from shoal.optim.progress.message import ProgressMessage
@@ -187,8 +187,7 @@ def test_nobody_is_accused_by_an_old_record_alone(
         newcomers = await start_trackers(network, 4, table)
         for one in newcomers:
             one.board.guard = guard(one.id, bytes, one.host.dht_time())
-            if guard is Members:
-                one.board.note_round(dict.fromkeys([other.id for other in newcomers], 1.0), one.host.dht_time())
+            one.board.note_round(dict.fromkeys([other.id for other in newcomers], 1.0), one.host.dht_time())
         for _ in range(100):
             await train(newcomers, 1)
             for one in newcomers:

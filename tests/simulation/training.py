@@ -41,7 +41,7 @@ from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import SECONDS_TO_ASK, ProgressTracker, make_guard
-from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
+from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, awaits_newcomers
 from shoal.optim.searches import watch_search
 from shoal.p2p import PeerID
 from shoal.testing import Host, Link, Network, make_averager, start_dht_node
@@ -151,7 +151,6 @@ class Trainer:
         self._control: StepControl | None = None
         self.begun: tuple[StepControl | None, torch.Tensor, int] | None = None
         """A round under way, with this peer's own mean gradient and the number of its samples."""
-        self._hold = JoinerGrace(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
         self.tracker.board.moves_together = not self.course.group_size
         self.averager = self._make_averager()
@@ -385,7 +384,7 @@ class Trainer:
 
     async def _wait_for_newcomers(self) -> None:
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        while self._hold.lasts(loop.time(), has_reason=self._is_awaited()):
+        while self.tracker.may_hold(has_reason=self._is_awaited()):
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
         self.record.held += loop.time() - began
 

@@ -17,7 +17,7 @@ pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(400)]
 LIMIT = 150
 """Seconds, on a machine that does other things, too."""
 PORT = 3128
-PROXY = Path(__file__).parents[1] / "p2p" / "small_proxy.py"
+PROXY = Path(__file__).parents[1] / "net" / "small_proxy.py"
 
 
 def make_public(host: Host, number: int) -> str:

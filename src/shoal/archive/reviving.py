@@ -19,7 +19,7 @@ from shoal.archive.contents import PREFIXES, epoch_of
 from shoal.archive.keeping import check_role, sharing_of
 from shoal.archive.store import DATA, Archive, memory_of_this_machine
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.messages import PEER_FAILURES, DownloadRequest
+from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateHeader
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import OwnedState, open_state
 from shoal.base.clock import get_dht_time
@@ -175,7 +175,9 @@ class Revival(Facade):
                 await call.send(DownloadRequest(trains=False))
                 header, _ = await open_state(call, memory_of_this_machine(), _ANSWER_SECONDS)
                 await call.send_end()
-                return header.allowed and epoch_of(self._kind, MSGPackSerializer.loads(header.metadata)) >= self._epoch
+                if not isinstance(header, StateHeader):
+                    return False
+                return epoch_of(self._kind, MSGPackSerializer.loads(header.metadata)) >= self._epoch
         except (*PEER_FAILURES, ValueError) as e:
             logger.debug("peer %s does not give its state: %s", peer, e)
             return False

@@ -11,7 +11,7 @@ from shoal.averaging.messages import MAX_BANDWIDTH
 from shoal.compression import CompressionBase
 from shoal.compression.one_result import Relayed
 
-# A member is given up after so many seconds of silence, unless the user has set a limit.
+# A member is given up after this many seconds of silence, unless the user has set a limit: TCP repairs lines sooner.
 DEFAULT_STALL_TIMEOUT = 30.0
 # The most settings of the user's own; peers refuse those that name more settings than there can be.
 MOST_AGREED = 16
@@ -42,7 +42,7 @@ class AveragerConfig:
     mode: AveragingMode
     declare_state_period: float
     quorum: int | None = None
-    """When so many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
+    """When this many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
     quorum_grace: float = 3.0
     phases: str = "one"
     """What is done in a group, in words; the same in all members."""

@@ -63,7 +63,7 @@ class DecentralizedAverager(Facade):
         part_size_bytes: size in bytes of the parts in which tensors travel, after compression.
         allreduce_timeout: seconds for a whole all-reduce; ``None``: as long as it makes progress.
         next_chunk_timeout: seconds for the next chunk of a state download; also the default of ``sender_timeout``.
-        sender_timeout: a sending member is given up after so many seconds of silence; 30 if nothing is set.
+        sender_timeout: the most seconds of silence before a sending member is given up; 30 if nothing is set.
         reducer_timeout: the same for a reducer. It must be longer, because a reducer may itself wait for senders.
             Default: twice ``sender_timeout``.
         compression: codec for averaging; the same in all peers.

@@ -56,6 +56,11 @@ class Absence(Enum):
     REFUSED = "is refused by this peer"
 
     @property
+    def key(self) -> str:
+        """Its name in the metrics."""
+        return self.name.lower().replace("_", " ")
+
+    @property
     def is_usual(self) -> bool:
         """Whether it happens to honest peers on good lines that form several groups at a time."""
         usual = (Absence.DID_NOT_JOIN, Absence.NOT_LOOKING, Absence.FOLLOWS_ANOTHER, Absence.FULL, Absence.DISBANDED)
@@ -76,8 +81,8 @@ class GroupInfo:
     """Each member's :class:`~AveragingMode`."""
     shares: tuple[int, ...] = ()
     """The number of the vector's values that each member reduces."""
-    largest_weights: tuple[float, ...] = ()
-    """The upper limit for each member's weight, whatever it claims; empty: no weight is limited."""
+    largest_weights: tuple[float, ...] = field(default=(), compare=False)
+    """How much each member may weigh in what this peer reduces, whatever it claims; empty: no limits."""
     leader: PeerID | None = field(default=None, compare=False)
     """The member that has led this peer into the group; ``None``: it led itself."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
@@ -88,7 +93,7 @@ class GroupInfo:
         return len(self.peer_ids)
 
     def limited(self, index: int, weight: float) -> float:
-        """The part of a member's claimed weight that counts. All reducers derive the same number."""
+        """The part of a member's claimed weight that counts here."""
         return min(weight, self.largest_weights[index]) if self.largest_weights else weight
 
     def __contains__(self, peer_id: PeerID) -> bool:
@@ -140,6 +145,8 @@ class RoundResult:
     """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
+    waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
+    """By member: for how many seconds this peer waited for its values or averages while nobody else's were missing."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -170,6 +177,7 @@ class RoundResult:
             bytes_sent=sum(phase.bytes_sent for phase in phases),
             bytes_received=sum(phase.bytes_received for phase in phases),
             seen_failing=together(phase.seen_failing for phase in phases),
+            waits={peer: waited for peer in first.peers if (waited := sum(p.waits.get(peer, 0.0) for p in phases))},
         )
 
 
@@ -245,7 +253,7 @@ class StepControl(AwaitableFuture[Gathered]):
         return self._changed
 
     async def wait_until_near(self, seconds: float) -> None:
-        """Wait, inside the loop, until the scheduled time is no more than so many seconds ahead."""
+        """Wait, inside the loop, until the scheduled time is at most this many seconds ahead."""
         while (ahead := self._scheduled_time - seconds - get_dht_time()) > 0:
             self.changed.clear()
             await first_completed(self.changed.wait(), timeout=ahead)

@@ -71,7 +71,7 @@ Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
 """Relative to that of the other members; 0: the others shall reduce."""
 
 
-class PeerRecord(Header):
+class PeerAddresses(Header):
     """A peer and the addresses under which it can be dialled."""
 
     peer_id: PeerIDBytes
@@ -109,13 +109,11 @@ class Expectation(Header):
 class Member(Header):
     """One member of a group that starts."""
 
-    peer: PeerRecord
+    peer: PeerAddresses
     mode: Mode
     share: Count
     """The number of the vector's values that this member reduces."""
     gathered: Gathered = b""
-    largest_weight: Amount | None = None
-    """The upper limit for its weight, whatever it claims; ``None``: no limit."""
 
 
 class GroupStart(Header):
@@ -132,7 +130,7 @@ class JoinReply(Header):
     text: str = ""
     expiration: Moment = 0.0
     """DHT time at which the leader will start."""
-    better_leader: PeerRecord | None = None
+    better_leader: PeerAddresses | None = None
     group: GroupStart | None = None
 
 
@@ -148,7 +146,7 @@ class InvitationReply(Header):
 
     request: JoinRequest | None = None
     """The invited peer joins. The call goes on as after a request to join."""
-    better_leader: PeerRecord | None = None
+    better_leader: PeerAddresses | None = None
     """The invited peer does not join, because it follows this leader; or it names itself, because it leads."""
     expiration: Moment = 0.0
     """DHT time at which that leader will start."""
@@ -347,21 +345,32 @@ class DownloadRequest(Header):
     """Settings that must be the same in both peers, as far as both have them."""
 
 
-class StateHeader(Header):
-    """The donor's answer: a description of its state, with the hash of each chunk as the payload; or a refusal."""
+class StateAnswer(Header, tag=0):
+    """A donor's answer to a request for its state. Each kind is a subclass with a tag of its own."""
 
-    allowed: bool
-    busy: bool = False
-    """The request is refused only because too many others are downloading."""
-    again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
-    """If busy: the number of seconds after which there may be a place."""
-    others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
-    """If busy: peers that have downloaded this state and may give it."""
-    contradiction: str = ""
-    """If refused for a difference in the agreement: which, in words."""
+
+class StateHeader(StateAnswer, tag=1):
+    """The description of the state, with the hash of each chunk as the payload."""
+
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
     tensor_bytes: list[Count] = msgspec.field(default_factory=list)
+
+
+class StateRefused(StateAnswer, tag=2):
+    """The donor does not give its state to this newcomer."""
+
+    contradiction: str = ""
+    """The settings that differ, in words; empty: it does not share its state with anybody."""
+
+
+class DonorBusy(StateAnswer, tag=3):
+    """Too many others are downloading."""
+
+    again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    """The number of seconds after which there may be a place."""
+    others: Annotated[list[PeerAddresses], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
+    """Peers that have downloaded this state and may give it."""
 
 
 class ChunkRequest(Header):

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -283,7 +283,6 @@ class AveragerNode(ServicerBase):
                 session.tell(self.p2p.behaviour)
                 session.let_go()
                 self._report_not_finite(session, lane)
-                self._report_overstated(session.overstating)
         finally:
             self.rounds.leave_group(group.group_id)
         control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
@@ -338,23 +337,6 @@ class AveragerNode(ServicerBase):
                 "should update shoal or check the machine",
                 peer,
             )
-
-    def _report_overstated(self, claims: Mapping[PeerID, float]) -> None:
-        """Say who has claimed more weight than it can have, as far as this peer itself knows it."""
-        is_proven, largest_weight = self.trust.is_proven, self.trust.largest_weight
-        for peer, claimed in claims.items():
-            if largest_weight is None or (is_proven is not None and not is_proven(peer)):
-                continue  # who leads may have told others less than the member itself
-            if claimed > (limit := largest_weight(peer)):
-                self.p2p.metrics.troubles["weights that cannot be"] += 1
-                self._warn_seldom(
-                    "peer %s claims a weight of %g in a round, and can have made %g at most: no more counts. It "
-                    "lies, or its shoal is too old",
-                    peer,
-                    claimed,
-                    limit,
-                    about=peer,
-                )
 
     def _note_untrue(self, group: GroupInfo, lane: Lane, peer: PeerID, what: str) -> None:
         """Refuse a member for a while that has lied about its values, and warn of it."""

@@ -105,7 +105,8 @@ class Connectivity:
     def note_answer(self, peer: PeerID) -> None:
         """Note that a peer has answered a call."""
         self._note(peer, answered=True)
-        self.excused.pop(peer, None)
+        if peer in self.excused:
+            del self.excused[peer]
         self._heard_at = self._loop.time()
         if self._silent_since is not None:
             self._silent_since = None

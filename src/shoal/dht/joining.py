@@ -220,7 +220,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
 # Pause between two pings of an initial peer that answers, but has no place in the routing table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
-# With more nodes in the routing table, the longest pause grows in proportion: enough others ping those that are gone.
+# With more nodes in the routing table, the longest pause grows in proportion: enough other nodes ping the dead ones.
 SMALL_TABLE = 20
 
 # Peers pinged at a time: few, because after an outage all nodes ping.

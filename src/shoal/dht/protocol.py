@@ -86,6 +86,8 @@ PING_BACK_SHARE = 0.5
 class DHTProtocol(ServicerBase):
     """One node's side of the protocol.
 
+    It has many attributes because the parts of a node meet here: its peer, routing table, records, and tasks.
+
     Args:
         p2p: the peer that calls and is called.
         node_id: this node's id.
@@ -107,8 +109,9 @@ class DHTProtocol(ServicerBase):
     ) -> None:
         self.p2p, self.node_id, self.config = p2p, node_id, config
         self.client_mode = client_mode
+        # What others are told; ``None`` keeps this peer out of their routing tables.
+        self._announced_id: bytes | None = None
         self.is_node = not client_mode and p2p.reachability is not Reachability.CLIENT
-        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
         self._is_serving = False
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
         """Peers that walks skip for a while."""
@@ -125,9 +128,13 @@ class DHTProtocol(ServicerBase):
         self._tasks = BackgroundTasks(logger, "a DHT node", handled=NoAccessTokenError)
 
     @property
-    def _announced_id(self) -> bytes | None:
-        """What others are told; ``None`` keeps this peer out of their routing tables."""
-        return self.node_id.to_bytes() if self.is_node else None
+    def is_node(self) -> bool:
+        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
+        return self._announced_id is not None
+
+    @is_node.setter
+    def is_node(self, is_node: bool) -> None:
+        self._announced_id = self.node_id.to_bytes() if is_node else None
 
     @property
     def wait_timeout(self) -> float:

@@ -26,7 +26,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
@@ -243,7 +242,8 @@ class PackedContacts:
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         # By peer, and whether the asker is elsewhere on the internet.
-        self._packed: Bounded[tuple[PeerID, bool], msgspec.Raw | None] = Bounded(MAX_PACKED_CONTACTS)
+        # A plain dictionary: it is read twenty times for each answer.
+        self._packed: dict[tuple[PeerID, bool], msgspec.Raw | None] = {}
         self._address_changes = 0  # the count that the packed contacts reflect
 
     def pack(self, peer: PeerID, asker_host: str = "") -> msgspec.Raw | None:
@@ -253,7 +253,7 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes:
+        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
         is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)

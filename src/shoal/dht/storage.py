@@ -196,7 +196,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
             self._by_expiration.rebuild()
 
     def _drop_outdated(self, now: DHTExpiration | None = None) -> None:
-        if self._freezes:
+        if self._freezes or not self._data:
             return
         if now is None:
             now = get_dht_time()
@@ -472,8 +472,10 @@ class Blacklist:
 
     def register_success(self, peer: PeerID) -> None:
         """The peer answered: forget its failures, and end its ban."""
-        if self.ban_counter.pop(peer, None) is not None and peer in self.banned_peers:
-            del self.banned_peers[peer]
+        if peer in self.ban_counter:
+            del self.ban_counter[peer]
+            if peer in self.banned_peers:
+                del self.banned_peers[peer]
 
     def clear(self) -> None:
         """Forget all failures and bans."""

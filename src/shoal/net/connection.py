@@ -87,7 +87,7 @@ MAX_FAILURE_CHARACTERS = 2000
 MAX_REASON_CHARACTERS = 32
 
 
-class Failure(Header):
+class CallFailure(Header):
     """Why a call failed on the other side."""
 
     code: str = "handler"
@@ -97,7 +97,7 @@ class Failure(Header):
     """The sender closes the connection; it carries no more calls."""
 
     @classmethod
-    def of_error(cls, error: Exception, *, is_final: bool = False) -> Failure:
+    def of_error(cls, error: Exception, *, is_final: bool = False) -> CallFailure:
         """What the other side may know about an error: its type and its text, not where it happened."""
         text = str(error)[:MAX_FAILURE_CHARACTERS].encode(errors="backslashreplace").decode()
         return cls(type=type(error).__name__, text=text, is_final=is_final)
@@ -330,7 +330,7 @@ class Call:
             await self.connection.send(Kind.ITEM, None, end=True)
             self.sent_end = True
 
-    async def send_failure(self, failure: Failure) -> None:
+    async def send_failure(self, failure: CallFailure) -> None:
         """End this side with the reason why the call failed."""
         if not self.sent_end:
             await self.connection.send(Kind.ERROR, failure, end=True)
@@ -357,7 +357,7 @@ class Call:
         self.has_received, self.received_end = True, prefix.is_end
         self.payload_size = prefix.payload_bytes
         if prefix.kind is Kind.ERROR:
-            failure = decode_header(raw, Failure)
+            failure = decode_header(raw, CallFailure)
             self._is_final = failure.is_final
             raise self._as_exception(failure)
         if prefix.kind is not Kind.ITEM:
@@ -379,7 +379,7 @@ class Call:
             raise ProtocolError(f"peer {self.remote} ended {self.connection.handler} without an answer")
         return response
 
-    def _as_exception(self, failure: Failure) -> Exception:
+    def _as_exception(self, failure: CallFailure) -> Exception:
         kind, text = one_line(failure.type), one_line(failure.text)
         if failure.code == NO_HANDLER:
             return P2PDaemonError(f"peer {self.remote} has no handler for this call: {text}")

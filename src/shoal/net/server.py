@@ -20,7 +20,7 @@ from shoal.base.logs import Seldom, quoted
 from shoal.errors import NotAMemberError, P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.addresses import host_of
-from shoal.net.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, Connection, Failure
+from shoal.net.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, CallFailure, Connection
 from shoal.net.limits import Limits, more_files
 from shoal.net.service import Gate, Handler, P2PContext, receive_only, serve_streams
 from shoal.net.transport import Kind, Stream, pack
@@ -264,7 +264,7 @@ class Server:
     async def _tell_refusal(self, connection: Connection, reason: str) -> None:
         call = Call(connection)
         try:
-            await call.send_failure(Failure(code=REFUSED, text=reason, is_final=True))
+            await call.send_failure(CallFailure(code=REFUSED, text=reason, is_final=True))
             await call.drain()
         except (ShoalError, asyncio.CancelledError):
             return  # the peer has left, or sends nonsense: nobody is there to read the reason
@@ -293,21 +293,21 @@ class Server:
         finally:
             self._idle_since.pop(connection, None)
 
-    def _refusal(self, connection: Connection, name: str) -> Failure | None:
+    def _refusal(self, connection: Connection, name: str) -> CallFailure | None:
         """The reason not to serve this call, or ``None``."""
         if name not in self.handlers:
-            return Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
+            return CallFailure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
         if self.gate is not None and self.needs_proof(connection, name):
             self._metrics.calls_refused["not a member"] += 1
             logger.debug("%s, called by %s: it has not proven that it is a member", name, connection.remote)
-            return Failure(type=PermissionError.__name__, text=MEMBERS_ONLY)
+            return CallFailure(type=PermissionError.__name__, text=MEMBERS_ONLY)
         if self.membership is not None:
             try:
                 self.membership.check(connection.stream.badge, self.handlers[name].method.roles, dialled=False)
             except NotAMemberError as e:
                 self._metrics.calls_refused[e.reason] += 1
                 logger.debug("%s, called by %s: %s", name, connection.remote, e)
-                return Failure(code=NOT_A_MEMBER, type=e.reason, text=f"{e}. {ADVICE}")
+                return CallFailure(code=NOT_A_MEMBER, type=e.reason, text=f"{e}. {ADVICE}")
         return None
 
     async def _serve_call(self, connection: Connection, name: str) -> bool:
@@ -328,13 +328,13 @@ class Server:
         try:
             await _run_handler(handler, call, context)
         except ProtocolError as e:
-            await call.send_failure(Failure.of_error(e, is_final=True))
+            await call.send_failure(CallFailure.of_error(e, is_final=True))
             raise  # nothing that follows on this connection can be parsed
         except Exception as e:
             if connection.closed:
                 raise StreamClosedError("the caller has left") from e
             self._log_handler_error(name, connection.remote, e)
-            await call.send_failure(Failure.of_error(e))
+            await call.send_failure(CallFailure.of_error(e))
         finally:
             del self._serving[connection]
         await call.drain()
@@ -424,7 +424,7 @@ class Server:
 
 async def _tell_stranger(stream: Stream, error: NotAMemberError) -> None:
     """Tell a peer that is no member why it is refused: nothing of this peer but that, and read nothing of it."""
-    failure = Failure(code=NOT_A_MEMBER, type=error.reason, text=f"{error}. {ADVICE}", is_final=True)
+    failure = CallFailure(code=NOT_A_MEMBER, type=error.reason, text=f"{error}. {ADVICE}", is_final=True)
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT):
             await stream.write(pack(Kind.ERROR, failure, end=True))

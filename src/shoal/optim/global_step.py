@@ -18,7 +18,6 @@ import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
 from shoal.optim.history.window import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, JoinerGrace, awaits_newcomers
+from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, awaits_newcomers
 from shoal.optim.searches import let_go, log_failure, usable, watch_search
 from shoal.optim.setup.devices import copy_all
 from shoal.p2p import PeerID
@@ -126,7 +125,7 @@ class GlobalStep:
     """A round that began while the training thread was waiting elsewhere. The next step uses its result."""
 
     def __post_init__(self) -> None:
-        self._hold, self._tell_seldom = JoinerGrace(time.monotonic()), Seldom(logger.info)
+        self._tell_seldom = Seldom(logger.info)
         self._warn_once = Seldom(logger.warning, math.inf)
 
     # --- in advance ---------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class GlobalStep:
 
     def _wait_for_newcomers(self) -> None:
         """Alone, end no epoch while somebody downloads this peer's state: before that has arrived, it would be old."""
-        while self._hold.lasts(time.monotonic(), has_reason=self._awaits_newcomers()):
+        while self.tracker.may_hold(has_reason=self._awaits_newcomers()):
             self._tell_seldom("this peer, which trains alone, waits for one that downloads its state")
             if self.closing.wait(SECONDS_BETWEEN_LOOKS):
                 return

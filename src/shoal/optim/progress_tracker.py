@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -22,9 +23,10 @@ from shoal.base.reactor import Portal
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
+from shoal.guard.budget import SHARE_WASTED, check_share
+from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
-from shoal.optim.members import Members
 from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
@@ -84,7 +86,7 @@ def make_guard(guard: str) -> type[Members]:
     """What decides how far others are believed, by the name of the option."""
     if guard == "members":
         return Members
-    from shoal.optim.evidence import OpenGuard  # most runs need none of its rules
+    from shoal.guard.open import OpenGuard  # most runs need none of its rules
 
     return OpenGuard
 
@@ -108,7 +110,9 @@ class ProgressTracker(Facade):
         private_key: signs this peer's records; default: a new one.
         daemon: without effect, kept for compatibility.
         guard: ``"members"``: believe what members of the run say. ``"open"``, for a run that anybody may join: bound it
-            by what each has brought to rounds (:mod:`shoal.optim.evidence`).
+            by what each has brought to rounds (:mod:`shoal.guard.open`).
+        waiting_share: the share of its time that this peer may lose to others: to those that do not come or stall a
+            group, to a member for which others wait longer than it is worth, and to newcomers while it trains alone.
         rule: when an epoch is over; default: when all peers together have made ``target_batch_size`` samples.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
@@ -133,10 +137,12 @@ class ProgressTracker(Facade):
         private_key: PrivateKey | None = None,
         daemon: bool = True,
         guard: str = "members",
+        waiting_share: float = SHARE_WASTED,
         rule: EpochRule | None = None,
         start: bool,
     ) -> None:
         check_guard(guard)
+        check_share(waiting_share)
         target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         check_dht(dht)
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
@@ -161,7 +167,7 @@ class ProgressTracker(Facade):
             refresh,
             self.performance_ema,
             *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
-            make_guard(guard),
+            functools.partial(make_guard(guard), share=waiting_share),
             rule,
         )
         # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
@@ -465,8 +471,11 @@ class ProgressTracker(Facade):
         if self.board.kinship.has_begun or self.guard != "members":
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
-            seconds = 0.0 if result is None else result.duration
-            self.board.note_round(samples, get_dht_time(), seconds)
+            seconds, waits = (0.0, {}) if result is None else (result.duration, result.waits)
+            waits_by_id = {peer.to_bytes(): each for peer, each in waits.items()}
+            self.board.note_round(samples, get_dht_time(), seconds, waits_by_id)
+            if weights_are_samples and result is not None:
+                self.board.guard.note_weights(weights)
 
     def note_repair(self, result: RoundResult) -> None:
         """Parameters were averaged: that makes up for rounds of gradients that failed."""
@@ -527,10 +536,6 @@ class ProgressTracker(Facade):
         """No peer gave this one the state of the epoch that others claim; the attempt took this many seconds."""
         self.board.guard.note_vain_attempt(get_dht_time(), seconds)
 
-    def believe_as_a_newcomer(self) -> None:
-        """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
-        self.board.guard.pace.begin_anew()
-
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. Called inside the event loop."""
         return self.exchange is None or await self.exchange.trains_the_same_model(peer)
@@ -542,8 +547,7 @@ class ProgressTracker(Facade):
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
-        board, trust = self.board, averager.trust
-        guard = board.guard
+        guard, trust = self.board.guard, averager.trust
         guard.full_group = averager.config.target_group_size
         averager.state_sharing.rank_donors = self.rank_donors
         trust.depth = averager.state_sharing.depth = self._depth
@@ -552,10 +556,8 @@ class ProgressTracker(Facade):
             trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())
             trust.has_time_for = lambda peer: guard.has_time_for(peer.to_bytes(), get_dht_time())
             trust.note_waste = lambda peer, seconds: guard.note_waste([peer.to_bytes()], seconds, get_dht_time())
-        if self.guard == "open":
-            from shoal.optim.evidence import limit_claims
-
-            limit_claims(trust, board, weighs_samples=weighs_samples, trains_one=trains_one)
+        if self.guard == "open" and weighs_samples:
+            trust.largest_weight = lambda peer: guard.largest_weight(peer.to_bytes())
 
     def _depth(self) -> int:
         return 0 if self.exchange is None else self.exchange.spread.depth
@@ -613,6 +615,10 @@ class ProgressTracker(Facade):
         """This peer has declared its epoch over, and goes on with it: tell the others. In :meth:`pause_updates`."""
         self.board.cancel_update()
         self._wake(calls=True)
+
+    def may_hold(self, *, has_reason: bool) -> bool:
+        """Whether this peer waits for newcomers, or waits on, see :meth:`~shoal.guard.budget.Budget.holds`."""
+        return self.board.guard.budget.holds(get_dht_time(), has_reason=has_reason)
 
     def look_after_others(self) -> None:
         """Call all known peers to learn which are still there. The answers arrive soon, in the background."""

@@ -4,9 +4,8 @@ Rounds and searches report here how each peer has done, and ask here for the con
 
 * who reduces: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none;
 * who leads: this peer does not follow a peer that has lost its share, or that has accepted this one that often in a
-  row without starting the group. Nor, in a group of three or more, one whose averages did not come the last time: it
-  would give itself its whole share. Nor one that has just understated what a member weighs, which is done on purpose:
-  once is enough; or has led it twice in a row into a group that most others were not in. It can still be a member;
+  row without starting the group, or only when it had waited for nobody. Nor, in a group of three or more, one whose
+  averages did not come the last time: it would give itself its whole share. It can still be a member;
 * who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# The number of hosts of strangers of which is known what they took.
+# Hosts of strangers whose demands are counted; those seen last are kept. Not measured.
 MAX_STRANGERS = 256
 
 
@@ -139,39 +138,16 @@ class PeerScores:
             self._metrics.troubles["leaders not followed"] += 1
             # It may only be in the middle of a long batch, so this is no warning.
             self._tell_seldom(
-                "peer %s has accepted this one into a group %d times, and has not started it: it is not followed for "
-                "the next %.0f s",
+                "peer %s has accepted this one into a group %d times, and has not started it in time: it is not "
+                "followed for the next %.0f s",
                 leader,
                 record.leads.failures,
                 record.leads.rests_until - self._now(),
                 about=leader,
             )
 
-    def note_split(self, leader: PeerID, seconds: float) -> None:
-        """A leader has made a group of a few, and most others went on without it, which has cost so many seconds."""
-        record = self._see(leader)
-        record.leads.failures += 1  # it has started a group, which counted as a success
-        record.leads.note_failure(self._now(), seconds)
-        if record.leads.is_lost:
-            record.history.excluded += 1
-            self._metrics.troubles["leaders not followed"] += 1
-            self._warn_seldom(
-                "peer %s has led this one into groups without most others: it is not followed for %.0f s. Its line "
-                "is bad, or it keeps others apart on purpose",
-                leader,
-                record.leads.rests_until - self._now(),
-                about=leader,
-            )
-
-    def note_injustice(self, leader: PeerID, seconds: float) -> None:
-        """A leader has cost this peer so much time, and would have let a member count for less than it knows."""
-        record = self._see(leader)
-        record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
-        record.history.excluded += 1
-        self._metrics.troubles["leaders not followed"] += 1
-
     def note_delay(self, peer: PeerID, seconds: float) -> None:
-        """A round was cut short after so many seconds because this member sent too slowly."""
+        """A round was cut short after ``seconds`` because this member sent too slowly."""
         record = self._see(peer)
         record.sends.note_failure(self._now(), seconds)
         if record.sends.is_lost:
@@ -186,8 +162,11 @@ class PeerScores:
             )
 
     def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
-        """A coordinator has not ended a round for so many seconds, although nobody kept it waiting."""
-        self.note_injustice(coordinator, seconds)
+        """A coordinator has not ended a round for ``seconds``, although nobody kept it waiting."""
+        record = self._see(coordinator)
+        record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
+        record.history.excluded += 1
+        self._metrics.troubles["leaders not followed"] += 1
         self._warn_seldom(
             "peer %s did not end a round that was complete, for %.0f s: it does not lead or coordinate for a while. "
             "Is its machine stuck, or its shoal changed?",
@@ -197,7 +176,7 @@ class PeerScores:
         )
 
     def note_time(self, peer: PeerID, seconds: float) -> None:
-        """A peer goes on saying that it is so many seconds later than the swarm has agreed about; 0: it does not."""
+        """A peer keeps saying that it is ``seconds`` later than the swarm has agreed about; 0: it does not."""
         if seconds:
             self._metrics.troubles["clocks that differ"] += 1
             self._warn_seldom(
@@ -210,7 +189,7 @@ class PeerScores:
             )
 
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
-        """What somebody takes whom this peer does not know. Peers cost nothing: those of one host count as one."""
+        """A stranger has taken something. Peers cost nothing: those of one host count as one."""
         now, name = self._now(), str(host)
         demands = self._metrics.strangers.pop(name, None) or Demands()
         demands.decay(0.5 ** ((now - self._strangers.get(name, now)) / HALF_LIFE))

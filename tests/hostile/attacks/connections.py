@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from shoal.averaging.messages import BeginReduce
-from shoal.net.connection import Failure
+from shoal.net.connection import CallFailure
 from shoal.net.transport import PREFIX_BYTES, Kind, pack
 from shoal.p2p import Call
 from tests.hostile.attacker import FAILURES, PATIENCE, Attacker
@@ -30,7 +30,7 @@ async def _hold(me: Attacker, count: int, first_word: Callable[[Call], Awaitable
                         call = await stack.enter_async_context(me.averager(peer).rpc_reduce())
                         await first_word(call)
                     opened += 1
-                    await call.receive(Failure)
+                    await call.receive(CallFailure)
             except FAILURES:
                 # Most of them are refused when there is no place left: that is the end of the first wave.
                 opened += 1
@@ -52,7 +52,7 @@ async def opens_calls_and_says_nothing(me: Attacker) -> None:
 
 async def announces_headers_that_never_come(me: Attacker) -> None:
     """A stranger. 64 times "a megabyte follows", and nothing follows. Large messages of others must be read."""
-    prefix = pack(Kind.ITEM, Failure(text="z" * HEADER_BYTES))[:PREFIX_BYTES]
+    prefix = pack(Kind.ITEM, CallFailure(text="z" * HEADER_BYTES))[:PREFIX_BYTES]
 
     async def announce(call: Call) -> None:
         await call.connection.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from shoal.averaging.messages import InvitationReply, JoinRequest, PeerRecord
+from shoal.averaging.messages import InvitationReply, JoinRequest, PeerAddresses
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.crypto import tag_of
@@ -31,7 +31,7 @@ async def sends_huge_peer_ids(me: Attacker) -> None:
         tag = MSGPackSerializer.dumps(tag_of(me.p2p.peer_id))
         await _store(me, peer, MSGPackSerializer.dumps(record), subkey=tag)
         async with me.averager(peer).rpc_join_group() as call:
-            leader = PeerRecord(peer_id=2 * huge)
+            leader = PeerAddresses(peer_id=2 * huge)
             await call.send(InvitationReply(better_leader=leader, expiration=get_dht_time()), end=True)
             await call.receive(InvitationReply)
         async with me.averager(peer).rpc_join_group() as call:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from shoal.averaging.control import GroupInfo, StepControl
-from shoal.averaging.groups.candidates import GroupSearch
-from shoal.averaging.groups.leading import describe_group, read_group
-from shoal.averaging.messages import Code, GroupStart, JoinReply, PartStatus
+from shoal.averaging.groups.group import describe_group, read_group
+from shoal.averaging.groups.matchmaking import Matchmaking, SearchShell, StartedGroup
+from shoal.averaging.groups.search import Follower
+from shoal.averaging.messages import GroupStart, PartStatus
 from shoal.averaging.node import AveragerNode, Lane
 from shoal.averaging.round.exchange import AllReduce
 from shoal.errors import AllreduceException
@@ -76,6 +77,28 @@ def gives_everybody_another_average(node: AveragerNode) -> None:
         allreduce.reducer.reply = reply  # type: ignore[method-assign]
 
     _in_each_round(node, lie)
+
+
+SECONDS_LATE = 2.0
+
+
+def sends_each_piece_late(node: AveragerNode) -> None:
+    """A member. Each part and each average leaves two seconds late. Rounds must not take that long again and again."""
+
+    def delay(allreduce: AllReduce) -> None:
+        for pair in allreduce.pairs.values():
+            for outgoing in (pair.traffic.parts_out, pair.traffic.averages_out):
+                outgoing._encode = _late(outgoing._encode)
+
+    _in_each_round(node, delay)
+
+
+def _late(encode: Callable[[int], Awaitable[Any]]) -> Callable[[int], Awaitable[Any]]:
+    async def encode_late(index: int) -> Any:
+        await asyncio.sleep(SECONDS_LATE)
+        return await encode(index)
+
+    return encode_late
 
 
 def sends_what_is_not_finite(node: AveragerNode) -> None:
@@ -161,22 +184,23 @@ def leads_each_into_a_group_of_two(node: AveragerNode) -> None:
             await node.session(group, lane, weight).all_reduce([each.clone() for each in lane.tensors], lane.infos)
         node.rounds.leave_group(group.group_id)
 
-    def start_groups(search: GroupSearch) -> None:
-        followers, own = search.followers, None
-        for peer, follower in list(followers.items()):
-            search.followers = {peer: follower}
-            start = describe_group(node.p2p, search, node.trust)
-            if not follower.outcome.done():
-                follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
-            if own is None:
-                own = start
-            else:
-                tasks.add(asyncio.ensure_future(average(start, search.control.weight)))
-        search.followers = {}
-        if own is not None:
-            search.group.set_result(read_group(node.p2p, own, matchmaking.settings.total_size))
+    def begin(control: StepControl, now: float) -> SearchShell:
+        shell = Matchmaking.begin(matchmaking, control, now)
 
-    matchmaking.start_group = start_groups  # type: ignore[method-assign]
+        def start_groups(followers: Mapping[PeerID, Follower]) -> None:
+            for peer, follower in followers.items():
+                start = describe_group(node.p2p, shell.search.settings, {peer: follower}, control.data_for_gather)
+                shell.tell_follower(peer, start)
+                if shell.group.done():
+                    tasks.add(asyncio.ensure_future(average(start, control.weight)))
+                else:
+                    shell.started = StartedGroup(start, {peer: follower.request})
+                    shell.group.set_result(read_group(node.p2p, start, matchmaking.settings.total_size))
+
+        shell.start_group = start_groups  # type: ignore[method-assign]
+        return shell
+
+    matchmaking.begin = begin  # type: ignore[method-assign]
 
 
 LIES: dict[str, Lie] = {
@@ -185,6 +209,7 @@ LIES: dict[str, Lie] = {
         withholds_averages,
         claims_all_the_weight,
         gives_everybody_another_average,
+        sends_each_piece_late,
         sends_what_is_not_finite,
         says_that_it_comes_and_never_does,
         expects_a_million_others,

@@ -12,7 +12,7 @@ from shoal.averaging.messages import (
     JoinReply,
     JoinRequest,
     PartMessage,
-    StateHeader,
+    StateAnswer,
     StatusRequest,
 )
 from shoal.base.clock import get_dht_time
@@ -30,7 +30,7 @@ async def uses_what_is_not_the_table(me: Attacker, peer: PeerID) -> dict[str, st
     averager, key = me.averager(peer), f"{me.run}_grad_averager.0b"
     request = JoinRequest(key, {"phases": "one"}, get_dht_time() + 60, 0)
     streams: list[tuple[str, Header, type[Header]]] = [
-        ("rpc_download_state", DownloadRequest(), StateHeader),
+        ("rpc_download_state", DownloadRequest(), StateAnswer),
         ("rpc_join_group", request, JoinReply),
         ("rpc_invite", Invitation(group_key=key, expiration=get_dht_time() + 1), InvitationReply),
         ("rpc_reduce", BeginReduce(round_id=bytes(21), weight=1.0), PartMessage),

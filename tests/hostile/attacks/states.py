@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateAnswer, StateChunk, StateHeader
 from shoal.p2p import PeerID
 from tests.hostile.attacker import FAILURES, Attacker
 
@@ -20,10 +20,10 @@ async def asks_for_a_chunk_now_and_then(me: Attacker) -> None:
             try:
                 async with me.averager(peer, me.state_of).rpc_download_state() as call:
                     await call.send(DownloadRequest())
-                    header = await call.receive(StateHeader)
+                    header = await call.receive(StateAnswer)
                     await call.read_payload(2**30)
                     me.has_struck.set()
-                    while header is not None and header.allowed:
+                    while isinstance(header, StateHeader):
                         await call.send(ChunkRequest(index=0))
                         await call.receive(StateChunk)
                         await call.read_payload(2**30)

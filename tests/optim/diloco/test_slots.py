@@ -191,7 +191,7 @@ def test_newcomers_that_may_not_join_do_not_count(board, attendance):
 def test_a_failed_round_is_nobodys_fault(board, attendance, caplog):
     attendance.note(SimpleNamespace(result=None, slot=0), None)
     assert not caplog.records
-    assert not board.guard.knows_rounds
+    assert not board.guard.latest
 
 
 def test_rounds_that_overlap_hold_nobody_up(board, attendance):

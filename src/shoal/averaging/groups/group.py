@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
 from shoal.averaging.groups.search import Follower
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust
-from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerRecord
+from shoal.averaging.messages import GroupStart, JoinRequest, Member, PeerAddresses
 from shoal.averaging.round.parts import load_balance_peers, rescale_shares
 from shoal.base.logs import quoted
 from shoal.errors import ProtocolError
@@ -24,12 +23,12 @@ NARROW_SHARE = 0.25
 _MEMBER_BYTES = 100
 
 
-def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
+def record_of(p2p: P2P, peer: PeerID) -> PeerAddresses:
     """A peer and the addresses under which others can dial it."""
-    return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
+    return PeerAddresses(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
 
 
-def learn(p2p: P2P, record: PeerRecord) -> PeerID:
+def learn(p2p: P2P, record: PeerAddresses) -> PeerID:
     """Learn the addresses of a peer from a record, and return the peer.
 
     Raises:
@@ -50,7 +49,7 @@ def bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
 
 
 def describe_group(
-    p2p: P2P, own: MatchmakingSettings, followers: Mapping[PeerID, Follower], control: StepControl, trust: Trust
+    p2p: P2P, own: MatchmakingSettings, followers: Mapping[PeerID, Follower], gathered: bytes
 ) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members.
 
@@ -58,11 +57,10 @@ def describe_group(
         p2p: this peer, which leads.
         own: its settings.
         followers: the other members.
-        control: this peer's step.
-        trust: what this peer knows about others.
+        gathered: what this peer gives for the others to read.
     """
     links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
-    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, control.data_for_gather)]
+    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, gathered)]
     for peer, follower in followers.items():
         request = follower.request
         # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
@@ -77,54 +75,24 @@ def describe_group(
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
     modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
-    limits = [_limit_of(peer, p2p.peer_id, own.mode, control, trust) for peer, *_ in entries]
     members = [
-        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
-        for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
+        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered)
+        for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
     ]
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
 
 
-def _limit_of(peer: PeerID, own: PeerID, mode: AveragingMode, control: StepControl, trust: Trust) -> float | None:
-    """The most that a member may weigh; ``None``: as much as it likes."""
-    if trust.largest_weight is None:
-        return None
-    if peer == own and mode is AveragingMode.AUX:
-        return 0.0  # it brings nothing
-    if peer == own and control.triggered:  # the leader knows its own weight
-        return max(1.0, control.weight)  # in phases with weights of their own, that of a member is 1
-    return trust.largest_weight(peer)
-
-
-def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
-    """What a leader has done to the members of its group, in words; ``None``: nothing.
-
-    A weight limit is unfair if it is below the weight that the leader itself has seen the member bring; its own if it
-    is far above what it can have made, because then its values would be the average. A leader that is not in the group
-    could lead others to peers that do not exist, and would never be among those that fail.
-    """
-    limits = {PeerID(member.peer.peer_id): member.largest_weight for member in start.members}
-    if leader not in limits:
-        return "it leads a group in which it is not itself"
-    if trust.least_limit is not None:
-        for peer, limit in limits.items():
-            if limit is not None and peer != leader and limit < (least := trust.least_limit(leader, peer)):
-                return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
-    limit = limits[leader]
-    own = math.inf if limit is None else limit
-    if trust.most_limit is not None and own > (most := trust.most_limit(leader)):
-        return f"as the leader it lets itself weigh {own:g}, and can have made {most:g} at most"
-    return None
-
-
-def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | None = None) -> GroupInfo:
+def read_group(
+    p2p: P2P, start: GroupStart, total_size: int, trust: Trust | None = None, leader: PeerID | None = None
+) -> GroupInfo:
     """Check the group that a leader has announced, and learn the addresses of its members.
 
     Args:
         p2p: this peer.
         start: the leader's announcement.
         total_size: number of values in the averaged vector.
-        leader: who has announced it, if not this peer.
+        trust: limits the weights of members.
+        leader: the member that has announced it, if not this peer.
 
     Raises:
         ProtocolError: the announcement is not valid.
@@ -132,6 +100,9 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
     peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
     if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
         raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
+    if leader is not None and leader not in peers:
+        # It could lead others to peers that do not exist, and would never be among those that fail.
+        raise ProtocolError("it leads a group in which it is not itself")
     shares = tuple(member.share for member in start.members)
     modes = tuple(member.mode for member in start.members)
     useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
@@ -139,7 +110,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int, leader: PeerID | No
         raise ProtocolError(f"the leader published shares {quoted(list(shares))} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
-    limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)
+    limit = None if trust is None else trust.largest_weight
+    limits = () if limit is None else tuple(map(limit, peers))
     gathered = tuple(member.gathered for member in start.members)
     return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
 

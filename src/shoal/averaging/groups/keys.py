@@ -5,7 +5,7 @@ as the seed, and meets members of other groups in the next round. So an average 
 rounds that grows with log N (Moshpit SGD, https://arxiv.org/abs/2103.03239).
 
 A run with a target group size but without bits need not know how many peers there will be. As soon as there are too
-many for one key, each peer draws random bits anew for every search, as many as the size of the run asks for. Peers that
+many for one key, each peer draws new random bits for every search, as many as the size of the run asks for. Peers that
 estimate the size differently draw different numbers of bits. A peer that finds too few others under its key looks at
 the key above (one bit less) and at a key below (one bit more), and goes where more peers are.
 """
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
-# The keys of averagers have so many bits less than those of progress, whose records stand there all the time. Averagers
+# The keys of averagers have one bit less than those of progress, whose records stand there all the time. Averagers
 # look for a group only for some seconds, and come to the end of an epoch one after the other: among as many as share a
 # key of progress, there are too few at once for a full group. With fewer bits still, holders of a key send too much.
 _BITS_LESS = 1
-# Each node is asked for the averagers of so many full groups at most: others need not be known to find one.
+# Each node is asked for the averagers of four full groups at most: others need not be known to find one.
 _GROUPS_READ = 4
 # One node more than hold a record by default.
 _FEW_NODES = 6

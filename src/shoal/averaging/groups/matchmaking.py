@@ -26,13 +26,13 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.group import bytes_of_member, describe_group, injustice_of, learn, read_group, record_of
+from shoal.averaging.groups.group import bytes_of_member, describe_group, learn, read_group, record_of
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.memory import FormerMembers, Refusals
 from shoal.averaging.groups.search import (
@@ -41,13 +41,12 @@ from shoal.averaging.groups.search import (
     Adopt,
     Answers,
     Ask,
+    AskFailure,
     Breaks,
     Declare,
-    Ends,
     Event,
     Expects,
     Fails,
-    Failure,
     Follower,
     GroupSearch,
     InvitationEnds,
@@ -61,6 +60,7 @@ from shoal.averaging.groups.search import (
     Release,
     Remembered,
     Reply,
+    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -302,19 +302,11 @@ class SearchShell:
             await self._tasks.cancel()
 
     def _end(self) -> None:
-        """Answer all that wait. Nobody may join from now on.
-
-        Members of the group have ended their searches, too, and end the calls of invitations themselves. They get a
-        moment for that: cutting a call cuts its connection, and the round would need a new one.
-        """
-        self.on(Ends())
+        """Answer all that wait. Nobody may join from now on."""
+        self.on(SearchEnds())
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
-        for peer, task in self._calls.invitations.items():
-            if peer in members:
-                asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
-            else:
-                task.cancel()
+        end_invitations(self._calls.invitations, members)
 
     async def _watch_terms(self) -> None:
         while True:
@@ -415,14 +407,14 @@ class SearchShell:
             raise
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            self.on(Fails(leader, Failure.NONSENSE))
+            self.on(Fails(leader, AskFailure.NONSENSE))
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
             if not asking.is_guess:
                 self._note_uncalled(leader, e, asking.promised)
             self.on(Fails(leader, _failure_of(e)))
         else:
-            self._take_answer(leader, reply, asking.accepted_at)
+            self._take_answer(leader, reply)
 
     async def _wait_for_start(self, call: Call, starts_by: float) -> JoinReply:
         """Wait for the leader's last answer. If this peer gives up meanwhile, it tells the leader."""
@@ -454,27 +446,24 @@ class SearchShell:
             if call is not None:
                 await call.send(Expectation(expected_group_size=expected))
 
-    def _take_answer(self, leader: PeerID, reply: JoinReply, accepted_at: float) -> None:
-        words, group, named = one_line(reply.text), None, None
+    def _take_answer(self, leader: PeerID, reply: JoinReply) -> None:
+        around, words, group, named = self._around, one_line(reply.text), None, None
         try:
             if reply.code == Code.GROUP_STARTS and reply.group is not None:
-                if (reason := injustice_of(leader, reply.group, self._around.trust)) is not None:
-                    self._around.p2p.metrics.members_untrue += 1
-                    if accepted_at < math.inf:
-                        self._around.p2p.behaviour.note_injustice(leader, get_dht_time() - accepted_at)
-                    self.left.append(reply.group.group_id)
-                    raise ProtocolError(reason)
-                group = read_group(self._around.p2p, reply.group, self.search.settings.total_size, leader)
+                group = read_group(around.p2p, reply.group, self.search.settings.total_size, around.trust, leader)
             elif reply.better_leader is not None:
-                named = learn(self._around.p2p, reply.better_leader)
+                named = learn(around.p2p, reply.better_leader)
         except ProtocolError as e:
-            self._around.warn_seldom(
-                "peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader
-            )
-            self.on(Misleads(leader) if reply.group is not None else Fails(leader, Failure.NONSENSE))
+            around.warn_seldom("peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader)
+            if reply.group is None:
+                self.on(Fails(leader, AskFailure.NONSENSE))
+                return
+            around.p2p.metrics.members_untrue += 1
+            self.left.append(reply.group.group_id)
+            self.on(Misleads(leader))
             return
         if reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
-            self._around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
+            around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
         logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
         self.on(Answers(leader, reply.code, words, group, named, reply.expiration))
 
@@ -595,22 +584,40 @@ class SearchShell:
 
     def start_group(self, followers: Mapping[PeerID, Follower]) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
-        start = describe_group(self._around.p2p, self.search.settings, followers, self.control, self._around.trust)
+        start = describe_group(self._around.p2p, self.search.settings, followers, self.control.data_for_gather)
         for peer in followers:
-            if (answers := self._calls.followers.get(peer)) is not None:
-                answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
+            self.tell_follower(peer, start)
         self.started = StartedGroup(start, {peer: each.request for peer, each in followers.items()})
-        self._adopt(read_group(self._around.p2p, start, self.search.settings.total_size))
+        around, total_size = self._around, self.search.settings.total_size
+        self._adopt(read_group(around.p2p, start, total_size, around.trust))
+
+    def tell_follower(self, peer: PeerID, start: GroupStart) -> None:
+        """Tell a follower that the group starts, unless its connection is broken."""
+        if (answers := self._calls.followers.get(peer)) is not None:
+            answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
 
     def _adopt(self, group: GroupInfo) -> None:
         causes = self.search.absences(group.peer_ids, get_dht_time())
         self.group.set_result(replace(group, absent={peer: cause.absence for peer, cause in causes.items()}))
 
 
-def _failure_of(error: Exception) -> Failure:
+def end_invitations(invitations: Mapping[PeerID, asyncio.Task[None]], members: Collection[PeerID]) -> None:
+    """End the calls of invitations that are not needed any more.
+
+    Members of the group have ended their searches, too, and end these calls themselves. They get a moment for that:
+    cutting a call cuts its connection, and the round would need a new one.
+    """
+    for peer, task in invitations.items():
+        if peer in members:
+            asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
+        else:
+            task.cancel()
+
+
+def _failure_of(error: Exception) -> AskFailure:
     if isinstance(error, TimeoutError):
-        return Failure.SILENT
-    return Failure.BROKEN if isinstance(error, (StreamClosedError, InterruptedDialError)) else Failure.UNREACHABLE
+        return AskFailure.SILENT
+    return AskFailure.BROKEN if isinstance(error, (StreamClosedError, InterruptedDialError)) else AskFailure.UNREACHABLE
 
 
 async def receive_answer(call: Call) -> JoinReply:
@@ -677,8 +684,7 @@ class Matchmaking:
     async def _run_search(self, control: StepControl) -> GroupInfo:
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
         now = get_dht_time()
-        self._judge_last_lead(now)
-        self.current = shell = self._begin(control, now)
+        self.current = shell = self.begin(control, now)
         self._latest = shell.search
         try:
             return await shell.run()
@@ -695,7 +701,8 @@ class Matchmaking:
                 self._withdrawn_until = math.nextafter(shell.declared_until, math.inf)
                 self.background.start(self._withdraw(shell.search.key, shell.declared_until))
 
-    def _begin(self, control: StepControl, now: float) -> SearchShell:
+    def begin(self, control: StepControl, now: float) -> SearchShell:
+        """Begin a search for a step."""
         around, terms = self._around, Terms.of(control)
         settings, key = self.settings.at_this_step(around.p2p), self.keys.draw_key(around.trust.depth())
         # The table keeps the record with the latest expiration, so this one must outlive the last withdrawal.
@@ -709,11 +716,6 @@ class Matchmaking:
             search.refuse(peer, counts=counts)
         return SearchShell(search, around, control, next(self._numbers))
 
-    def _judge_last_lead(self, now: float) -> None:
-        led, is_led_astray = self.former_members.take_last_lead(), self._around.trust.is_led_astray
-        if led is not None and is_led_astray is not None and is_led_astray(led[0], led[1]):
-            self._around.p2p.behaviour.note_split(led[0], now - led[2])
-
     def explain_failure(self) -> str:
         """Why no group was found, with what is known about each other peer."""
         causes = {} if self._latest is None else self._latest.absences((), get_dht_time())
@@ -724,7 +726,7 @@ class Matchmaking:
 
     def _count(self, absent: Mapping[PeerID, Absence]) -> None:
         for peer, absence in absent.items():
-            self._around.p2p.metrics.peers_absent[absence.name.lower().replace("_", " ")] += 1
+            self._around.p2p.metrics.peers_absent[absence.key] += 1
             logger.debug("peer %s is not in the group: it %s", peer, absence.value)
 
     async def _withdraw(self, key: str, declared_until: float) -> None:

@@ -57,7 +57,6 @@ class FormerMembers:
         self._own = own
         self.met: dict[PeerID, float] = {}
         """By peer: when it was last in a round with this one, the latest at the end. Only peers that can be called."""
-        self._led: tuple[PeerID, list[PeerID], float] | None = None
         self._invitations: dict[PeerID, Invitation] = {}
 
     def __len__(self) -> int:
@@ -65,8 +64,6 @@ class FormerMembers:
 
     def note_round(self, group: GroupInfo, failed: Collection[PeerID], now: float) -> None:
         """Note the members of a round that has ended, except those that failed."""
-        stayed = [peer for peer in group.peer_ids if peer not in failed]
-        self._led = None if group.leader is None else (group.leader, stayed, now)
         for peer, mode in zip(group.peer_ids, group.modes, strict=True):
             if mode != AveragingMode.CLIENT and peer not in failed and peer != self._own:
                 self.met.pop(peer, None)
@@ -75,11 +72,6 @@ class FormerMembers:
             longest_ago = next(iter(self.met))
             del self.met[longest_ago]
             self._invitations.pop(longest_ago, None)
-
-    def take_last_lead(self) -> tuple[PeerID, list[PeerID], float] | None:
-        """The latest round that another peer has led: its leader, its members, and when it ended. Only once."""
-        led, self._led = self._led, None
-        return led
 
     def note_invitation(self, peer: PeerID, invitation: Invitation) -> None:
         """Remember an invitation that has come while this peer does not look for a group under its key."""

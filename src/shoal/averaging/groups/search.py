@@ -43,6 +43,9 @@ MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
 # may be in the middle of a batch.
 PATIENCE_FACTOR = 4
+# A leader is blamed for a late start if it has cost this share of the time for which others are waited for. Chosen:
+# half is more than the batches of honest peers differ by.
+WORTH_BLAMING = 0.5
 # A peer that sees enough others for a group looks at the table less often, by this factor: 16 peers then cost the table
 # as much as 4.
 PATIENCE_IN_COMPANY = 4
@@ -62,7 +65,7 @@ ASKED_AT_ONCE = 4
 SUPPOSED_SECONDS = 2.0
 
 
-class Failure(Enum):
+class AskFailure(Enum):
     """How a call to a candidate failed."""
 
     NONSENSE = auto()
@@ -329,10 +332,10 @@ class Fails(NamedTuple):
     """The call to the candidate failed."""
 
     peer: PeerID
-    failure: Failure
+    failure: AskFailure
 
 
-class Ends(NamedTuple):
+class SearchEnds(NamedTuple):
     """The search is over, with a group or without. Nothing is left without an answer."""
 
 
@@ -352,7 +355,7 @@ Event = (
     | Answers
     | Misleads
     | Fails
-    | Ends
+    | SearchEnds
 )
 
 
@@ -446,10 +449,10 @@ _ABSENCE_OF_CODE: dict[int, Absence] = {
     Code.GROUP_DISBANDED: Absence.DISBANDED,
 }
 _ABSENCE_OF_FAILURE = {
-    Failure.NONSENSE: Absence.BROKEN,
-    Failure.SILENT: Absence.SILENT,
-    Failure.BROKEN: Absence.BROKEN,
-    Failure.UNREACHABLE: Absence.UNREACHABLE,
+    AskFailure.NONSENSE: Absence.BROKEN,
+    AskFailure.SILENT: Absence.SILENT,
+    AskFailure.BROKEN: Absence.BROKEN,
+    AskFailure.UNREACHABLE: Absence.UNREACHABLE,
 }
 
 
@@ -478,11 +481,11 @@ class GroupSearch:
     is_outdated: bool = False
     """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     is_over: bool = False
-    """No action follows any more, but for what :class:`Ends` still has to answer."""
+    """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
-        if isinstance(event, Ends):
+        if isinstance(event, SearchEnds):
             return list(self._end())
         if self.is_over:
             return []
@@ -820,18 +823,25 @@ class GroupSearch:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
-            has_started = event.code == Code.GROUP_STARTS
+            has_started = event.code == Code.GROUP_STARTS and not self._waited_for_nobody(asking, event, lost, now)
             # With this peer it has a group of two, and may still wait for a third one that never comes.
             is_late = now >= asking.starts_by and self.settings.min_group_size <= 2 and event.leader is None
             if has_started or (is_late and lost > 0):
                 yield Judge(asking.leader, lost, has_started)
             if event.group is not None:
                 return
-        elif isinstance(event, Fails) and event.failure is not Failure.NONSENSE and lost > 0:
+        elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
         # Waiting costs nothing until this peer's own promised time is over.
         if self.promise < now and not isinstance(event, Misleads):
             yield Waste(asking.leader, now - asking.accepted_at)
+
+    def _waited_for_nobody(self, asking: Asking, event: Answers, lost: float, now: float) -> bool:
+        """Whether the leader has let its promised time pass although all that this peer expects are in the group."""
+        if event.group is None or self.terms.awaited is None or asking.starts_by is None:
+            return False
+        is_late = now >= asking.starts_by and lost >= WORTH_BLAMING * self.settings.min_matchmaking_time
+        return is_late and set(self.terms.awaited) <= set(event.group.peer_ids)
 
     def seconds_lost(self, since: float, now: float) -> float:
         """For how many seconds since then this peer could only wait. Until it is ready itself, it loses none.
@@ -846,7 +856,7 @@ class GroupSearch:
         match event:
             case Misleads():
                 self.refuse(asking.leader, counts=True)
-            case Fails(_, Failure.NONSENSE):
+            case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
                 each.explain(Absence.BROKEN)
             case Fails(_, failure):
@@ -857,7 +867,7 @@ class GroupSearch:
             case Answers():
                 self._note_answer(each, asking, event, now)
 
-    def _note_failure(self, each: Candidate, asking: Asking, failure: Failure, now: float) -> None:
+    def _note_failure(self, each: Candidate, asking: Asking, failure: AskFailure, now: float) -> None:
         """Note that a candidate could not be reached or its connection broke: others come first for a while.
 
         If the candidate lives, these others follow it and send this peer back to it. Two kinds of candidates are asked
@@ -865,13 +875,13 @@ class GroupSearch:
         to have broken by chance.
         """
         each.explain(_ABSENCE_OF_FAILURE[failure])
-        if asking.follows or failure is Failure.SILENT:
+        if asking.follows or failure is AskFailure.SILENT:
             self.leader_lost_at = now
         each.failures += 1
-        if each.failures == 1 and (each.has_accepted or failure is Failure.BROKEN):
+        if each.failures == 1 and (each.has_accepted or failure is AskFailure.BROKEN):
             return
         pause = min(RETRY_PAUSE * 2 ** (each.failures - 1), MAX_RETRY_PAUSE)
-        each.rests_until = now + (MAX_RETRY_PAUSE if failure is Failure.SILENT else pause)
+        each.rests_until = now + (MAX_RETRY_PAUSE if failure is AskFailure.SILENT else pause)
 
     def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
         """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""

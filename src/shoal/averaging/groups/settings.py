@@ -1,8 +1,8 @@
-"""How one averager looks for groups, what of that changes with its network, whom it trusts, and what others share."""
+"""How one averager looks for groups, which peers it trusts, and which settings all members must share."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
@@ -64,19 +64,13 @@ class Trust:
     note_waste: Callable[[PeerID, float], None] | None = None
     """Called with a leader that has not started its group, and the seconds that this has cost."""
     largest_weight: Callable[[PeerID], float] | None = None
-    """Tells the upper limit for a member's weight."""
+    """Tells how much a member may weigh in what this peer reduces; ``None``: as much as it likes."""
     depth: Callable[[], int] = lambda: 0
     """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
-    is_led_astray: Callable[[PeerID, Collection[PeerID]], bool] | None = None
-    """Tells whether a leader (first) has made a group (second) beside which most others have gone on without it."""
-    least_limit: Callable[[PeerID, PeerID], float] | None = None
-    """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
-    most_limit: Callable[[PeerID], float] | None = None
-    """Tells the weight that a leader may allow itself at most."""
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:
-    """How a peer takes part now: whom nobody can call is a client for the time being."""
+    """How a peer takes part now: one that cannot be dialled takes part as a client."""
     return wanted if wanted is not AveragingMode.NODE or p2p.is_callable else AveragingMode.CLIENT
 
 

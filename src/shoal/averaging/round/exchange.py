@@ -118,7 +118,7 @@ class AllReduce:
         local = self.vector.sound_values if roster.is_sender else None
         on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
         reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
-        reducer.left_out = roster.left_out
+        reducer.left_out, reducer.waits = roster.left_out, roster.waits
         return reducer
 
     def _make_traffic(self, member: int) -> Traffic:
@@ -233,6 +233,7 @@ class AllReduce:
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
             seen_failing=tuple(each.peer_id for each in roster.failed if each.index in roster.seen_failing),
+            waits={self.group.peer_ids[index]: seconds for index, seconds in roster.waits.seconds.items()},
         )
 
     def weight_of(self, member: RoundMember) -> float:
@@ -437,10 +438,7 @@ class AllReduce:
         known = self.intakes.get(sender)
         if known is None or known.generation < begin.resume:
             self.intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
-            counted = self.group.limited(sender, begin.weight)
-            if counted < begin.weight:
-                self.roster.overstating[sender] = begin.weight
-            self.reducer.begin(sender, counted)
+            self.reducer.begin(sender, self.group.limited(sender, begin.weight))
             if begin.stripes > 1:
                 timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
                 self._timers.append(timer)

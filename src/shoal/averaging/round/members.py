@@ -25,6 +25,7 @@ from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo
 from shoal.averaging.messages import RoundMessage, SharedCall
+from shoal.averaging.round.waits import Waits
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -114,8 +115,6 @@ class Roster:
         """Members of which others say so."""
         self.left_out: set[int] = set()
         """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
-        self.overstating: dict[int, float] = {}
-        """Members that have claimed a larger weight than counts, and which."""
         self.seen_failing: set[int] = set()
         """Members whose failure this member has seen itself."""
         self.seen_withholding: dict[int, float] = {}
@@ -136,6 +135,8 @@ class Roster:
         self._unreceived = set(self._undelivered)
         # Senders that may still lack averages, as far as this member knows.
         self._incomplete, self._reduces = set(self.senders), own_index in reducers
+        self.waits = Waits(asyncio.get_running_loop().time)
+        """How long this member waited for others, each alone."""
         self._check_exchanged()
 
     # --- roles --------------------------------------------------------------------------------------------------------
@@ -173,7 +174,10 @@ class Roster:
 
     def note_received(self, index: int) -> None:
         """Note that nothing more will come from a reducer."""
+        had_several = len(self._unreceived) > 1
         self._unreceived.discard(index)
+        if had_several or not self._unreceived:
+            self.waits.miss(self._unreceived, averages=True)
         self._check_exchanged()
 
     def _check_exchanged(self) -> None:

@@ -33,6 +33,7 @@ from shoal.errors import AllreduceException, ProtocolError
 if TYPE_CHECKING:
     from shoal.averaging.round.combining import Combination, Combiner
     from shoal.averaging.round.parts import Part
+from shoal.averaging.round.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,9 @@ class PartReducer:
         """Why each sender was given up that had not delivered everything."""
         self.finished = asyncio.Event()
         """The reducer waits for no sender any more."""
+        self.waits: Waits | None = None
+        """How long others are waited for, each alone; ``None``: nobody asks."""
+        self._first = 0  # the first part that is not complete
         self._error: Exception | None = None
         self.weights = dict(weights)
         """The weights of the members that have announced themselves, and this member's own."""
@@ -177,6 +181,7 @@ class PartReducer:
         if not state.is_complete:
             state.values[sender] = values
             self._reduce_if_complete(state, index)
+            self._note_who_is_missing()
 
     async def average(self, index: int) -> OwnAverage:
         """Wait for the average of a part, for this member itself."""
@@ -273,7 +278,17 @@ class PartReducer:
         self.waiting_for.discard(sender)
         self.banned[sender] = reason
         self._reduce_complete_parts()
+        self._note_who_is_missing()
         self._check_finished()
+
+    def _note_who_is_missing(self) -> None:
+        """Until others have delivered the first open part, nobody is late with it."""
+        if self.waits is None:
+            return
+        while self._first < len(self._states) and self._states[self._first].is_complete:
+            self._first += 1
+        values = self._states[self._first].values if self._first < len(self._states) else {}
+        self.waits.miss(self.waiting_for - values.keys() if values else (), averages=False)
 
     def _check_finished(self) -> None:
         if not self.waiting_for:

@@ -312,13 +312,6 @@ class GroupSession:
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
-        if self.weight < weight:
-            logger.info(
-                "in this round %g of this peer's weight of %g count: who leads it has not seen this peer bring so much "
-                "before. From the next round on it will count more",
-                self.weight,
-                weight,
-            )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._sign, self._accuse = sign, accuse
         self.on_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
@@ -329,8 +322,6 @@ class GroupSession:
         """Members that have sent this one values that are not finite."""
         self.told_not_finite: set[PeerID] = set()
         """Members of which others say so."""
-        self.overstating: dict[PeerID, float] = {}
-        """Members that have claimed a larger weight than their leader allows, and which."""
         # What this member has seen itself, see :class:`~shoal.averaging.round.members.Roster`.
         self._seen_failing, self._seen_withholding = set[PeerID](), dict[PeerID, float]()
         self._cut_off, self._held_up_by = set[PeerID](), set[PeerID]()
@@ -422,7 +413,6 @@ class GroupSession:
             roster = allreduce.roster
             self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
             self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
-            self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
             self._cut_off.update(group.peer_ids[member] for member in roster.held_up_by or roster.cut_off)
             self._held_up_by.update(group.peer_ids[member] for member in roster.held_up_by)
             self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)

@@ -17,14 +17,16 @@ from shoal.averaging.groups.settings import contradiction_of
 from shoal.averaging.messages import (
     MAX_OTHER_DONORS,
     ChunkRequest,
+    DonorBusy,
     DownloadRequest,
-    PeerRecord,
+    PeerAddresses,
+    StateAnswer,
     StateChunk,
     StateHeader,
+    StateRefused,
 )
-from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.multi_source import MAX_VOTERS, MultiSourceDownload
+from shoal.averaging.state.multi_source import MAX_VOTERS, DonorLeft, DonorLog, DonorMemory, Wish, download_from
 from shoal.averaging.state.upload_slots import UploadSlot, UploadSlots
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, one_line
@@ -44,11 +46,11 @@ logger = logging.getLogger(__name__)
 DECLARATION_LIFETIME = 1.5
 # A donor that leaves waits at most so long for the nodes that keep its declaration; they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
-# A newcomer may send no request for at least so many seconds: the last chunks may be on their way for long.
+# How long a newcomer may send no request, at least: a window of 64 MiB takes a minute on a line of 10 Mbit/s.
 SILENCE_SECONDS = 60.0
 # The most bytes of a chunk that wait here for a slow line.
 BACKLOG_BYTES = 2**16
-# Busy donors are asked again after so many seconds at the earliest, and for so many seconds in all.
+# Busy donors are asked again after a second at the earliest, and for a minute in all: then the swarm has moved on.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 # The most different parts of the state that are sent at a time.
 MAX_PARTS = 32
@@ -57,6 +59,8 @@ MAX_PARTS = 32
 class StateSharing:
     """Offers this averager's state to others, and downloads theirs.
 
+    Half of its fields are options that are set once, and the hooks of the optimizer that owns the state.
+
     Args:
         p2p: this peer.
         node: the distributed table.
@@ -64,11 +68,11 @@ class StateSharing:
         get_state: returns the state to send; called in a worker thread.
         codec: compresses the tensors of the state.
         declare_period: seconds between renewals of the declaration.
-        chunk_timeout: a donor is given up after so many seconds without new bytes.
+        chunk_timeout: the most seconds that a donor may send no new bytes.
         max_bytes: larger states are refused before any memory is taken.
         get_stub: makes a stub of the averager protocol for a peer.
         trains: whether this peer trains with what it downloads; an archive only keeps it.
-        rate: so many bytes are taken in a second at most.
+        rate: the most bytes that are taken in a second.
         agreement: settings that must be the same in a donor and a newcomer, as far as both have them.
         is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them. Those that
             average in several groups do not.
@@ -94,6 +98,8 @@ class StateSharing:
         self._agreement, self._is_one_state = dict(agreement or {}), is_one_state
         self.contradictions: Mapping[PeerID, str] = {}
         """By donor that has refused in the last download because this peer differs from it: in what, in words."""
+        self.left: Mapping[PeerID, DonorLeft] = {}
+        """By donor whose state was not taken in the last download: why."""
         self.allowed = False
         self.priority = 0.0
         self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
@@ -179,13 +185,13 @@ class StateSharing:
         if contradiction := contradiction_of(self._agreement, request.agreement):
             seen_here = contradiction_of(request.agreement, self._agreement)
             self._warn_seldom("newcomer %s does not get the state: %s", call.remote, seen_here, about=call.remote)
-            await call.send(StateHeader(allowed=False, contradiction=contradiction), end=True)
+            await call.send(StateRefused(contradiction), end=True)
             return
         now, part = asyncio.get_running_loop().time, request.part
         places = self._places_of(part) if self.allowed else None
         place = None if places is None else places.find(call.remote, now(), trains=request.trains)
         if places is None or place is None:
-            refusal = StateHeader(allowed=False) if part else self._refusal(call.remote, now())
+            refusal = StateRefused() if part else self._refusal(call.remote, now())
             await call.send(refusal, end=True)
             return
         sending = asyncio.ensure_future(self._send_to(call, place))
@@ -232,17 +238,17 @@ class StateSharing:
             place.reason,
         )
 
-    def _refusal(self, peer: PeerID, now: float) -> StateHeader:
+    def _refusal(self, peer: PeerID, now: float) -> StateAnswer:
         if not self.allowed:
-            return StateHeader(allowed=False)
+            return StateRefused()
         self._p2p.metrics.newcomers_turned_away += 1
         again_in = self.places.again_in(now)
         self._warn_seldom(
             "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
         )
-        others = [PeerRecord(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
+        others = [PeerAddresses(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
         others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
-        return StateHeader(allowed=False, busy=True, again_in=again_in, others=others[:MAX_OTHER_DONORS])
+        return DonorBusy(again_in, others[:MAX_OTHER_DONORS])
 
     def _addresses_of(self, peer: PeerID) -> list[str]:
         return [str(address) for address in self._p2p.get_addresses(peer)][:MAX_ADDRESSES_PER_PEER]
@@ -250,7 +256,7 @@ class StateSharing:
     async def _send_to(self, call: Call, place: UploadSlot) -> None:
         snapshot = await asyncio.shield(place.sharing.snapshot)
         if snapshot is None:
-            await call.send(StateHeader(allowed=False), end=True)
+            await call.send(StateRefused(), end=True)
             return
         place.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
         try:
@@ -260,9 +266,7 @@ class StateSharing:
 
     async def send_chunks(self, call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
         """Describe a state to a newcomer, then send each chunk that it asks for."""
-        header = StateHeader(
-            allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
-        )
+        header = StateHeader(metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes)
         now = asyncio.get_running_loop().time
         await call.send(header, snapshot.hashes)
         while True:
@@ -302,31 +306,24 @@ class StateSharing:
         Args:
             skip: donors that are not asked.
             part: names the part that is wanted; empty: all of it.
-            most_voters: so many donors are asked for their version.
+            most_voters: how many donors are asked for their version.
         """
         loop = asyncio.get_running_loop()
         patience_ends = loop.time() + BUSY_PATIENCE
+        check = None if self.check is None else functools.partial(self.check, part)
+        request = DownloadRequest(part=part, trains=self._trains, agreement=self._agreement)
+        limits = self._max_bytes, self._chunk_timeout, self._admits(skip), most_voters, self._rate
+        wish = Wish(self._p2p, self._get_stub, request, *limits, self._is_one_state, check)
         while True:
-            gathering = MultiSourceDownload(
-                self._p2p,
-                self._get_stub,
-                self._memory,
-                self._max_bytes,
-                self._chunk_timeout,
-                self._admits(skip),
-                part,
-                most_voters,
-                self._trains,
-                self._rate,
-                self._agreement,
-                self._is_one_state,
-                None if self.check is None else functools.partial(self.check, part),
-            )
-            state = await gathering.run(await self.find_donors(skip))
-            self.contradictions = gathering.contradictions
-            pause = max(BUSY_PAUSE, gathering.again_in)
-            # Who wants a part can do without it for now.
-            if state is not None or part or not gathering.busy or loop.time() + pause > patience_ends:
+            log = DonorLog(wish, self._memory, await self.find_donors(skip))
+            state = await download_from(log, wish)
+            self.contradictions, self.left = log.contradictions, log.left
+            if state is None and log.left:
+                reasons = ", ".join(f"{peer} {reason.value}" for peer, reason in log.left.items())
+                logger.debug("no donor gave its state: %s", reasons)
+            pause = max(BUSY_PAUSE, log.again_in or 0.0)
+            # A peer that wants a part can do without it for now.
+            if state is not None or part or log.again_in is None or loop.time() + pause > patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
             await asyncio.sleep(pause)

@@ -25,8 +25,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.state.rate_meter import SPEED_SECONDS, RateMeter
+from shoal.averaging.messages import ChunkRequest, StateAnswer, StateChunk, StateHeader
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
@@ -55,12 +54,19 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
 # Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
 # is not taken for silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
-# A donor is quick enough for the larger pieces from so many bytes per second.
+# A donor that sends this many bytes per second gets the larger pieces: one then takes a quarter of a second.
 QUICK = 2.0**20
 HASH_BYTES = 32
 HASHING_THREADS = 4
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
 _MAX_PIECES = 64
+
+# The speed of a download is measured over these seconds: long enough to cover a few windows and a lost packet.
+SPEED_SECONDS = 10.0
+# From this share of the rate on, the limit decides how fast the download is, and not the donors.
+_SHARE_OF_LIMIT = 0.7
+# After a pause of the donors, the bytes of this many seconds may come at once.
+_BURST_SECONDS = 1.0
 
 
 class UnusableStateError(ProtocolError):
@@ -96,7 +102,7 @@ GetState = Callable[[], "StateTuple | OwnedState"]
 
 
 def chunk_bytes_of(total_bytes: int) -> int:
-    """The size of the chunks of a state with so many bytes: a power of two."""
+    """The size of the chunks of a state of this size: a power of two."""
     return min(max(1 << (total_bytes // MOST_CHUNKS).bit_length(), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
@@ -196,6 +202,52 @@ def _hash(chunks: Chunks, start: int, end: int) -> bytes:
     return b"".join(hash_of(chunks.pieces(index)) for index in range(start, min(end, chunks.count)))
 
 
+class RateMeter:
+    """Measures how fast bytes arrive, and limits it.
+
+    Args:
+        now: the loop's time in seconds.
+        rate: the most bytes that are wanted in a second.
+    """
+
+    def __init__(self, now: float, rate: float = math.inf) -> None:
+        self.began_at = now
+        self.total = 0
+        self._rate, self._enough_until = rate, now
+        # Marks of the latest seconds: a time, and how many bytes had arrived before it.
+        self._marks: deque[tuple[float, int]] = deque([(now, 0)])
+
+    def anew(self, now: float) -> RateMeter:
+        """Begin to measure again, with the same limit."""
+        return RateMeter(now, self._rate)
+
+    def add(self, nbytes: int, now: float) -> None:
+        """Note that bytes have just arrived."""
+        if now - self._marks[-1][0] >= SPEED_SECONDS / 16:
+            self._marks.append((now, self.total))
+            self._forget(now)
+        self.total += nbytes
+        self._enough_until = max(self._enough_until, now - _BURST_SECONDS) + nbytes / self._rate
+
+    def _forget(self, now: float) -> None:
+        while len(self._marks) > 1 and self._marks[1][0] <= now - SPEED_SECONDS:
+            self._marks.popleft()
+
+    def recent(self, now: float) -> float:
+        """Bytes per second, over the last ``SPEED_SECONDS``."""
+        self._forget(now)
+        since, before = self._marks[0]
+        return (self.total - before) / max(now - since, 1e-9)
+
+    def seconds_to_rest(self, now: float) -> float:
+        """For how many seconds no more bytes should be taken."""
+        return max(0.0, self._enough_until - now)
+
+    def is_at_limit(self, now: float) -> bool:
+        """Whether more or other donors would not bring the bytes any sooner."""
+        return self.recent(now) >= _SHARE_OF_LIMIT * self._rate
+
+
 class _Queue:
     """The chunks that a donor has been asked for, in the order in which they will come; and the donor's speed."""
 
@@ -238,8 +290,8 @@ class Download:
     Args:
         header: the description by the chosen donor, which also gives the metadata.
         hashes: the hashes of all chunks, from the same donor.
-        chunk_timeout: a donor is given up after so many seconds without new bytes.
-        rate: so many bytes in a second are taken at most.
+        chunk_timeout: the most seconds that a donor may send no new bytes.
+        rate: the most bytes that are taken in a second.
     """
 
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float, rate: float = math.inf) -> None:
@@ -451,7 +503,7 @@ def _copy(source: memoryview, targets: Sequence[memoryview]) -> None:
 
 async def open_state(
     call: Call, max_bytes: int, chunk_timeout: float, check: Callable[[Sequence[TensorMetadata]], object] | None = None
-) -> tuple[StateHeader, bytes]:
+) -> tuple[StateAnswer, bytes]:
     """Receive and check a donor's answer to a request for its state, and the hashes of the chunks.
 
     Args:
@@ -464,10 +516,10 @@ async def open_state(
         TimeoutError: there is no answer.
     """
     async with asyncio.timeout(chunk_timeout):
-        header = await call.receive(StateHeader)
+        header = await call.receive(StateAnswer)
         if header is None:
             raise ProtocolError("ended without an answer")
-        if not header.allowed:
+        if not isinstance(header, StateHeader):
             return header, b""
         try:
             _check_tensors(header, max_bytes)

@@ -21,13 +21,23 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
 
-from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
-from shoal.averaging.state.donor_memory import DonorMemory
-from shoal.averaging.state.download import Download, GivenState, UnusableStateError, open_state, version_of
-from shoal.averaging.state.rate_meter import RateMeter
-from shoal.base.logs import one_line
+from shoal.averaging.messages import (
+    PEER_FAILURES,
+    DonorBusy,
+    DownloadRequest,
+    StateAnswer,
+    StateChunk,
+    StateHeader,
+    StateRefused,
+    reason_of,
+)
+from shoal.averaging.state.download import Download, GivenState, RateMeter, UnusableStateError, open_state, version_of
+from shoal.base.logs import Seldom, one_line
 from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
 from shoal.compression.base import TensorMetadata
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
@@ -35,6 +45,8 @@ from shoal.p2p import P2P, Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
+V = TypeVar("V")
 Donor = tuple[float, PeerID]
 """A rank (lower is better) and a peer."""
 
@@ -42,15 +54,104 @@ Donor = tuple[float, PeerID]
 MAX_VOTERS, MAX_DONORS = 7, 4
 # Smaller states are taken from one donor, unless it fails or is slow.
 WORTH_SHARING_BYTES = 8 * 2**20
-# After the first answer the vote waits so many seconds for others, and one second more for so many bytes of the state,
+# After the first answer the vote waits a second for others, and one second more for each 50 MB of the state,
 # because an honest donor first has to make a copy of it.
 VOTE_SECONDS, VOTE_BYTES_PER_SECOND = 1.0, 50e6
 # If a smaller share of the hosts shows a version, a few liars may have agreed on it. Then it counts as one vote.
 LEAST_SHARE_OF_VOTES = 1 / 3
 # With fewer hosts on one side nobody knows which one is right.
 LEAST_HOSTS_TO_TELL = 3
-# A download that is expected to take so many seconds more is slow; how often that is looked at.
+# A download that is expected to take this many seconds more is slow: another donor then costs less than waiting. It is
+# looked at once a second.
 SLOW_SECONDS, CHECK_SECONDS = 10.0, 1.0
+
+
+# The speed of an unknown donor, in bytes per second.
+ASSUMED_SPEED = 1e6
+# A donor whose state was no good is avoided for ten minutes: the time in which a tracker forgets a peer.
+REFUSAL_SECONDS = 600.0
+
+# One that offers what this peer can never use is not asked at all for a minute, the time of two declarations.
+REST_SECONDS = 60.0
+
+_MAX_REMEMBERED = 1024
+
+
+class DonorLeft(Enum):
+    """Why a state was not taken from a donor, or not to the end."""
+
+    DIFFERS = "differs"
+    """It refuses, because it has other settings than this peer."""
+    DOES_NOT_SHARE = "does not share"
+    BUSY = "busy"
+    """It serves as many others as it can."""
+    OF_NO_USE = "of no use"
+    """What it offers makes no sense, or does not fit this peer."""
+    REFUSED_VERSION = "has a version that was refused"
+    """This peer's user does not want its version."""
+    FAILED = "failed"
+    """It could not be reached, fell silent, or sent something wrong."""
+    SLOW = "slow"
+    """Another version is expected to be here sooner."""
+
+
+def _remember(known: dict[K, V], key: K, value: V) -> None:
+    """Add an entry as the newest one, and drop the oldest if there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _MAX_REMEMBERED:
+        del known[next(iter(known))]
+
+
+class DonorMemory:
+    """What this peer has seen of donors in all its downloads."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[PeerID, float] = {}
+        # By donor, the time until which it is not asked at all (left out), or only after all others (distrusted).
+        self._left_out: dict[PeerID, float] = {}
+        self._distrusted: dict[PeerID, float] = {}
+        self._unwanted: dict[bytes, None] = {}
+        self._told_busy: dict[PeerID, None] = {}
+        self.warn_seldom = Seldom(logger.warning)
+
+    def note_speed(self, donor: PeerID, nbytes: int, seconds: float) -> None:
+        """Note how many bytes a donor has sent in this time. Too small samples are ignored."""
+        if nbytes or seconds > 1:
+            speed, known = nbytes / max(seconds, 1e-3), self._speeds.get(donor)
+            _remember(self._speeds, donor, speed if known is None else (known + speed) / 2)
+
+    def speed(self, donor: PeerID) -> float:
+        """A donor's speed in bytes per second, assumed if it is unknown."""
+        return self._speeds.get(donor, ASSUMED_SPEED)
+
+    def leave_out(self, donor: PeerID, version: bytes | None, now: float) -> None:
+        """See :meth:`~shoal.averaging.state.donor.StateSharing.leave_out`."""
+        _remember(self._distrusted if version is None else self._left_out, donor, now + REFUSAL_SECONDS)
+        if version is not None:
+            _remember(self._unwanted, version, None)
+
+    def rest(self, donor: PeerID, now: float) -> None:
+        """Do not ask a donor for a while, because this peer can never use what it offers."""
+        _remember(self._left_out, donor, max(self._left_out.get(donor, now), now + REST_SECONDS))
+
+    def asks(self, donor: PeerID, now: float) -> bool:
+        """Whether a donor may be asked."""
+        return self._left_out.get(donor, now) <= now
+
+    def ranked(self, donor: PeerID, rank: float, now: float) -> float:
+        """The rank of a donor (higher is better); a distrusted one comes last."""
+        return rank if self._distrusted.get(donor, now) <= now else -1e300
+
+    def wants(self, version: bytes) -> bool:
+        """Whether this peer's user has not refused a version."""
+        return version not in self._unwanted
+
+    def tells_busy(self, donor: PeerID) -> bool:
+        """Whether this is the first report that a donor is busy; the user is told only once."""
+        is_new = donor not in self._told_busy
+        _remember(self._told_busy, donor, None)
+        return is_new
 
 
 class _Offer:
@@ -69,83 +170,117 @@ class _Offer:
             self.decision.set_result(download)
 
 
-class MultiSourceDownload:
-    """One attempt to get a state from some donors.
+@dataclass(frozen=True)
+class Wish:
+    """What a newcomer wants, and from whom it may take it."""
+
+    p2p: P2P
+    get_stub: Callable[[PeerID], StubBase]
+    """Makes a stub of the averager protocol for a donor."""
+    request: DownloadRequest
+    max_bytes: int
+    """Larger states are refused before any memory is taken."""
+    chunk_timeout: float
+    """A donor is given up after this many seconds of silence."""
+    admits: Callable[[PeerID], bool]
+    """Tells whether a peer that a donor has named may be asked."""
+    most_voters: int = MAX_VOTERS
+    """How many donors are asked for their version. One, if the versions of all differ anyway."""
+    rate: float = math.inf
+    """The most bytes that are taken in a second."""
+    is_one_state: bool = True
+    """Whether all donors of an epoch have the same state, if nothing is wrong with them."""
+    check: Callable[[Sequence[TensorMetadata]], object] | None = None
+    """Raises ``ValueError`` if tensors with these descriptions are of no use to this peer."""
+
+
+class DonorLog:
+    """What came of the donors of one download.
 
     Args:
-        p2p: this peer.
-        get_stub: makes a stub of the averager protocol for a donor.
+        wish: what is wanted.
         memory: what this peer has seen of donors before.
-        max_bytes: larger states are refused before any memory is taken.
-        chunk_timeout: a donor is given up after so many seconds of silence.
-        admits: tells whether a peer that a donor has named may be asked.
-        part: names the part of the state that is wanted; empty: all of it.
-        most_voters: so many donors are asked for their version. One, if the versions of all differ anyway.
-        trains: whether this peer is going to train with the state.
-        rate: so many bytes in a second are taken at most.
-        is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them.
-        check: raises ``ValueError`` if tensors with these descriptions are of no use to this peer.
+        donors: those that may be asked.
     """
 
-    def __init__(
-        self,
-        p2p: P2P,
-        get_stub: Callable[[PeerID], StubBase],
-        memory: DonorMemory,
-        max_bytes: int,
-        chunk_timeout: float,
-        admits: Callable[[PeerID], bool],
-        part: bytes = b"",
-        most_voters: int = MAX_VOTERS,
-        trains: bool = True,
-        rate: float = math.inf,
-        agreement: Mapping[str, str] | None = None,
-        is_one_state: bool = True,
-        check: Callable[[Sequence[TensorMetadata]], object] | None = None,
-    ) -> None:
-        self.check = check
-        self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
-        self.is_one_state = is_one_state
-        self.request = DownloadRequest(part=part, trains=trains, agreement=dict(agreement or {}))
-        self.most_voters, self.rate = most_voters, rate
+    def __init__(self, wish: Wish, memory: DonorMemory, donors: Iterable[Donor]) -> None:
+        self._wish, self.memory = wish, memory
+        self.waiting: deque[Donor] = deque(donors)
+        """Donors that have not been asked yet, or may be asked again."""
+        self.left: dict[PeerID, DonorLeft] = {}
+        """By donor whose state was not taken: why."""
         self.contradictions: dict[PeerID, str] = {}
         """By donor that refuses because this peer differs from it: in what, in words."""
-        self.max_bytes, self.chunk_timeout, self._admits = max_bytes, chunk_timeout, admits
-        self.busy = False
-        """Whether a donor has refused because it serves too many others."""
-        self.again_in = 0.0
-        """The seconds after which a busy donor may have a place, as it says; the least of all donors."""
-        self.waiting: deque[Donor] = deque()
-        """Donors that have not been asked yet, or may be asked again."""
-        self.kept: dict[bytes, Download] = {}
-        """By version: downloads that were left for another version."""
+        self.again_in: float | None = None
+        """The seconds after which a busy donor may have a place, the least that any says. ``None``: none is busy."""
         self._named: dict[PeerID, float] = {}
-        self._known: set[PeerID] = set()
+        self._known = {peer for _, peer in self.waiting}
+
+    def has_more(self) -> bool:
+        """Whether donors are left to ask. If not, peers that busy donors have named are turned to."""
+        if not self.waiting:
+            self.waiting.extend((rank, peer) for peer, rank in self._named.items())
+            self._named.clear()
+        return bool(self.waiting)
+
+    def note_refusal(self, donor: Donor, answer: StateAnswer) -> None:
+        """Note that a donor has refused, and the other donors that a busy one names."""
+        rank, peer = donor
+        if isinstance(answer, StateRefused) and answer.contradiction:
+            self.contradictions[peer] = reason = one_line(answer.contradiction)
+            self.memory.warn_seldom("donor %s refuses to give this peer its state: %s", peer, reason, about=peer)
+            self.leave(peer, DonorLeft.DIFFERS)
+            return
+        if not isinstance(answer, DonorBusy):
+            self.leave(peer, DonorLeft.DOES_NOT_SHARE)
+            return
+        self.again_in = answer.again_in if self.again_in is None else min(self.again_in, answer.again_in)
+        self.leave(peer, DonorLeft.BUSY)
+        if self.memory.tells_busy(peer):
+            logger.warning(
+                "donor %s serves as many others as it can: it says to come again in %.0f s", peer, answer.again_in
+            )
+        for record in answer.others:
+            other = PeerID(record.peer_id)
+            if other not in self._known and self._wish.admits(other):
+                try:
+                    self._wish.p2p.add_addresses(other, record.addresses[:MAX_ADDRESSES_PER_PEER])
+                except ValueError:
+                    continue
+                self._known.add(other)
+                self._named[other] = rank
+
+    def leave_out(self, peer: PeerID, error: Exception) -> None:
+        """Note that this peer can never use what a donor offers, and do not ask that donor for a while."""
+        self._wish.p2p.metrics.states_refused += 1
+        self.memory.warn_seldom("the state of peer %s is of no use: %s", peer, error, about=peer)
+        if not self._wish.request.part:  # a donor that lacks a part of the state may still have a good state
+            self.memory.rest(peer, asyncio.get_running_loop().time())
+        self.leave(peer, DonorLeft.OF_NO_USE)
+
+    def leave(self, peer: PeerID, reason: DonorLeft) -> None:
+        """Note that a donor is not used, or not any more."""
+        self.left[peer] = reason
+        self._wish.p2p.metrics.donors_left[reason.value] += 1
+        logger.debug("donor %s is left: %s", peer, reason.value)
+
+
+class _Dials:
+    """The connections to the next donors, made ahead: those that are dead cost the time of one together."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
         self._dials: dict[PeerID, asyncio.Future[None]] = {}
 
-    async def run(self, donors: Iterable[Donor]) -> GivenState | None:
-        """Download the version that most of the best donors show; ``None``: no donor has delivered a state."""
-        self.waiting.extend(donors)
-        self._known.update(peer for _, peer in self.waiting)
-        try:
-            while self.waiting or self._take_named():
-                self._dial_next()
-                state = await _Attempt(self).run()
-                if state is not None:
-                    return state
-            return None
-        finally:
-            await cancel_and_wait(*self._dials.values())
-
-    def _dial_next(self) -> None:
-        """Dial the next donors at once, whatever their ranks: those that are dead cost the time of one together."""
-        for _, peer in itertools.islice(self.waiting, MAX_VOTERS):
+    def begin(self, donors: Iterable[Donor]) -> None:
+        """Dial donors, whatever their ranks."""
+        for _, peer in itertools.islice(donors, MAX_VOTERS):
             if peer not in self._dials:
                 self._dials[peer] = asyncio.ensure_future(self._dial(peer))
 
     async def _dial(self, peer: PeerID) -> None:
         # Not ``p2p.prepare``: it does not wait for a dial that is under way already, nor tell how that one ends.
-        self.p2p.pool.release(await self.p2p.pool.acquire(peer), reusable=True)
+        self._p2p.pool.release(await self._p2p.pool.acquire(peer), reusable=True)
 
     async def reach(self, peer: PeerID) -> None:
         """Wait for the connection to a donor, if it has been dialled.
@@ -156,59 +291,42 @@ class MultiSourceDownload:
         if (dial := self._dials.get(peer)) is not None:
             await asyncio.shield(dial)
 
-    def _take_named(self) -> bool:
-        """When no donors are left to ask, turn to peers that busy donors have named; returns whether there are any."""
-        self.waiting.extend((rank, peer) for peer, rank in self._named.items())
-        self._named.clear()
-        return bool(self.waiting)
+    async def close(self) -> None:
+        await cancel_and_wait(*self._dials.values())
 
-    def note_refusal(self, donor: Donor, header: StateHeader) -> None:
-        """Note that a donor has refused, and the other donors that a busy one names."""
-        rank, peer = donor
-        if header.contradiction:
-            self.contradictions[peer] = reason = one_line(header.contradiction)
-            self.memory.warn_seldom("donor %s refuses to give this peer its state: %s", peer, reason, about=peer)
-            self.leave(peer, "differs")
-            return
-        if not header.busy:
-            self.leave(peer, "does not share")
-            return
-        self.again_in = min(self.again_in, header.again_in) if self.busy else header.again_in
-        self.busy = True
-        self.leave(peer, "busy")
-        if self.memory.tells_busy(peer):
-            logger.warning(
-                "donor %s serves as many others as it can: it says to come again in %.0f s", peer, header.again_in
-            )
-        for record in header.others:
-            other = PeerID(record.peer_id)
-            if other not in self._known and self._admits(other):
-                try:
-                    self.p2p.add_addresses(other, record.addresses[:MAX_ADDRESSES_PER_PEER])
-                except ValueError:
-                    continue
-                self._known.add(other)
-                self._named[other] = rank
 
-    def leave_out(self, peer: PeerID, error: Exception) -> None:
-        """Note that this peer can never use what a donor offers, and do not ask that donor for a while."""
-        self.p2p.metrics.states_refused += 1
-        self.memory.warn_seldom("the state of peer %s is of no use: %s", peer, error, about=peer)
-        if not self.request.part:  # a donor that lacks a part of the state may still have a good state
-            self.memory.rest(peer, asyncio.get_running_loop().time())
-        self.leave(peer, "of no use")
+async def download_from(log: DonorLog, wish: Wish) -> GivenState | None:
+    """Download the version that most of the best donors show; ``None``: no donor has delivered a state.
 
-    def leave(self, peer: PeerID, reason: str) -> None:
-        """Note that a donor is not used, or not any more."""
-        self.p2p.metrics.donors_left[reason] += 1
-        logger.debug("donor %s is left: %s", peer, reason)
+    Args:
+        log: has the donors, and takes down what comes of them.
+        wish: what is wanted.
+    """
+    dials, kept = _Dials(wish.p2p), dict[bytes, Download]()
+    try:
+        while log.has_more():
+            dials.begin(log.waiting)
+            state = await _Attempt(wish, log, dials, kept).run()
+            if state is not None:
+                return state
+        return None
+    finally:
+        await dials.close()
 
 
 class _Attempt:
-    """One vote, and the download of the version that it chose."""
+    """One vote, and the download of the version that it chose.
 
-    def __init__(self, gathering: MultiSourceDownload) -> None:
-        self._gathering, self._waiting = gathering, gathering.waiting
+    It has many fields, because one set of donors moves between these states: asked, offering, active, in reserve. The
+    next donor to ask follows from all of them together.
+
+    Args:
+        kept: by version, downloads that were left for another version.
+    """
+
+    def __init__(self, wish: Wish, log: DonorLog, dials: _Dials, kept: dict[bytes, Download]) -> None:
+        self._wish, self._log, self._dials, self._kept = wish, log, dials, kept
+        self._waiting = log.waiting
         self._rank = self._waiting[0][0]
         self._offers: list[_Offer] = []
         # Donors that have been asked and have neither answered nor failed.
@@ -238,7 +356,7 @@ class _Attempt:
             await self._look_after()
             return await self._result()
         except (ValueError, RuntimeError) as e:
-            self._gathering.leave_out(voters[0][1] if self._source is None else self._source.donor[1], e)
+            self._log.leave_out(voters[0][1] if self._source is None else self._source.donor[1], e)
             return None
         finally:
             await cancel_and_wait(*self._tasks)
@@ -263,7 +381,7 @@ class _Attempt:
     def _ask_best(self) -> list[Donor]:
         """Ask the first donors that wait, as far as they have the same rank."""
         rank = self._waiting[0][0]
-        asked = [donor for donor in self._waiting if donor[0] == rank][: self._gathering.most_voters]
+        asked = [donor for donor in self._waiting if donor[0] == rank][: self._wish.most_voters]
         for donor in asked:
             self._waiting.remove(donor)
             self._ask(donor)
@@ -275,18 +393,18 @@ class _Attempt:
 
     async def _take_from(self, donor: Donor) -> None:
         """Ask a donor for its version, and take part of a download from it if it is chosen."""
-        gathering, peer = self._gathering, donor[1]
+        wish, log, peer = self._wish, self._log, donor[1]
         try:
-            await gathering.reach(peer)
-            async with gathering.get_stub(peer).rpc_download_state() as call:
-                await call.send(gathering.request)
-                header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout, gathering.check)
-                if not header.allowed:
-                    gathering.note_refusal(donor, header)
+            await self._dials.reach(peer)
+            async with wish.get_stub(peer).rpc_download_state() as call:
+                await call.send(wish.request)
+                header, hashes = await open_state(call, wish.max_bytes, wish.chunk_timeout, wish.check)
+                if not isinstance(header, StateHeader):
+                    log.note_refusal(donor, header)
                     return
                 offer = _Offer(donor, header, hashes)
-                if not gathering.memory.wants(offer.version):
-                    gathering.leave(peer, "has a version that was refused")
+                if not log.memory.wants(offer.version):
+                    log.leave(peer, DonorLeft.REFUSED_VERSION)
                     return
                 self._note_offer(offer)
                 download = await offer.decision
@@ -295,13 +413,13 @@ class _Attempt:
                     return
                 # The call ends properly, which keeps the connection: this peer may soon average with the donor.
                 await call.send_end()
-                async with asyncio.timeout(gathering.chunk_timeout):
+                async with asyncio.timeout(wish.chunk_timeout):
                     await call.receive(StateChunk)
         except UnusableStateError as e:
-            gathering.leave_out(peer, e)
+            log.leave_out(peer, e)
         except PEER_FAILURES as e:
-            gathering.leave(peer, "failed")
-            warn = gathering.memory.warn_seldom  # anybody can declare any number of donors
+            log.leave(peer, DonorLeft.FAILED)
+            warn = log.memory.warn_seldom  # anybody can declare any number of donors
             warn("could not download the state of %s: %s", peer, reason_of(e), about=peer)
         finally:
             self._asked.pop(donor, None)
@@ -342,7 +460,7 @@ class _Attempt:
                 fetching.result()
                 await call.send_end()
         finally:
-            self._gathering.memory.note_speed(peer, arrivals.total, loop.time() - arrivals.began_at)
+            self._log.memory.note_speed(peer, arrivals.total, loop.time() - arrivals.began_at)
             await cancel_and_wait(fetching)
 
     # --- the vote -----------------------------------------------------------------------------------------------------
@@ -368,14 +486,14 @@ class _Attempt:
                 continue
             if ends_at is None:
                 patience = VOTE_SECONDS + best.total_bytes / VOTE_BYTES_PER_SECOND
-                ends_at = loop.time() + min(patience, self._gathering.chunk_timeout / 2)
+                ends_at = loop.time() + min(patience, self._wish.chunk_timeout / 2)
             if loop.time() >= ends_at:
                 return best
             await first_completed(self._news.wait(), timeout=ends_at - loop.time())
 
     def _votes(self) -> Counter[bytes]:
         """By version: the number of hosts that show it. Several peers on one host have one vote for a version."""
-        host_of = self._gathering.p2p.host_of
+        host_of = self._wish.p2p.host_of
         pairs = {(offer.version, host_of(offer.donor[1])) for offer in self._offers}
         return Counter(version for version, _ in pairs)
 
@@ -393,7 +511,7 @@ class _Attempt:
         of_best_rank = [offer for offer in self._offers if offer.donor[0] == rank]
         first = min(of_best_rank, key=lambda offer: (-weights[offer.version], order[offer.donor]))
         same = [offer for offer in self._offers if offer.version == first.version]
-        host_of = self._gathering.p2p.host_of
+        host_of = self._wish.p2p.host_of
         pairs = {(offer.header.metadata, host_of(offer.donor[1])) for offer in same}
         metadata = Counter(shown for shown, _ in pairs)
         return min(same, key=lambda offer: (-metadata[offer.header.metadata], order[offer.donor]))
@@ -403,15 +521,15 @@ class _Attempt:
         return 2 * self._votes()[best.version] > self._votes().total() + len(self._asked)
 
     def _tell_of_others(self, best: _Offer) -> None:
-        """Who shows something else than most hosts of the same epoch, which has the same metadata."""
+        """Warn of donors whose state differs from that of most hosts of the same epoch, by their metadata."""
         votes = self._votes()
         is_clear = votes[best.version] >= LEAST_HOSTS_TO_TELL and 2 * votes[best.version] > votes.total()
-        if not (self._gathering.is_one_state and is_clear):
+        if not (self._wish.is_one_state and is_clear):
             return
         for offer in self._offers:
             if offer.version != best.version and offer.header.metadata == best.header.metadata:
-                self._gathering.p2p.metrics.troubles["states that differ"] += 1
-                self._gathering.memory.warn_seldom(
+                self._wish.p2p.metrics.troubles["states that differ"] += 1
+                self._log.memory.warn_seldom(
                     "the state of donor %s is not that of %d other hosts, at the same epoch: it is not taken. Either "
                     "its machine computes otherwise or is broken, or it lies",
                     offer.donor[1],
@@ -422,11 +540,11 @@ class _Attempt:
     # --- the download -------------------------------------------------------------------------------------------------
 
     def _begin(self, offer: _Offer) -> None:
-        kept, gathering = self._gathering.kept.pop(offer.version, None), self._gathering
+        kept, wish = self._kept.pop(offer.version, None), self._wish
         self._source = offer
         if kept is not None:
             kept.resume(offer.header)
-        self._download = kept or Download(offer.header, offer.hashes, gathering.chunk_timeout, gathering.rate)
+        self._download = kept or Download(offer.header, offer.hashes, wish.chunk_timeout, wish.rate)
         for each in [offer, *(other for other in self._offers if other is not offer)]:
             self._use(each)
 
@@ -475,20 +593,20 @@ class _Attempt:
         seconds = download.seconds_left()
         if self._seconds_from(best.donor) >= seconds:
             return False
-        self._gathering.kept[download.version], self._is_left = download, True
+        self._kept[download.version], self._is_left = download, True
         for _, peer in self._active:
             logger.warning(
                 "donor %s is left for %s: its state would take another %.0f s", peer, best.donor[1], min(seconds, 1e6)
             )
-            self._gathering.leave(peer, "slow")
+            self._log.leave(peer, DonorLeft.SLOW)
         return True
 
     def _seconds_from(self, donor: Donor) -> float:
         """The seconds that a donor's version is expected to take if it is downloaded from this donor."""
         offer = next(offer for offer in self._offers if offer.donor == donor)
-        kept = self._gathering.kept.get(offer.version)
+        kept = self._kept.get(offer.version)
         missing = offer.total_bytes if kept is None else kept.missing_bytes
-        return missing / max(self._gathering.memory.speed(donor[1]), 1e-9)
+        return missing / max(self._log.memory.speed(donor[1]), 1e-9)
 
     async def _result(self) -> GivenState | None:
         if self._download is None or self._source is None or not self._download.finished.is_set():

@@ -21,20 +21,20 @@ from shoal.p2p import PeerID
 MAX_DOWNLOADS = 8
 # The most copies of its state that a donor keeps for them.
 MAX_SNAPSHOTS = 2
-# Newcomers get the same copy if it is not older than so many seconds.
+# Newcomers get the same copy if it is not older than this: a crowd that comes at once costs one copy.
 SNAPSHOT_AGE = 0.5
-# A newcomer that takes fewer bytes per second may lose its place. This is measured over so many seconds.
+# A newcomer that takes fewer bytes per second than an ISDN line carries may lose its place, measured over 30 s.
 SLOWEST = 16e3
 SECONDS_TO_JUDGE = 30.0
-# A newcomer that takes so many bytes per second after so many seconds need not be watched.
+# A newcomer that takes 20 MB/s after its first second need not be watched: it is done soon.
 _FAST, _SECONDS_TO_BE_FAST = 2e7, 1.0
 # A newcomer should take at least this part of the speed that its line is offered.
 _PART_OF_SHARE = 0.25
 # The most newcomers that are remembered as holders of the state, and for how many seconds.
 _MAX_HOLDERS, _HOLDER_SECONDS = 4, 300.0
-# Within so many seconds, a newcomer that has got the state tells others that it takes part.
+# Within this many seconds, a newcomer that has got the state tells others that it takes part.
 _ARRIVAL_SECONDS = 10.0
-# A newcomer that finds no place is told to come again after so many seconds, at least and at most.
+# The seconds after which a newcomer that finds no place is told to come again, at least and at most.
 _SOONEST, _LATEST = 1.0, 30.0
 
 
@@ -219,7 +219,7 @@ class UploadSlots:
                 self.sharings.remove(sharing)
 
     def holders(self, now: float) -> list[PeerID]:
-        """Newcomers that have lately got the whole state of this donor, the latest first."""
+        """Newcomers that have recently got the whole state of this donor, the latest first."""
         return list(dict.fromkeys(peer for peer, since in reversed(self._holders) if now - since <= _HOLDER_SECONDS))
 
     def on_their_way(self, now: float) -> set[PeerID]:

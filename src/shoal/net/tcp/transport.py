@@ -29,8 +29,7 @@ from shoal.net.own_addresses import (
 )
 from shoal.net.tcp.connect import bind_to_shared_port, connect, family_of
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
-from shoal.net.tcp.listener import Listener, bind, host_of
-from shoal.net.tcp.port_holder import port_in_use
+from shoal.net.tcp.listener import Listener, bind, host_of, port_in_use
 from shoal.net.tcp.proxies import Proxies, connect_through
 from shoal.net.tcp.punch import punched
 from shoal.net.tcp.sessions import SESSION_BYTE, Splice, TcpSession

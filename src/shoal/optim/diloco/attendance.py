@@ -68,13 +68,14 @@ class Attendance:
             if expected is None:
                 guard.begin_to_wait((), now, 0.0)
                 guard.note_round({}, now)
-                guard.note_who_went_on((), board.companions, now, flight.slot)
                 return
             samples: dict[bytes, float] = {}
             if result is not None:
                 guard.note_failures([peer.to_bytes() for peer in result.seen_failing], result.duration, now)
                 done = {peer.to_bytes(): each for peer, each in zip(result.peers, flight.group.done, strict=True)}
-                samples = {peer: done[peer] if weight else 0 for peer, weight in weights_of(result).items()}
+                weights = weights_of(result)
+                samples = {peer: done[peer] if weight else 0 for peer, weight in weights.items()}
+                guard.note_weights(weights)
             self.note_members(samples, now, expected)
 
     def note_members(self, samples: Mapping[bytes, float], now: float, expected: ExpectedMembers) -> None:

@@ -168,27 +168,11 @@ class CatchingUp:
         rounds = self.rounds
         return int(window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained).behind)
 
-    def is_needed_before_round(self) -> bool:
-        """The same, when this peer is about to end a slot.
-
-        If nobody comes to its round although there are others, it may have been away. Then it believes them as a
-        newcomer does, rather than make an update that nobody else has.
-        """
-        if self.is_needed():
-            return True
-        rounds = self.rounds
-        if rounds.tracker.knows_others and not rounds.attendance.expected(rounds.counter.slot):
-            rounds.tracker.believe_as_a_newcomer()
-            return self.is_needed()
-        return False
-
     def run(self) -> bool:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
         lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
-        if lost:  # the peers that it has believed so far are of its own branch, and so would be its donors
-            rounds.tracker.believe_as_a_newcomer()
         if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own

@@ -37,6 +37,7 @@ from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, s
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
+from shoal.optim.setup.devices import BatchesAhead
 from shoal.optim.setup.optimizer_state import zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
 from shoal.optim.setup.training_setup import Parameters, ParamGroups, SchedulerFactory
@@ -231,6 +232,7 @@ class DiLoCo(JointOptimizer):
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self._closing = dht, threading.Event()
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
+        self._batches = BatchesAhead(self.inner.parameters)
         self.inner_steps = 0
         """Inner steps of this peer."""
         self.schedulers = self.inner.schedulers
@@ -385,7 +387,8 @@ class DiLoCo(JointOptimizer):
             self._make_inner_step(batch_size, scaler)
         slot = self.local_epoch
         with self._reporting.joint_work(), standby.standing_by(self):
-            if self._slot_is_over() and not self._catching_up.is_needed_before_round():
+            if self._slot_is_over() and not self._catching_up.is_needed():
+                self._batches.finish()  # others are about to hear that this peer is ready
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
         if self.local_epoch != slot:
@@ -400,6 +403,7 @@ class DiLoCo(JointOptimizer):
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:
             samples = batch_size if self.inner.step(self, scaler) else 0
+        self._batches.launched_one()
         self.inner_steps += 1
         self._reporting.count(samples)
         self._counter.count(samples)

@@ -146,7 +146,6 @@ class OuterRounds:
             self.counter.steps, self.counter.samples = position.steps, position.samples
             self.report()
         self.has_trained, self.last = True, None
-        self.tracker.believe_as_a_newcomer()  # it may have been away for long
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""

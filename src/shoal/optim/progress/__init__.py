@@ -1,7 +1,7 @@
 """How far each peer is, and when all together have enough samples for a step.
 
 Each peer tells others how far it is (:mod:`~.exchange`, :mod:`~.message`) and keeps what it hears as :mod:`~.records`.
-:mod:`~.board` predicts from them when an epoch ends, and which peers will come; :mod:`~.epoch_rate` bounds how fast
-epochs can follow each other. :mod:`~.run_settings` and :mod:`~.company` compare settings of the run; :mod:`~.run_list`
-names other runs of the swarm. :mod:`~.schema` is what the DHT checks.
+:mod:`~.board` predicts from them when an epoch ends, and which peers will come. :mod:`~.run_settings` and
+:mod:`~.company` compare settings of the run; :mod:`~.run_list` names other runs of the swarm. :mod:`~.schema` is what
+the DHT checks.
 """

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import msgspec
 
+from shoal.guard.policy import JOIN_SHARE, Members
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
 from shoal.optim.history.journal import Lineage
-from shoal.optim.members import Members
 from shoal.optim.progress.records import (
     MAX_CALLED,
     Companion,
@@ -33,8 +33,6 @@ SECONDS_BETWEEN_USES = 15.0
 LATEST_SECONDS = 0.15
 # If a larger share of the target is extrapolated from older records, this peer asks before it ends the epoch.
 MOST_GUESSED = 0.05
-# A batch may take this share of the time that peers wait for others, and its peer joins a group before it is done.
-JOIN_SHARE = 1 / 3
 # How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
 MAX_DEPARTED = 1024
 
@@ -269,7 +267,7 @@ class ProgressBoard:
                 return False
             latest = now - max(LATEST_SECONDS, 1.2 * self.batch_time)
             records = [c.record for c in kin.values() if c.is_reachable(now) and c.heard_at < latest]
-            present = self.guard.limited([r for r in records if r.epoch == self.own.epoch], now, self.batch_size)
+            present = self.guard.limited([r for r in records if r.epoch == self.own.epoch], now)
             guessed = sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
             return len(kin) <= MAX_CALLED and guessed > MOST_GUESSED * self._target_batch_size
 
@@ -476,15 +474,23 @@ class ProgressBoard:
         with self.lock:
             self._declared_end = None
             self._last_members = frozenset(members)
-            self.guard.pace.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
+            self.guard.note_epoch(now, is_next=epoch == self.own.epoch + 1 and bool(self._last_members))
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
         self.call_watchers()
 
-    def note_round(self, samples: Mapping[bytes, float], now: float, seconds: float = 0.0) -> None:
-        """A round is over, see :meth:`Members.note_round <shoal.optim.members.Members.note_round>`."""
+    def note_round(
+        self,
+        samples: Mapping[bytes, float],
+        now: float,
+        seconds: float = 0.0,
+        waits: Mapping[bytes, float] | None = None,
+    ) -> None:
+        """A round is over, see :meth:`Members.note_round <shoal.guard.policy.Members.note_round>`."""
         with self.lock:
-            self.guard.note_round(samples, now, self._companions, self.own.epoch, seconds)
+            # Where rounds overlap with training, a long one costs nobody time.
+            waits = waits if self.moves_together else None
+            self.guard.note_round(samples, now, self._companions, self.own.epoch, seconds, waits)
 
     def cancel_update(self) -> None:
         """This peer has given up the transition to the next epoch."""
@@ -561,7 +567,7 @@ class ProgressBoard:
         self._departed.pop(record.peer_id, None)
         companion = self._companions.get(record.peer_id)
         if companion is None:
-            make_room(self._companions, self.guard.is_known)
+            make_room(self._companions, self.guard.has_met)
             companion = self._companions[record.peer_id] = Companion(record, expiration)
             self.kinship.changed = True
         if record.time >= companion.record.time:
@@ -635,6 +641,7 @@ class ProgressBoard:
         foreign = {*verdict.losers, *self.strangers()}
         kin = {peer: c for peer, c in self._companions.items() if peer not in foreign}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
+        self.guard.is_large = len(kin) > MAX_CALLED
         # A peer that has declared its epoch over itself believes others that say the same.
         return self.guard.credible(
             kin, epoch, now, lambda few: now if self.updating else self._summary_of(few, now).eta_next_epoch
@@ -655,7 +662,7 @@ class ProgressBoard:
         # This peer is about to take over the winners' state: its own progress no longer counts.
         if own.peer_id in self._settled(now).losers:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
-        records = self.guard.limited([c.record for c in valid], now, self.batch_size)
+        records = self.guard.limited([c.record for c in valid], now)
         stopped = {c.record.peer_id for c in valid if c.unreachable_since is not None}
 
         def summary() -> GlobalTrainingProgress:

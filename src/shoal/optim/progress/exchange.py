@@ -419,7 +419,7 @@ class ProgressExchange(ServicerBase):
         """Of many peers a sample, half of it of those that were in rounds: else a crowd could keep news from them."""
         if len(records) <= MAX_CALLED:
             return records
-        rng, is_known = self._p2p.rng, self._board.guard.is_known
+        rng, is_known = self._p2p.rng, self._board.guard.has_met
         known = [record for record in records if is_known(record.peer_id)]
         chosen = {record.peer_id: record for record in rng.sample(known, min(len(known), most // 2))}
         rest = [record for record in records if record.peer_id not in chosen]

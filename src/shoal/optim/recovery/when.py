@@ -255,7 +255,6 @@ class Synchronization:
         """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
         self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
         self.start_over()
-        self._tracker.believe_as_a_newcomer()  # a checkpoint says nothing of how far others are by now
         self._strict_check_due = True
 
     def start_over(self) -> None:

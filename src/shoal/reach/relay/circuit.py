@@ -24,14 +24,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
 change. Not measured."""
 
 
-class Ends(Protocol):
+class Abortable(Protocol):
     """A stream, a session or a circuit."""
 
     def abort(self) -> None:
         """End it now."""
 
 
-E = TypeVar("E", bound=Ends)
+E = TypeVar("E", bound=Abortable)
 
 
 @dataclass(frozen=True)

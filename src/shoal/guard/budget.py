@@ -1,0 +1,127 @@
+"""One budget for the time that this peer loses to others: a share of all its time.
+
+Five things are paid from it: waiting for peers that have proved nothing and do not come; groups that such peers stall;
+epochs that end early because of what they claim, since nobody comes to the round then; a member for which others wait
+longer than it is worth; and the time for which a lone peer waits for those that download its state.
+
+A peer that has cost time pauses until that time is the share of all time since. The peers of a host have one account
+until they have been in a round. If several such hosts have to pause, all peers that have proved nothing do: somebody
+with many hosts could cost any amount of time otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from typing import NamedTuple
+
+from shoal.guard.memory import remember
+
+SHARE_WASTED = 0.05
+"""The default share. Twenty peers lose as much when one of them is away."""
+
+LONGEST_HOLD = 30.0
+"""How many seconds a lone peer waits at most at a time: a slow download. It has so many at the beginning, too."""
+
+LEAST_HOLD = 2.0
+"""With less time than this left, it does not begin to wait, because hardly any newcomer would be there by then."""
+
+# If this many hosts of strangers have to pause, all strangers do.
+_HOSTS_TO_STOP_ALL = 2
+
+
+class _Pause(NamedTuple):
+    until: float
+    """Nobody waits for the peer until then, and its samples do not count."""
+    joins_at: float
+    """It may not join or lead a group until then."""
+
+
+def check_share(share: float) -> float:
+    """Check the option ``waiting_share``, and return it.
+
+    Raises:
+        ValueError: it is no share.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"waiting_share must be a share of the time between 0 and 1, such as 0.05: got {share!r}")
+    return share
+
+
+class Budget:
+    """The time that one peer may lose. Times are seconds of any clock. Not thread-safe: its owner locks it.
+
+    Args:
+        host_of: the host of a peer.
+        now: when this peer began.
+        share: of all time.
+    """
+
+    def __init__(self, host_of: Callable[[bytes], Hashable], now: float, share: float = SHARE_WASTED) -> None:
+        self.share = share
+        self._host_of = host_of
+        # By host of peers that have proved nothing, and by id of a member.
+        self._hosts: dict[Hashable, _Pause] = {}
+        self._members: dict[bytes, _Pause] = {}
+        # What is left for a lone donor, and when that was so; since when it waits.
+        self._saved, self._since = LONGEST_HOLD, now
+        self._held_since: float | None = None
+
+    # --- what others cost ---------------------------------------------------------------------------------------------
+
+    def charge(self, peers: Collection[bytes], seconds: float, now: float, *, bars: bool) -> None:
+        """Peers that have proved nothing have cost so many seconds together.
+
+        Args:
+            bars: inside a group, so they may not join one either.
+        """
+        hosts = {host: pause for host, pause in self._hosts.items() if pause.until > now}
+        for host in dict.fromkeys(map(self._host_of, peers)):
+            remember(hosts, host, self._extend(hosts.pop(host, None), seconds, now, bars=bars))
+        self._hosts = hosts  # in one go: the event loop may be reading the dictionary without a lock
+
+    def charge_member(self, peer: bytes, seconds: float, now: float) -> None:
+        """A member has cost so many seconds that the others need not have lost."""
+        members = {each: pause for each, pause in self._members.items() if pause.until > now}
+        remember(members, peer, self._extend(members.pop(peer, None), seconds, now, bars=True))
+        self._members = members
+
+    def _extend(self, pause: _Pause | None, seconds: float, now: float, *, bars: bool) -> _Pause:
+        until, joins_at = (now, now) if pause is None else pause
+        until = max(now, until) + seconds / self.share
+        return _Pause(until, until if bars else joins_at)
+
+    def allows(self, peer: bytes, now: float, *, is_stranger: bool, joins: bool = False) -> bool:
+        """Whether there is time for a peer.
+
+        Args:
+            is_stranger: it has proved nothing.
+            joins: to join or lead a group; otherwise, to be waited for.
+        """
+        until = 1 if joins else 0
+        member = self._members.get(peer)
+        if member is not None and member[until] > now:
+            return False
+        if not is_stranger:
+            return True
+        pausing = {host for host, pause in self._hosts.items() if pause[until] > now}
+        return len(pausing) < _HOSTS_TO_STOP_ALL and self._host_of(peer) not in pausing
+
+    # --- what a lone donor may wait -----------------------------------------------------------------------------------
+
+    def holds(self, now: float, *, has_reason: bool) -> bool:
+        """Whether a lone peer waits from now on, or waits on. Ask again after a moment, until the answer is no.
+
+        Args:
+            has_reason: somebody downloads its state, and nobody else is there to train with.
+        """
+        if self._held_since is None:
+            saved = min(LONGEST_HOLD, self._saved + self.share * (now - self._since))
+            if not has_reason or saved < LEAST_HOLD:
+                return False
+            self._saved, self._held_since = saved, now
+        left = self._saved - (now - self._held_since)
+        if has_reason and left > 0:
+            return True
+        # It may be less than nothing, because nobody asks at the very moment when the time is up.
+        self._saved, self._since, self._held_since = left, now, None
+        return False

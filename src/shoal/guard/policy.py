@@ -1,0 +1,408 @@
+"""What a peer believes of others in a run that trusts its members: what they say, as long as they come.
+
+* Samples, speed and the end of an epoch: as each peer says. A peer that was expected in three rounds in a row and did
+  not come counts for nothing until it comes. So does one that has cost time, until that is paid for
+  (:mod:`~shoal.guard.budget`).
+* Epoch: the run is at the median over hosts of the epochs of all peers that can be reached. One member alone can also
+  end this peer's epoch by being at the next one; only most hosts can make this peer download another state.
+* A member takes part if the swarm makes more samples per second with it than without it, by what past rounds took.
+* Before its first round with others a peer believes everybody.
+
+Records in the DHT may be old, and their peers dead. So the user is told of no peer from which this one has heard
+nothing itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.averaging.majorities import votes_by_host
+from shoal.base.logs import Seldom, counted
+from shoal.guard.budget import SHARE_WASTED, Budget
+from shoal.guard.memory import remember
+from shoal.peers.identity import PeerID
+
+if TYPE_CHECKING:
+    from shoal.optim.progress.records import Companion, LocalTrainingProgress
+
+logger = logging.getLogger(__name__)
+
+# What happens once may be chance; three times in a row, with a chance of one in ten each, is one in a thousand.
+ROUNDS_IN_A_ROW = 3
+# A group has waited in vain from this share of a member's patience on. The patience of the leader decides, and members
+# begin to wait at different times.
+_SHARE_OF_PATIENCE = 0.5
+# A peer may join a group before its batch is done, if that takes up to this share of the patience. Others wait for it
+# in the round then, which is no fault.
+JOIN_SHARE = 1 / 3
+# The user is warned after this many steps in a row without others: a single one may be chance.
+_ROUNDS_ALONE = 2
+# The pause of a member that was too slow again doubles up to this many times.
+_MOST_DOUBLINGS = 4
+# A peer that is this many epochs ahead of the run has perhaps only ended two that others are about to end.
+_WORTH_TELLING = 2
+# The latest epochs tell how long one usually takes.
+_EPOCHS_TIMED = 16
+
+
+def epoch_of_most(votes: Sequence[int], own: int) -> int:
+    """The last epoch that most hosts have reached, but not an earlier one than this peer's.
+
+    The median cannot be moved by less than half of the votes (its breakdown point; Huber, 1981).
+
+    Args:
+        votes: the epochs of hosts, the lowest first.
+        own: this peer's epoch.
+    """
+    return max(own, votes[(len(votes) - 1) // 2]) if votes else own
+
+
+def seconds_worth(training: float, share: float) -> float:
+    """For how many seconds it is worth to wait for a member in a round.
+
+    With it, the samples of an epoch take ``training`` seconds, and the round the wait. Without it, the others need
+    ``training / (1 - share)`` for the same samples. Both are equally fast if the wait is the difference.
+
+    Args:
+        training: seconds of training between two rounds.
+        share: of the samples that come from the member.
+    """
+    return training * share / (1 - share) if share < 1 else math.inf
+
+
+class Members:
+    """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
+
+    Args:
+        own: id of this peer.
+        host_of: the host of a peer. All peers of one host have one vote together.
+        now: DHT time, in seconds, as in all methods.
+        share: of all time that others may cost this peer.
+    """
+
+    def __init__(
+        self, own: bytes, host_of: Callable[[bytes], Hashable], now: float, share: float = SHARE_WASTED
+    ) -> None:
+        self._own, self._host_of = own, host_of
+        self.budget = Budget(host_of, now, share)
+        """The time that others may cost."""
+        # Peers that were in a round with this one; and in how many rounds in a row each peer was missing.
+        self._met: dict[bytes, None] = {}
+        self._missed: dict[bytes, int] = {}
+        # By member: in how many rounds in a row the others have waited for it longer than it is worth.
+        self._too_slow: dict[bytes, int] = {}
+        self.full_group: int | None = None
+        """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
+        self._meets_everybody = True
+        self.latest: Mapping[bytes, float] = {}
+        """What each member, this peer included, brought to the latest round with others."""
+        self.is_large = False
+        """There are more peers than this one can hear of in each epoch."""
+        self.epoch_began_at = now
+        """When this peer's epoch began."""
+        self._epochs: deque[float] = deque(maxlen=_EPOCHS_TIMED)
+        self._training = 0.0
+        self._counts_itself_until = -math.inf
+        # Which peers this one waits for, since when, and for how many seconds at most.
+        self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
+        # How many seconds rounds take in which no stranger fails: what one with such a failure takes more is wasted.
+        self._durations: deque[float] = deque(maxlen=_EPOCHS_TIMED)
+        # Which peers the user has been told of, and how. Bounded, because a liar can invent any number of peers.
+        self._told: dict[tuple[bytes, str], None] = {}
+        # For how many rounds in a row this peer was alone although others could have come.
+        self._alone, self._has_told_of_it = 0, False
+        self.troubles: Counter[str] = Counter()
+        """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
+        # What may be nobody's fault, so that nobody has to do anything about it, is no warning.
+        self._tell_seldom, self._warn_seldom = Seldom(logger.info), Seldom(logger.warning)
+
+    # --- what has happened --------------------------------------------------------------------------------------------
+
+    def begin_to_wait(self, peers: Collection[bytes], now: float, patience: float) -> None:
+        """This peer is ready for a round and begins to wait for these others.
+
+        Args:
+            patience: after this many seconds it goes on without them.
+        """
+        self._awaited, self._training = (frozenset(peers), now, patience), max(0.0, now - self.epoch_began_at)
+
+    def note_epoch(self, now: float, *, is_next: bool) -> None:
+        """This peer has reached another epoch; ``is_next``: the next one, in a round with others."""
+        if is_next:
+            self._epochs.append(now - self.epoch_began_at)
+        self.epoch_began_at = now
+
+    def note_round(
+        self,
+        samples: Mapping[bytes, float],
+        now: float,
+        companions: Mapping[bytes, Companion] | None = None,
+        own: int = 0,
+        seconds: float = 0.0,
+        waits: Mapping[bytes, float] | None = None,
+    ) -> None:
+        """A round is over.
+
+        Args:
+            samples: of each member, this peer included. Infinite: the round does not count them. Empty: it has failed.
+            companions: all known peers; those at this peer's epoch could have come.
+            own: this peer's epoch, which the round ends.
+            seconds: how long the group was at work, after all members had come.
+            waits: for how many of these seconds this peer had to wait for a member alone.
+        """
+        members, patience = samples.keys() - {self._own}, self._awaited[2]
+        reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
+        size = 1 + len(self._awaited[0] | members | reachable.keys())
+        self._meets_everybody = self.full_group is None or size <= self.full_group
+        went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
+        unheard = self._unheard(companions or {})
+        self._note_who_is_missing(members, went_on if not members else (), now, seconds, unheard)
+        others = [peer for peer, c in reachable.items() if c.record.epoch == own]
+        # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
+        self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
+        if members:
+            self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
+            for peer in members:
+                self._missed.pop(peer, None)
+                self._met.pop(peer, None)
+                remember(self._met, peer, None)
+            if waits is not None:
+                self._note_waits(waits, patience, now)
+
+    def _note_who_is_missing(
+        self,
+        members: Collection[bytes],
+        went_on: Collection[bytes],
+        now: float,
+        seconds: float,
+        unheard: Collection[bytes],
+    ) -> None:
+        (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
+        waited = now - since - seconds
+        # A group that was complete without a peer has not waited for it; and those that went on without this peer
+        # had no reason to wait for it either.
+        if not self._meets_everybody or waited < patience * _SHARE_OF_PATIENCE:
+            return
+        missing = sorted(awaited - {*members, *went_on})
+        for peer in missing:
+            remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
+        doubtful = [peer for peer in missing if not self.is_proven(peer)]
+        self.budget.charge(doubtful, min(waited, patience) if members else waited, now, bars=False)
+        self.troubles["waited in vain"] += len(missing)
+        for peer in [each for each in doubtful if each not in unheard]:
+            self._tell_once(
+                peer,
+                "peer %s takes part, but did not come to %s in a row: this peer seldom waits for it now. Its batches "
+                "may take longer than matchmaking_time",
+                counted(self._missed[peer], "round"),
+            )
+
+    def _note_waits(self, waits: Mapping[bytes, float], patience: float, now: float) -> None:
+        """Of two members each needs the other one, so that neither is too slow."""
+        total = sum(self.latest.values())
+        for peer in [each for each in self.latest if each != self._own and len(self.latest) > 2]:
+            worth = seconds_worth(self._training, self.latest[peer] / total if total else 0.0)
+            if waits.get(peer, 0.0) <= max(worth, JOIN_SHARE * patience):
+                self._too_slow.pop(peer, None)
+                continue
+            rounds = self._too_slow.pop(peer, 0) + 1
+            remember(self._too_slow, peer, rounds)
+            if rounds >= ROUNDS_IN_A_ROW:
+                # Tried again, it has one round to show that it is faster. Each further failure doubles the pause.
+                again = min(rounds - ROUNDS_IN_A_ROW, _MOST_DOUBLINGS)
+                self.budget.charge_member(peer, waits[peer] * 2**again, now)
+                self._tell_of_wait(peer, waits[peer], worth)
+
+    def _tell_of_wait(self, peer: bytes, wait: float, worth: float) -> None:
+        self.troubles["members too slow"] += 1
+        self._tell_once(
+            peer,
+            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. If its line "
+            "is slow, use a codec, low rank or DiLoCo",
+            wait,
+            worth,
+            wait / self.budget.share,
+            tell=self._warn_seldom,
+        )
+
+    def note_weights(self, weights: Mapping[bytes, float]) -> None:
+        """What members weighed in a round."""
+
+    def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
+        """This peer has seen these members fail in a round of so many seconds: that counts like waiting.
+
+        Call it before :meth:`note_round`.
+        """
+        if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            self.note_waste(failed, max(0.0, seconds - usual), now)
+        if all(map(self.is_proven, failed)):
+            self._durations.append(seconds)
+
+    def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
+        """This peer has lost so many seconds to members of its group; only strangers among them count."""
+        strangers = [peer for peer in peers if not self.is_proven(peer)]
+        if not strangers or seconds <= 0:
+            return
+        self.budget.charge(strangers, seconds, now, bars=True)
+        for peer in strangers:
+            self._tell_once(
+                peer,
+                "new peer %s stalled the group for %.1f s: its machine may not join or lead for %.0f s. Its line may "
+                "be too slow, or its machine stuck",
+                seconds,
+                seconds / self.budget.share,
+            )
+
+    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes], unheard: Collection[bytes]) -> None:
+        if members or not others:
+            self._alone, self._has_told_of_it = 0, False
+            return
+        self._alone += 1
+        self.troubles["alone"] += 1
+        others = [peer for peer in others if peer not in unheard]
+        if self._alone >= _ROUNDS_ALONE and others and not self._has_told_of_it:
+            self._has_told_of_it = True
+            logger.warning(
+                "this peer has made %d steps alone, although %s could have come, such as %s. Read the lines about "
+                "them above; `shoal doctor` checks the network",
+                self._alone,
+                counted(len(others), "other peer"),
+                PeerID(min(others)),
+            )
+
+    def _tell_once(self, peer: bytes, kind: str, *values: object, tell: Seldom | None = None) -> bool:
+        """Tell the user of a peer, but only once. Returns whether this was the first time."""
+        if (peer, kind) in self._told:
+            return False
+        (tell or self._tell_seldom)(kind, PeerID(peer), *values, about=peer)
+        remember(self._told, (peer, kind), None)
+        return True
+
+    def note_vain_attempt(self, now: float, seconds: float) -> None:
+        """This peer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
+        self._counts_itself_until = now + seconds / self.budget.share
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def has_met(self, peer: bytes) -> bool:
+        """Whether this peer was in a round with another one."""
+        return peer in self._met
+
+    def is_proven(self, peer: bytes) -> bool:
+        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
+        comes = self._missed.get(peer, 0) < ROUNDS_IN_A_ROW
+        return comes and (not self._met or peer in self._met or not self._meets_everybody)
+
+    def has_time_for(self, peer: bytes, now: float) -> bool:
+        """Whether a peer may join or lead a group: it has cost no time that is not paid for."""
+        is_stranger = bool(self._met) and peer not in self._met
+        return self.budget.allows(peer, now, is_stranger=is_stranger, joins=True)
+
+    def counts(self, peer: bytes, now: float) -> bool:
+        """Whether what a peer says of its progress counts, and this peer waits for it."""
+        return self.budget.allows(peer, now, is_stranger=not self.is_proven(peer))
+
+    def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
+        """Of several peers that claim to come, those that this peer should wait for."""
+        return {peer for peer in peers if self.counts(peer, now)}
+
+    def limited(self, records: Collection[LocalTrainingProgress], now: float) -> list[LocalTrainingProgress]:
+        """The records of all peers, as far as they are believed."""
+        return [record if self.counts(record.peer_id, now) else record.at_most(0, 0.0) for record in records]
+
+    def largest_weight(self, peer: bytes) -> float:
+        """How much a member may weigh in what this peer reduces."""
+        return math.inf
+
+    def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
+        """The earliest DHT time at which this epoch ends according to others; infinite if none says so.
+
+        Args:
+            own_estimate: DHT time at which it ends by this peer's own estimate.
+        """
+        present = (c for peer, c in companions.items() if c.is_reachable(now) and self.counts(peer, now))
+        said = (c.end for c in present if c.record.epoch == epoch)
+        return min((end for end in said if end is not None), default=math.inf)
+
+    def credible(
+        self,
+        companions: Mapping[bytes, Companion],
+        own: int,
+        now: float,
+        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+    ) -> dict[bytes, Companion]:
+        """The peers whose epoch the run can have reached; the others are left out.
+
+        Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
+
+        Args:
+            own: this peer's epoch.
+            own_estimate: DHT time at which it ends by this peer's own estimate, if only the given companions count.
+        """
+        ahead = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
+        if not ahead:
+            return dict(companions)
+        voters = self._voters(companions, now)
+        run = self._epoch_of_run(voters, own, now)
+        # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
+        is_over = any(self.is_proven(peer) for peer in ahead if peer in voters)
+        if is_over and run <= own:
+            is_over = self.may_be_over(companions, ahead, own, now, own_estimate)
+        last = max(run, own + 1 if is_over else own)
+        # A member may have been cut off with others.
+        strangers = ahead if self._met else {}
+        for peer in [p for p in strangers if p in voters and not self.has_met(p)]:
+            if ahead[peer].record.epoch > last + _WORTH_TELLING:
+                self._name_impossible_epoch(ahead[peer], last)
+        return {peer: c for peer, c in companions.items() if peer not in ahead or c.record.epoch <= last}
+
+    def may_be_over(
+        self,
+        companions: Mapping[bytes, Companion],
+        ahead: Mapping[bytes, Companion],
+        own: int,
+        now: float,
+        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+    ) -> bool:
+        """Whether this epoch can be over already, if a member says so."""
+        return True
+
+    def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
+        """Whether most hosts have ended this epoch. One peer alone may have failed to meet the others."""
+        return self._epoch_of_run(self._voters(companions, now), own, now) > own
+
+    def _voters(self, companions: Mapping[bytes, Companion], now: float) -> dict[bytes, Companion]:
+        """The peers whose epochs decide which one the run is at."""
+        return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+
+    def _epoch_of_run(self, voters: Mapping[bytes, Companion], own: int, now: float) -> int:
+        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
+        usual = statistics.median(self._epochs) if self.is_large and self._epochs else math.inf
+        votes = votes_by_host({peer: c.epoch_by_now(now, usual) for peer, c in voters.items()}, self._host_of)
+        return epoch_of_most(sorted([*votes, own]) if now < self._counts_itself_until else votes, own)
+
+    def _unheard(self, companions: Mapping[bytes, Companion]) -> set[bytes]:
+        """The peers of which this one knows nothing but a record in the DHT."""
+        return {peer for peer, c in companions.items() if not c.is_heard and not self.has_met(peer)}
+
+    def _name_impossible_epoch(self, companion: Companion, run: int) -> None:
+        """Warn of a peer that claims to be far beyond the run, if this one has heard from it.
+
+        Otherwise it may be dead, and its record that of a run that has begun again since.
+        """
+        if not companion.is_heard:
+            return
+        self.troubles["epochs that cannot be"] += self._tell_once(
+            companion.record.peer_id,
+            "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless most "
+            "peers say the same",
+            companion.record.epoch,
+            run,
+            tell=self._warn_seldom,
+        )

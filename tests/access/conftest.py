@@ -1,0 +1,7 @@
+"""Private runs, over connections that differ from system to system."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.pretend

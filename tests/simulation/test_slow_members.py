@@ -1,0 +1,52 @@
+"""A member that others wait for longer than its samples are worth is named once, and costs little from then on."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.drills import mostly_drills
+from tests.hostile.attacks.members import sends_each_piece_late
+from tests.simulation.slow_members import Outcome, train
+
+pytestmark = pytest.mark.timeout(600)
+MEGABIT = 125e3
+PEERS = 8
+
+
+@functools.cache
+def on_lines(slow: float | None, seed: int) -> Outcome:
+    """Eight peers, epochs of a minute, and a vector of a megabyte."""
+    slow_line = None if slow is None else slow * MEGABIT
+    lines = {"fast_line": 100 * MEGABIT, "slow_line": slow_line}
+    return train(seed, peers=PEERS, epoch_seconds=60.0, values=250_000, **lines)
+
+
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("slow", [1.0, 0.3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_slow_line_makes_no_swarm_slower(slow: float, seed: int) -> None:
+    outcome = on_lines(slow, seed)
+    assert outcome.goodput >= 0.85, "seven of eight make 0.87"
+    assert outcome.warnings <= PEERS, "each of the others says so once, and the slow one is told once"
+    assert outcome.epochs_apart <= 1, "it follows by downloads"
+
+
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("seed", [1, 2])
+def test_equal_lines_lose_nobody(seed: int) -> None:
+    outcome = on_lines(None, seed)
+    assert outcome.goodput >= 0.95
+    assert outcome.rounds_with_it >= 8
+    assert outcome.warnings == 0
+
+
+@pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
+def test_a_member_that_sends_each_piece_late_is_named_and_costs_little(seed: int) -> None:
+    options = {"peers": 10, "epoch_seconds": 10.0, "values": 20_000, "fast_line": 100 * MEGABIT, "epochs": 20}
+    peace = train(seed, **options)
+    outcome = train(seed, **options, lie=sends_each_piece_late)
+    assert outcome.goodput_of_others >= 0.9 * peace.goodput
+    assert outcome.told
+    assert outcome.warnings <= 10
