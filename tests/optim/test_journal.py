@@ -196,6 +196,13 @@ def test_too_far_behind_is_another_branch():
     assert choice_of(chain(), chain(*rounds), chain(*rounds)).behind == {1: 0, 2: 0}
 
 
+def test_a_member_behind_both_branches_follows_the_winner():
+    behind, one, other = chain(), chain(b"a", samples=99), chain(b"b")
+    found = choice_of(behind, one, other, other)
+    assert found.base == other.newest
+    assert found.behind == {0: 1, 2: 0, 3: 0}
+
+
 def test_members_then_samples_then_hash_decide():
     lonely = chain(b"x", b"y", samples=10**6)
     assert choice_of(lonely, chain(b"a"), chain(b"a")).behind == {1: 0, 2: 0}

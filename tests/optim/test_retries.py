@@ -33,7 +33,7 @@ def attempts_in(retries: Retries, closing: Waiting, seconds: float) -> list[floa
     return attempts
 
 
-def test_the_first_retries_are_quick_and_the_pauses_of_later_ones_grow() -> None:
+def test_later_retries_pause_longer() -> None:
     closing = Waiting()
     retries = Retries(closing, lambda: closing.now)
     attempts = attempts_in(retries, closing, 600.0)
@@ -59,7 +59,7 @@ def synchronization_of(averager: Mock, closing: Waiting) -> Synchronization:
     return synchronization
 
 
-def test_an_optimizer_that_cannot_get_the_state_does_not_ask_all_the_time() -> None:
+def test_failed_downloads_become_rare() -> None:
     closing, averager = Waiting(), Mock(local_epoch=0, client_mode=False)
     averager.load_state_from_peers.return_value = False
     synchronization = synchronization_of(averager, closing)

@@ -12,10 +12,10 @@ from shoal.averaging import RoundResult
 from shoal.optim.history.fork_choice import MAX_VARIANTS, ForkChoice, ForkTracker, PeerStanding, settle
 from shoal.optim.history.journal import (
     BEGINNING,
+    FORK_POINT_LIFETIME,
     LAST_ROUNDS,
     MAX_KEPT,
     MAX_LINEAGE_BYTES,
-    PARTING_LIFETIME,
     ForkPoint,
     Lineage,
     RoundHistory,
@@ -106,7 +106,7 @@ def ids(*peers: Peer) -> frozenset[bytes]:
     return frozenset(peer.id for peer in peers)
 
 
-def test_peers_with_other_settings_are_no_side_of_the_run():
+def test_peers_with_other_settings_are_no_branch():
     """They were never together, so nothing came apart, and nobody takes over the state of the other."""
     run, now = Run(10, 10, 10, 10), 1000.0
     run.now = now
@@ -148,7 +148,7 @@ def test_three_prevail_over_one_whatever_the_epochs(epochs):
     assert one.kinship.epochs_given_up(one.epoch) == epochs[1]
 
 
-def test_weight_is_what_was_in_the_last_common_round_not_the_number_of_peers():
+def test_weight_of_the_last_common_round_decides():
     run = Run(10, 10, 30)
     *two, one = run.peers
     run.steps(5, *run.peers)
@@ -157,7 +157,7 @@ def test_weight_is_what_was_in_the_last_common_round_not_the_number_of_peers():
     assert run.verdict().winners == ids(one)
 
 
-def test_of_halves_with_equal_weight_the_one_that_is_further_goes_on():
+def test_equal_weight_the_later_epoch_wins():
     run = Run(10, 10, 10, 10)
     first, second = run.peers[:2], run.peers[2:]
     run.steps(5, *run.peers)
@@ -167,7 +167,7 @@ def test_of_halves_with_equal_weight_the_one_that_is_further_goes_on():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_halves_with_equal_weight_and_epoch_agree_and_do_not_change_their_minds(seed):
+def test_equal_halves_agree_and_stay_decided(seed):
     """They go on while they hear of each other, one of them an epoch ahead now and then."""
     run = Run(10, 10, 10, 10, seed=seed)
     first, second = run.peers[:2], run.peers[2:]
@@ -184,7 +184,7 @@ def test_halves_with_equal_weight_and_epoch_agree_and_do_not_change_their_minds(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_losers_may_come_one_after_the_other_while_both_sides_go_on(count):
+def test_losers_may_switch_one_by_one(count):
     run = Run(*[10] * 2 * count)
     first, second = run.peers[:count], run.peers[count:]
     run.steps(5, *run.peers)
@@ -200,7 +200,7 @@ def test_losers_may_come_one_after_the_other_while_both_sides_go_on(count):
     assert run.verdict() == ForkChoice()
 
 
-def test_what_was_never_one_run_follows_the_greater_number():
+def test_unrelated_runs_follow_the_larger_one():
     """Epochs and rounds are easily invented."""
     run = Run(10, 10, 10)
     *two, one = run.peers
@@ -209,7 +209,7 @@ def test_what_was_never_one_run_follows_the_greater_number():
     assert run.verdict().winners == ids(*two)
 
 
-def test_of_runs_of_the_same_size_that_were_never_one_the_one_that_is_further_goes_on():
+def test_unrelated_equal_runs_the_later_epoch_wins():
     run = Run(10, 10, 10, 10)
     two, one = run.peers[:2], run.peers[2:]
     run.steps(9, *two)
@@ -250,17 +250,17 @@ def losers_with(run: Run, *liars: Liar) -> set[frozenset[bytes]]:
     return {run.verdict_of(peer).losers for peer in honest}
 
 
-@pytest.mark.parametrize("partings", [(), (ForkPoint.of(BEGINNING, 1.0, INVENTED[0]),)])
-def test_a_stranger_with_invented_rounds_takes_nobody_away(partings):
+@pytest.mark.parametrize("fork_points", [(), (ForkPoint.of(BEGINNING, 1.0, INVENTED[0]),)])
+def test_a_stranger_with_invented_rounds_takes_nobody_away(fork_points):
     run = Run(10, 10, 10)
     run.steps(20, *run.peers)
-    liar = Liar(PEERS[5], Lineage(INVENTED, partings), 10**6)
+    liar = Liar(PEERS[5], Lineage(INVENTED, fork_points), 10**6)
     assert losers_with(run, liar) == {ids(liar)}
 
 
 @pytest.mark.parametrize("claim", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("allies", [0, 1])
-def test_a_member_that_claims_all_of_the_common_round_takes_nobody_away(claim, allies):
+def test_claiming_all_of_a_round_wins_nothing(claim, allies):
     run = Run(10, 10, 10, 10)
     *three, gone = run.peers
     run.steps(5, *run.peers)
@@ -284,7 +284,7 @@ def test_a_crowd_on_one_network_counts_once():
 # --- who can go on ----------------------------------------------------------------------------------------------------
 
 
-def test_a_side_that_has_nobody_to_download_from_gives_way():
+def test_a_branch_without_donors_gives_way():
     run = Run(10, 10, 10, clients=2)
     node, *clients = run.peers
     run.steps(5, *run.peers)
@@ -323,7 +323,7 @@ def test_the_first_round_may_fail_too():
     assert run.verdict() == ForkChoice()
 
 
-def test_who_was_away_and_did_not_train_is_behind():
+def test_an_idle_absent_peer_is_behind():
     run = Run(10, 10, 10)
     *two, away = run.peers
     run.steps(9, *run.peers)
@@ -335,7 +335,7 @@ def test_who_was_away_and_did_not_train_is_behind():
     assert run.verdict().losers == ids(away)
 
 
-def test_a_newcomer_belongs_to_no_side_until_it_has_taken_over_a_state():
+def test_a_newcomer_is_on_no_branch():
     run = Run(10, 10, 10, 10)
     *two, one, newcomer = run.peers
     run.steps(5, *two, one)
@@ -348,7 +348,7 @@ def test_a_newcomer_belongs_to_no_side_until_it_has_taken_over_a_state():
     assert run.verdict().winners == ids(*two, newcomer)
 
 
-def test_newcomers_speak_for_the_side_that_they_have_joined():
+def test_newcomers_count_for_the_branch_they_joined():
     """Also if nobody of that side is left who was in the last common round."""
     run = Run(30, 10, 10)
     old, one, newcomer = run.peers
@@ -383,7 +383,7 @@ def test_parameter_averaging_makes_up_for_gradients_that_failed():
 
 @settings(max_examples=100, deadline=None, phases=[Phase.generate, Phase.shrink])
 @given(st.data())
-def test_after_any_history_one_side_gives_way_to_the_other_and_then_there_is_only_one(data):
+def test_any_history_ends_in_one_branch(data):
     """Peers split into groups at random, again and again; some rounds fail, some peers sleep, some take over states."""
     samples = data.draw(st.lists(st.sampled_from([5.0, 10.0, 25.0]), min_size=2, max_size=6))
     run = Run(*samples, seed=data.draw(st.integers(0, 1000)))
@@ -443,8 +443,8 @@ def history(*members: bytes) -> RoundHistory:
     return made
 
 
-def test_nothing_is_told_of_partings_while_nobody_is_away():
-    assert len(history(b"a", b"b").lineage(0.0).partings) == 1  # the beginning
+def test_no_fork_points_while_nobody_is_away():
+    assert len(history(b"a", b"b").lineage(0.0).fork_points) == 1  # the beginning
     assert len(history(b"a", b"b").lineage(0.0).pack()) == 1 + 3 * 4 + 10
 
 
@@ -453,21 +453,21 @@ def test_who_says_goodbye_is_not_away():
     made.forget(b"b")
     for number in range(10, 20):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0}, number, 0.0)
-    assert len(made.lineage(0.0).partings) == 1
+    assert len(made.lineage(0.0).fork_points) == 1
 
 
 def test_a_parting_is_kept_for_a_day():
     made = history(b"a", b"b")
     for number in range(10, 30):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0}, number, 60.0)
-    (_, _, last) = made.lineage(60.0).partings
+    (_, _, last) = made.lineage(60.0).fork_points
     assert last.round_id == bytes([2]) * 4
     assert last.next_id == bytes([10]) * 4
     assert last.kept == round(2 / 3 * 65535)
-    assert len(made.lineage(PARTING_LIFETIME + 1.0).partings) == 1
+    assert len(made.lineage(FORK_POINT_LIFETIME + 1.0).fork_points) == 1
     for number in range(30, 40):
         made.note_round(bytes([number]) * 20, {b"me": 1.0, b"a": 1.0, b"b": 1.0}, number, 70.0)
-    assert len(made.lineage(70.0).partings) == 1, "they have come back"
+    assert len(made.lineage(70.0).fork_points) == 1, "they have come back"
 
 
 def test_it_stays_small_however_many_peers_are_lost():
@@ -481,7 +481,7 @@ def test_it_stays_small_however_many_peers_are_lost():
 
 
 @given(st.binary(max_size=MAX_LINEAGE_BYTES + 2))
-def test_what_is_told_round_trips_and_anything_else_is_refused(packed):
+def test_lineages_round_trip_and_malformed_ones_are_refused(packed):
     try:
         lineage = Lineage.unpack(packed)
     except ValueError:
@@ -489,7 +489,7 @@ def test_what_is_told_round_trips_and_anything_else_is_refused(packed):
     assert lineage.pack() == packed
 
 
-def test_a_crowd_of_one_host_that_changes_its_rounds_all_the_time_costs_little(monkeypatch):
+def test_a_noisy_crowd_of_one_host_costs_little(monkeypatch):
     """All pairs of pieces are compared, so that many of them take long, and a crowd can be any number of pieces."""
     rng = random.Random(0)
     names = [rng.randbytes(32) for _ in range(3 * MAX_VARIANTS)]

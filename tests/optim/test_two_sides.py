@@ -153,7 +153,7 @@ def test_three_peers_prevail_over_one_that_is_further(come_apart, caplog):
 
 
 @pytest.mark.slow_drill
-def test_of_two_and_two_at_the_same_epoch_one_half_gives_way(come_apart, caplog):
+def test_one_of_two_equal_halves_gives_way(come_apart, caplog):
     trainers, cut = come_apart((2, 12), (2, 12))
     assert not torch.equal(values(trainers[0].model), values(trainers[2].model))
     cut.heal()
@@ -164,7 +164,7 @@ def test_of_two_and_two_at_the_same_epoch_one_half_gives_way(come_apart, caplog)
     assert len(losses_told(caplog)) == 2, "whoever gives way says so, once"
 
 
-def test_of_one_and_one_that_with_more_samples_in_the_last_common_round_goes_on(come_apart, caplog):
+def test_more_samples_in_the_common_round_win(come_apart, caplog):
     trainers, cut = come_apart((1, 12), (1, 16), batch_sizes=[25, 8])
     cut.heal()
     train_until_together(trainers)
@@ -173,7 +173,7 @@ def test_of_one_and_one_that_with_more_samples_in_the_last_common_round_goes_on(
     assert len(losses_told(caplog)) == 1
 
 
-def test_a_step_that_each_made_alone_does_not_part_them(come_apart, caplog):
+def test_one_lone_step_each_is_no_fork(come_apart, caplog):
     """What follows from it, parameter averaging repairs."""
     trainers, cut = come_apart((1, 4), (1, 4))
     assert not torch.equal(values(trainers[0].model), values(trainers[1].model))
@@ -188,7 +188,7 @@ def test_a_step_that_each_made_alone_does_not_part_them(come_apart, caplog):
 
 
 @pytest.mark.slow_drill
-def test_who_was_away_and_did_not_train_is_simply_behind(come_apart, caplog):
+def test_an_idle_absent_peer_is_simply_behind(come_apart, caplog):
     (*three, one), cut = come_apart((3, 14), (1, 3))
     cut.heal()
     train_until_together([*three, one])
@@ -198,7 +198,7 @@ def test_who_was_away_and_did_not_train_is_simply_behind(come_apart, caplog):
 
 
 @pytest.mark.slow_drill
-def test_three_that_did_not_train_are_behind_one_that_did(come_apart, caplog):
+def test_three_idle_peers_are_behind_one(come_apart, caplog):
     (*three, one), cut = come_apart((3, 3), (1, 14))
     cut.heal()
     for trainer in three:
@@ -237,7 +237,7 @@ def test_with_local_updates_too(come_apart, caplog):
     assert gave_way([*three, one]) == [False, False, False, True]
 
 
-def test_where_parameters_mix_in_small_groups_there_are_no_sides(come_apart, caplog):
+def test_small_groups_make_no_branches(come_apart, caplog):
     """No two peers need to have a round in common there."""
     trainers, cut = come_apart((1, 12), (1, 12), averager_opts={"target_group_size": 2})
     cut.heal()

@@ -74,7 +74,7 @@ MEANS = {
     ],
     ids=list(MEANS),
 )
-def test_a_kept_mean_is_small_and_comes_back_to_the_bit(name, nbytes):
+def test_a_packed_mean_loses_no_bit(name, nbytes):
     mean = MEANS[name].clone()
     kept = packed(mean)
     assert sum(tensor.nbytes for tensor in kept) == nbytes
@@ -140,7 +140,7 @@ def test_updates_travel_as_plain_values():
     ],
     ids=["empty", "no message", "no such fragment", "other values", "no link"],
 )
-def test_nothing_is_given_for_a_request_that_makes_no_sense(part):
+def test_a_malformed_request_asks_for_nothing(part):
     assert parse_request(part, 2) == {}
 
 
@@ -208,7 +208,7 @@ def rounds_of(peer, ask):
     )
 
 
-def test_who_has_nothing_of_what_groups_have_told_refuses():
+def test_a_donor_without_known_updates_refuses():
     """Else most, who have nothing, would outvote the few who have it."""
     a, b = Peer(A), Peer(B)
     a.train()
@@ -222,7 +222,7 @@ def test_who_has_nothing_of_what_groups_have_told_refuses():
     assert parse_answer(state.metadata, state.tensors, 1) == ({}, {}), "nobody knows whether there is anything"
 
 
-def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
+def test_a_donor_without_updates_gives_outer_parameters():
     a, b = Peer(A), Peer(B)
     for slot in range(4):
         a.train()
@@ -237,7 +237,7 @@ def test_who_does_not_keep_updates_any_more_gives_its_outer_parameters():
     assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
 
 
-def test_who_keeps_no_updates_so_old_does_not_say_that_there_are_none():
+def test_too_old_updates_are_not_denied():
     peer = Peer(A)
     for slot in range(4):
         peer.train()
@@ -247,7 +247,7 @@ def test_who_keeps_no_updates_so_old_does_not_say_that_there_are_none():
     assert parse_answer(state.metadata, state.tensors, 1) == ({}, {})
 
 
-def test_the_state_of_a_newcomer_that_knows_of_nobody_is_not_that_of_the_swarm(caplog):
+def test_an_older_state_is_refused(caplog):
     """It is the only one that can be reached now and then, when others have just died."""
     newcomer, old, peer = Peer(A), Peer(B), Peer(A)
     for slot in range(3):
@@ -280,7 +280,7 @@ def test_the_state_of_a_newcomer_that_knows_of_nobody_is_not_that_of_the_swarm(c
     assert not left_out, "it may have the right one a moment later"
 
 
-def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own_lineage(caplog):
+def test_a_loser_takes_over_the_winning_branch(caplog):
     """What most others have may be of its own lineage, such as that of newcomers to which it has given it."""
     winner, loser, newcomer = Peer(A), Peer(B), Peer(A)
     for peer in (winner, loser):
@@ -316,7 +316,7 @@ def test_who_has_lost_goes_over_to_those_that_go_on_and_not_to_others_of_its_own
     assert "up to 1 updates of this peer are lost" in caplog.text
 
 
-def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
+def test_updates_that_do_not_fit_are_refused(caplog):
     peer = Peer(A)
     link = peer.updates.journal.newest.hash
     kept = Update(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
@@ -330,7 +330,7 @@ def test_updates_that_do_not_fit_are_refused_and_training_goes_on(caplog):
     assert peer.updates.journal.newest.version == 0
 
 
-def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
+def test_made_up_updates_give_the_same_bits():
     a, b = Peer(A), Peer(B)
     for slot in range(2):
         a.train()
@@ -348,7 +348,7 @@ def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
     assert of_b.staleness == 2
 
 
-def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
+def test_a_straggler_keeps_the_result_for_later():
     a, b, c = Peer(A), Peer(B), Peer(A)
     for peer in (a, b, c):
         peer.train()
@@ -370,7 +370,7 @@ def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
 
 @pytest.mark.parametrize("codec", [None, Blockwise4BitQuantization()], ids=["all", "4 bits"])
 @pytest.mark.parametrize(("mixing", "delay"), [(0.0, 0), ("rebase", 3), (0.5, 0)], ids=["at once", "later", "half"])
-def test_a_message_that_has_counted_does_not_count_again_although_its_round_has_failed_here(mixing, delay, codec):
+def test_a_counted_message_does_not_count_again(mixing, delay, codec):
     a, b = (Peer(target, mixing=mixing, delay=delay, codec=codec) for target in (A, B))
     for peer in (a, b):
         peer.train()
@@ -397,7 +397,7 @@ def test_a_message_that_has_counted_does_not_count_again_although_its_round_has_
     assert (b.updates.contribution.effort.steps, b.updates.contribution.age) == (2, 1)
 
 
-def test_a_message_that_came_too_late_for_others_counts_next_time():
+def test_a_late_message_counts_next_time():
     a, b = Peer(A), Peer(B)
     for peer in (a, b):
         peer.train()
@@ -422,7 +422,7 @@ def test_updates_of_another_lineage_are_left_out():
     assert torch.equal(b.outer, before)
 
 
-def test_who_has_done_nothing_yet_goes_on_from_the_outer_parameters():
+def test_an_idle_peer_continues_from_outer_parameters():
     a, b = Peer(A), Peer(B)
     a.train()
     alone(0, a)
@@ -465,7 +465,7 @@ def count_downloads(trainer, monkeypatch):
 
 
 @pytest.mark.parametrize("delay", [3, None], ids=["a whole slot", "when it is over"])
-def test_a_newcomer_gets_along_where_a_round_is_always_under_way(make_dhts, make, monkeypatch, delay):
+def test_a_newcomer_joins_between_overlapping_rounds(make_dhts, make, monkeypatch, delay):
     dhts = make_dhts(3)
     old = [make(dht, fragment_sync_delay=delay) for dht in dhts[:2]]
     introduce(*(trainer.opt for trainer in old))

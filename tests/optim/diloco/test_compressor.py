@@ -130,7 +130,7 @@ def test_a_factor_below_one_lets_the_error_fade() -> None:
 
 
 @every_codec
-def test_what_others_read_is_known_before_anybody_cuts_the_vector(codec: CompressionBase) -> None:
+def test_the_decoded_message_is_known_in_advance(codec: CompressionBase) -> None:
     compressor = Compressor(codec, LENGTH)
     outgoing = compressor.prepare(difference(0))
     parts = [
@@ -188,7 +188,7 @@ def test_parts_that_cannot_be(part: tuple[int, int]) -> None:
     assert compressor.error is None
 
 
-def test_a_peer_that_is_alone_sends_nothing_and_loses_nothing() -> None:
+def test_a_lone_peer_loses_nothing() -> None:
     compressor = Compressor(TopKCompression(), LENGTH, error_feedback=1.0)
     first = compressor.prepare(difference(0))
     compressor.counted(first)
@@ -201,7 +201,7 @@ def test_a_peer_that_is_alone_sends_nothing_and_loses_nothing() -> None:
 @pytest.mark.parametrize(
     "codec", [Blockwise4BitQuantization(), TopKCompression(density=1 / 8)], ids=["4 bits", "sparse"]
 )
-def test_what_an_old_message_leaves_out_is_kept_although_it_is_made_smaller(codec: CompressionBase) -> None:
+def test_a_reduced_message_keeps_its_error(codec: CompressionBase) -> None:
     """The others decode a smaller message, whose values are rounded otherwise: they count as parts of what is sent."""
     compressor, factor = Compressor(codec, 256, 1.0), 2**-0.5
     wanted = torch.randn(256, generator=torch.Generator().manual_seed(0))
@@ -218,7 +218,7 @@ def test_what_an_old_message_leaves_out_is_kept_although_it_is_made_smaller(code
 
 
 @pytest.mark.parametrize("codec", ALLOWED[:4], ids=name_of)
-def test_without_feedback_there_is_no_error_and_no_memory_for_it(codec: CompressionBase) -> None:
+def test_without_feedback_no_error_is_kept(codec: CompressionBase) -> None:
     compressor, given = Compressor(codec, LENGTH), difference(0)
     outgoing = compressor.prepare(given)
     assert outgoing.wanted is given
@@ -323,5 +323,5 @@ def digest() -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # both processes only compute
 @pytest.mark.slow_drill
-def test_both_code_paths_of_torch_make_the_same_rounds() -> None:
+def test_both_torch_paths_make_the_same_rounds() -> None:
     check_same_on_both("tests.optim.diloco.test_compressor")

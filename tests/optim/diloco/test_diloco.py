@@ -93,7 +93,7 @@ def test_two_peers_make_the_known_updates(make_pair):
     assert peers[0].opt.inner_steps == 6
 
 
-def test_a_peer_and_a_client_begin_with_different_parameters(make_dhts, closing):
+def test_a_client_adopts_the_parameters_of_a_peer(make_dhts, closing):
     """Nobody can download those of the client, so the client adopts those of the other peer, whatever the tie says."""
     starts = [torch.tensor([0.5, 0.6]), torch.tensor([0.1, 0.2])]
     server, client = (
@@ -171,7 +171,7 @@ def test_fragments_are_exchanged_while_training_goes_on(make_pair, alpha, known)
     assert [peer.opt.local_epoch for peer in peers] == [5, 5]
 
 
-def test_who_is_slow_comes_with_the_steps_that_it_has(make_pair):
+def test_a_slow_peer_contributes_fewer_steps(make_pair):
     fast, slow = make_pair(sync_every=4, straggler_patience=0.5, outer_optimizer=PLAIN)
     for _ in range(2):
         slow.opt.zero_grad()
@@ -316,7 +316,7 @@ def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
 
 
 @pytest.mark.parametrize("compression", [NoCompression(), Blockwise4BitQuantization()])
-def test_a_layer_that_nobody_trains_any_more_stays_where_it_is(make_dhts, make_trainers, compression):
+def test_an_untrained_layer_stays_as_it_is(make_dhts, make_trainers, compression):
     trainers = make_trainers(make_dhts(2), compression=compression)
     introduce(*(trainer.opt for trainer in trainers))
     in_parallel(*(functools.partial(trainer.train_until, 4) for trainer in trainers))
@@ -333,7 +333,7 @@ def test_a_layer_that_nobody_trains_any_more_stays_where_it_is(make_dhts, make_t
         assert not torch.allclose(trained.detach(), before[2], rtol=1e-3, atol=1e-4)
 
 
-def test_alone_with_rate_1_it_trains_as_without_others(make_dhts, make_trainers):
+def test_alone_with_rate_1_it_trains_normally(make_dhts, make_trainers):
     (trainer,) = make_trainers(make_dhts(1), outer_optimizer=PLAIN, sync_every=3, compression=NoCompression())
     reference, rng = make_model(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
@@ -346,7 +346,7 @@ def test_alone_with_rate_1_it_trains_as_without_others(make_dhts, make_trainers)
     assert trainer.opt.local_epoch == 3
 
 
-def test_a_newcomer_goes_on_from_what_the_others_have(make_dhts, make_trainers):
+def test_a_newcomer_continues_from_the_others(make_dhts, make_trainers):
     dhts = make_dhts(3)
     options = {"fragments": 2, "scheduler": functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)}
     old = make_trainers(dhts[:2], **options)

@@ -101,7 +101,7 @@ def alone(slot, peer):
     return peer.updates.land(peer.vector, None, peer.id)
 
 
-def test_who_has_missed_a_round_makes_it_up_in_the_next_one():
+def test_missed_work_counts_in_the_next_round():
     a, b = Peer(A), Peer(B)
     a.train()
     b.train()
@@ -162,7 +162,7 @@ def test_noloco_of_a_pair():
         near(a.model, phi_a)
 
 
-def test_with_equal_outer_parameters_averaging_parameters_is_averaging_pseudo_gradients():
+def test_both_averages_agree_from_equal_parameters():
     factory = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.5)
     pairs = [
         [Peer(t, factory=factory, average=average) for t in (A, B)] for average in ("parameters", "pseudo_gradients")
@@ -175,7 +175,7 @@ def test_with_equal_outer_parameters_averaging_parameters_is_averaging_pseudo_gr
         torch.testing.assert_close(pairs[0][0].outer, pairs[1][0].outer)
 
 
-def test_a_late_peer_follows_and_its_work_counts_next_time():
+def test_a_late_peers_work_counts_next_time():
     a, b = Peer(A), Peer(B)
     a.train()
     b.train()
@@ -209,7 +209,7 @@ def test_a_round_without_a_whole_result_changes_nothing(broken):
     assert a.updates.state.version == 1
 
 
-def test_without_a_majority_of_those_expected_there_is_no_round():
+def test_without_a_majority_there_is_no_round():
     a, b = Peer(A), Peer(B)
     with pytest.raises(AllreduceException, match="only 2 of 4"):
         begin(0, (a, b), expected=4)
@@ -218,7 +218,7 @@ def test_without_a_majority_of_those_expected_there_is_no_round():
     begin(0, (a, b), expected=3)
 
 
-def test_of_a_round_that_was_split_only_the_side_of_most_makes_an_update():
+def test_only_the_majority_of_a_split_round_updates():
     peers = [Peer(A), Peer(B), Peer(A), Peer(B)]
     for peer in peers:
         peer.train()
@@ -231,7 +231,7 @@ def test_of_a_round_that_was_split_only_the_side_of_most_makes_an_update():
 
 
 @pytest.mark.parametrize(("side", "versions"), [([0, 1], [1, 1]), ([2, 3], [0, 0])])
-def test_of_two_halves_the_one_with_the_first_member_makes_an_update(side, versions):
+def test_the_half_with_the_first_member_updates(side, versions):
     peers = [Peer(A), Peer(B), Peer(A), Peer(B)]
     for peer in peers:
         peer.train()
@@ -241,7 +241,7 @@ def test_of_two_halves_the_one_with_the_first_member_makes_an_update(side, versi
     assert [peer.updates.state.version for peer in here] == versions
 
 
-def test_who_cannot_count_is_not_asked_whether_most_have_counted():
+def test_idle_members_are_no_part_of_the_majority():
     a, b, c = Peer(A), Peer(B), Peer(B)
     a.train()
     told, _ = make_round(0, a, b, c)
@@ -260,7 +260,7 @@ def test_two_results_of_one_round_are_two_lineages():
     assert a.updates.journal.newest.hash != b.updates.journal.newest.hash
 
 
-def test_members_that_all_lack_updates_do_not_make_others():
+def test_members_behind_make_no_second_update():
     a, b, c, d = Peer(A), Peer(B), Peer(B), Peer(A)
     for peer in (a, b, c, d):
         peer.train()
@@ -277,7 +277,7 @@ def test_members_that_all_lack_updates_do_not_make_others():
         assert torch.equal(peer.outer, a.outer)
 
 
-def test_who_is_ahead_of_most_is_followed_by_the_others():
+def test_others_follow_the_member_ahead():
     a, b, c = Peer(A), Peer(B), Peer(B)
     for peer in (a, b, c):
         peer.train()
@@ -293,7 +293,7 @@ def test_who_is_ahead_of_most_is_followed_by_the_others():
         assert torch.equal(peer.outer, a.outer)
 
 
-def test_who_lacks_more_than_others_have_kept_takes_over_their_outer_parameters():
+def test_outer_parameters_replace_too_many_updates():
     """What it has done meanwhile counts next time, as if it had made the updates one by one."""
     a, b = Peer(A), Peer(B)
     for slot in range(4):
@@ -313,7 +313,7 @@ def test_who_lacks_more_than_others_have_kept_takes_over_their_outer_parameters(
     assert c.updates.make_up(whole=a.updates.dump()) == 0, "that is another lineage"
 
 
-def test_what_is_heard_of_later_does_not_hide_what_is_newer():
+def test_later_news_does_not_hide_newer_versions():
     """Two groups of one round may be told of different versions."""
     a, b, c = Peer(A), Peer(A), Peer(B)
     for peer in (a, b, c):
@@ -332,7 +332,7 @@ def test_what_is_heard_of_later_does_not_hide_what_is_newer():
     assert c.updates.lacks_updates
 
 
-def test_what_an_earlier_group_of_the_same_round_has_told_is_not_forgotten():
+def test_news_of_an_earlier_group_is_kept():
     """It has failed, and the next group lacks an update: another one in its place would be a second one."""
     a, b, c = Peer(A), Peer(B), Peer(B)
     for peer in (a, b, c):
@@ -349,7 +349,7 @@ def test_what_an_earlier_group_of_the_same_round_has_told_is_not_forgotten():
     assert b.updates.journal.entries == a.updates.journal.entries
 
 
-def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update():
+def test_impossible_sample_counts_do_no_harm():
     a, b, c = Peer(A), Peer(B), Peer(B)
     a.train(1)
     b.train(1, samples=MOST)
@@ -360,7 +360,7 @@ def test_samples_that_cannot_be_do_not_keep_others_from_making_up_for_an_update(
     assert c.updates.journal.entries == a.updates.journal.entries
 
 
-def test_the_same_slot_alone_once_more_is_another_update():
+def test_repeating_a_slot_alone_is_another_update():
     """As after an older checkpoint: others may have what was made of it the first time."""
     a, b = Peer(A), Peer(A)
     metadata, tensors = a.updates.dump()
@@ -379,7 +379,7 @@ def test_the_same_slot_alone_once_more_is_another_update():
     assert a.updates.journal.newest.hash != first[0].hash
 
 
-def test_who_lacks_an_update_lacks_it_until_it_has_it():
+def test_a_missing_update_stays_missing_until_made():
     """Also if the round that has told it fails, and the first answer is that nobody has it."""
     a, b = Peer(A), Peer(B)
     for peer in (a, b):
@@ -393,7 +393,7 @@ def test_who_lacks_an_update_lacks_it_until_it_has_it():
     assert not b.updates.lacks_updates
 
 
-def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
+def test_no_update_is_made_during_a_round():
     a, b = Peer(A), Peer(B)
     a.train()
     b.train()
@@ -404,7 +404,7 @@ def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
     assert b.updates.state.version == 0
 
 
-def test_a_round_that_still_looks_for_a_group_gives_way_to_what_the_others_have_made():
+def test_a_search_gives_way_to_updates_of_others():
     """Where rounds overlap there is always one under way, and who does not get into a group would never catch up."""
     a, b, c = Peer(A), Peer(B), Peer(B)
     for peer in (a, b, c):
@@ -426,7 +426,7 @@ def test_a_round_that_still_looks_for_a_group_gives_way_to_what_the_others_have_
     assert torch.equal(b.outer, a.outer)
 
 
-def test_who_lacks_updates_does_not_count_and_knows_it():
+def test_a_member_behind_does_not_count():
     a, b, c = Peer(A), Peer(B), Peer(B)
     for peer in (a, b, c):
         peer.train()
@@ -458,7 +458,7 @@ def test_who_trains_another_model_adopts_that_of_most():
     assert c.updates.contribution.effort == Effort()
 
 
-def test_who_is_ahead_of_its_donor_keeps_what_it_has():
+def test_an_older_state_is_not_taken_over():
     a, b = Peer(A), Peer(B)
     old = a.updates.dump()
     old = old[0], [tensor.clone() for tensor in old[1]]
@@ -477,7 +477,7 @@ def test_too_old_a_contribution_does_not_count():
     assert a.updates.begin(0, a.vector).weight == 0.0
 
 
-def test_a_newcomer_counts_only_if_it_was_there_for_long_enough():
+def test_a_newcomer_counts_after_half_a_slot():
     a = Peer(A)
     a.train(2)
     assert a.updates.begin(0, a.vector, least_steps=3).weight == 0.0
@@ -499,7 +499,7 @@ def test_values_that_are_not_finite_do_not_count():
     assert torch.equal(a.model, torch.zeros(2))
 
 
-def test_with_rebase_what_is_done_meanwhile_counts_next_time():
+def test_rebase_keeps_the_work_done_meanwhile():
     a = Peer(A, mixing="rebase", factory=functools.partial(torch.optim.SGD, lr=1.0), delay=3)
     a.train(2)
     reference = torch.zeros(2)
@@ -561,7 +561,7 @@ def test_an_old_message_with_feedback_loses_nothing():
     torch.testing.assert_close(sent + b.updates.contribution.compressor.error, wanted)
 
 
-def test_what_a_message_leaves_out_comes_with_the_next_one():
+def test_what_a_message_omits_follows_later():
     plain = functools.partial(torch.optim.SGD, lr=1.0)
     a, b = (Peer(target, factory=plain, codec=SPARSE) for target in (A, B))
     known = [

@@ -23,19 +23,19 @@ def sizes_of(fragments: Fragments) -> list[list[int]]:
     return [[parameter.numel() for parameter in fragment.parameters] for fragment in fragments]
 
 
-def test_fragments_are_about_equally_large_and_the_division_is_the_same_everywhere():
+def test_fragments_are_balanced_and_the_same_everywhere():
     assert sizes_of(Fragments(parameters(3, 9, 4, 5, 4), 2)) == [[9, 4], [3, 4, 5]]
     assert sizes_of(Fragments(parameters(4, 4, 4), 2)) == [[4, 4], [4]]
     assert sizes_of(Fragments(parameters(1, 2, 3))) == [[1, 2, 3]]
 
 
-def test_fragments_may_be_named_and_the_rest_goes_where_there_is_least():
+def test_unnamed_parameters_fill_the_smallest_fragment():
     a, b, c, d = parameters(10, 2, 3, 1)
     assert sizes_of(Fragments([a, b, c, d], [[a], [b]])) == [[10], [2, 3, 1]]
     assert sizes_of(Fragments([a, b, c, d], [[d, c], iter([b, a])])) == [[3, 1], [10, 2]]
 
 
-def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
+def test_tied_and_frozen_parameters_are_not_repeated():
     a, b, c = parameters(5, 6, 7)
     b.requires_grad_(False)
     (empty,) = parameters(0)
@@ -62,13 +62,13 @@ def test_every_value_is_in_one_fragment_once(sizes, count, block):
     assert sorted(seen) == list(range(1, sum(sizes) + 1))
 
 
-def test_large_parameters_begin_at_a_block_and_small_ones_follow_each_other():
+def test_large_parameters_begin_at_a_block():
     fragment = Fragment.of(parameters(3, 2, 8, 1, 9), block=4)
     assert fragment.offsets == (0, 3, 8, 16, 20)
     assert fragment.length == 29
 
 
-def test_values_are_rounded_to_the_types_of_the_parameters():
+def test_values_are_rounded_to_parameter_types():
     narrow, wide = parameters(2, dtype=torch.bfloat16)[0], parameters(2)[0]
     (fragment,) = Fragments([narrow, wide])
     vector = torch.tensor([1.001, 3.0, 1.001, 3.0])
@@ -96,7 +96,7 @@ def test_peers_that_divide_differently_can_tell():
     assert len({fingerprint(2, 4, 5, 6), *others}) == 4
 
 
-def test_blocks_of_a_model_go_to_fragments_in_turn():
+def test_blocks_go_to_fragments_in_turn():
     blocks = [torch.nn.Linear(2, 2) for _ in range(5)]
     shared = torch.nn.Linear(2, 2)
     blocks[3].weight = blocks[0].weight

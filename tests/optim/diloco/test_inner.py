@@ -45,7 +45,7 @@ def test_all_step_and_all_schedules_move():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_was_frozen_in_the_beginning_is_not_trained_silently(named):
+def test_unfreezing_a_parameter_is_refused(named):
     """No fragment has it, so that each peer would have values of its own."""
     a, b = parameters()
     b.requires_grad_(False)

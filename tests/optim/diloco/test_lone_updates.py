@@ -119,7 +119,7 @@ def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
         "a client and nobody else",
     ],
 )
-def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch, slots, own, options, makes_one):
+def test_a_lone_update_needs_an_empty_run(monkeypatch, slots, own, options, makes_one):
     rounds, peer = rounds_with(slots, own, **options)
     before = peer.model
     now = 1000.0
@@ -138,7 +138,7 @@ def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(monkeypatch,
 
 
 @pytest.mark.parametrize("options", [{}, {"fragment_sync_delay": None}], ids=["at once", "later"])
-def test_a_client_goes_back_to_those_that_it_could_meet(options):
+def test_a_client_goes_back_to_the_others(options):
     """They do not follow a client that was alone for a while, and each would go on for itself."""
     rounds, peer = rounds_with([7, 40, 50], 90, dead=[50], client_mode=True, **options)
     before = peer.model
@@ -151,7 +151,7 @@ def test_a_client_goes_back_to_those_that_it_could_meet(options):
     assert rounds.counter.slot == 91, "the other one can follow this one"
 
 
-def test_where_rounds_overlap_a_peer_goes_back_to_several_that_do_not_follow_it():
+def test_a_lone_leader_goes_back_to_several():
     """Else it would leave them, and make updates alone."""
     rounds, peer = rounds_with([38, 40], 43, fragment_sync_delay=None)
     rounds.end_slot()
@@ -166,7 +166,7 @@ def test_where_rounds_overlap_a_peer_goes_back_to_several_that_do_not_follow_it(
     assert rounds.counter.slot == 45, "one of them is not far behind"
 
 
-def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
+def test_an_interrupted_round_is_no_lone_update():
     rounds, peer = rounds_with([5], 5)
 
     def step(**options):
@@ -185,7 +185,7 @@ def test_a_round_that_is_interrupted_when_it_begins_is_no_update_alone():
     [([6, 7, 7], 1, True), ([6, 6, 7], 1, False), ([6, 7, 7], None, False), ([6, 8, 8], None, True)],
     ids=["half are beyond", "one is beyond", "may be in rounds of both fragments", "beyond both"],
 )
-def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(caplog, slots, delay, is_passed_over):
+def test_a_search_most_have_passed_is_given_up(caplog, slots, delay, is_passed_over):
     """The one that is behind gives up, and meets the others in the next slot."""
     caplog.set_level(logging.DEBUG, "shoal")
     rounds, peer = rounds_with(slots, 5, fragments=2, fragment_sync_delay=delay, matchmaking_time=0.01)
@@ -203,7 +203,7 @@ def test_two_halves_do_not_wait_for_each_other_in_the_rounds_of_two_fragments(ca
     assert flight.control.cancelled() is is_passed_over
 
 
-def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
+def test_unproven_peers_behind_are_not_waited_for():
     rounds, _ = rounds_with([4, 5, 6], 5, fragments=2, fragment_sync_delay=None)
     rounds.tracker.board.companions_to_call = lambda now: [SimpleNamespace(epoch=4, peer_id=bytes([4]))]
     behind = PeerID(bytes([4]))
@@ -215,7 +215,7 @@ def test_who_is_not_worth_it_is_not_waited_for_a_slot_behind_either():
 @pytest.mark.parametrize(
     ("slots", "makes_one"), [([], True), ([ANY_SLOT], False), ([9], False)], ids=["nobody", "anywhere", "ahead"]
 )
-def test_to_whose_round_nobody_has_come_makes_an_update_only_if_nobody_is_there(slots, makes_one):
+def test_a_failed_search_alone_may_be_an_update(slots, makes_one):
     rounds, peer = rounds_with(slots, 5)
     flight = peer.updates.begin(5, peer.vector)
     flight.control = StepControl(0.0)

@@ -31,7 +31,7 @@ REBASED = [
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.5, HALF), ("rebase", REBASED)])
-def test_fragments_that_are_applied_a_step_after_they_were_sent(alpha, expected):
+def test_fragments_applied_one_step_later(alpha, expected):
     """Two fragments of one parameter each, exchanged every four steps."""
     models = [[torch.nn.Parameter(torch.zeros(1)) for _ in range(2)] for _ in range(2)]
     fragments = [Fragments(model, [[each] for each in model]) for model in models]

@@ -105,7 +105,7 @@ def check_equal(one, other):
     ),
     ids=["two", "samples", "4 bits", "half", "one", "bfloat16", "delayed", "when it is over", "parameters"],
 )
-def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, closing, options):
+def test_resuming_is_like_never_stopping(make_dhts, closing, options):
     (dht,) = make_dhts(1)
     peer, saved = Alone(dht, "whole", **options), {}
     closing(peer.opt)
@@ -120,7 +120,7 @@ def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, cl
         check_equal(resumed.everything, peer.everything)
 
 
-def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
+def test_saving_changes_and_waits_for_nothing():
     peer = Peer(A, delay=2)
     peer.train()
     flight = peer.updates.begin(0, peer.vector)
@@ -137,7 +137,7 @@ def test_to_make_a_checkpoint_changes_nothing_and_waits_for_nothing():
     assert other.updates.contribution.effort == peer.updates.contribution.effort
 
 
-def test_a_result_that_the_model_does_not_have_yet_is_kept():
+def test_a_result_not_yet_applied_is_saved():
     peer, other = Peer(A, delay=2), Peer(A, delay=2)
     peer.train()
     peer.updates.begin(0, peer.vector)
@@ -156,7 +156,7 @@ def test_a_result_that_the_model_does_not_have_yet_is_kept():
     assert peer.updates.journal.entries == other.updates.journal.entries
 
 
-def test_the_result_of_a_round_with_others_is_kept_and_the_peer_may_have_another_id_by_now():
+def test_a_saved_result_survives_a_new_id():
     """Unless its identity is kept in a file, a peer that starts again has a new one."""
     peer, other = Peer(A, delay=2), Peer(B, delay=2)
     peer.train()
@@ -243,7 +243,7 @@ def test_other_lengths_of_slots_are_told(make_dhts, closing, caplog):
     assert other.opt.local_epoch == 1
 
 
-def test_what_messages_have_left_out_is_kept_and_its_loss_is_told(make_dhts, closing, caplog):
+def test_error_feedback_is_saved(make_dhts, closing, caplog):
     (dht,) = make_dhts(1)
     coarse = {"compression": Blockwise4BitQuantization()}
     peer, other, plain = Alone(dht, "run", **coarse), Alone(dht, "other", **coarse), Alone(dht, "plain")
@@ -261,7 +261,7 @@ def test_what_messages_have_left_out_is_kept_and_its_loss_is_told(make_dhts, clo
     assert "there was error feedback and is none" in caplog.text
 
 
-def test_a_checkpoint_that_is_saved_while_the_model_holds_the_outer_parameters(make_dhts, closing):
+def test_saving_while_the_model_shows_outer_parameters(make_dhts, closing):
     """Such as in a validation: the model that is saved is the one to publish, and training goes on all the same."""
     (dht,) = make_dhts(1)
     peer, resumed = Alone(dht, "run", fragments=2), Alone(dht, "again", fragments=2, seed=5)
@@ -285,7 +285,7 @@ def test_a_checkpoint_that_is_saved_while_the_model_holds_the_outer_parameters(m
     check_equal(resumed.everything, peer.everything)
 
 
-def test_a_checkpoint_of_a_plain_optimizer_brings_its_statistics(make_dhts, closing):
+def test_a_plain_optimizers_checkpoint_brings_statistics(make_dhts, closing):
     (dht,) = make_dhts(1)
     model = make_model(3)
     plain = adam(model)
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_a_plain_optimizer_brings_its_statistics(make_dhts, clos
     peer.train(5)
 
 
-def test_after_a_pause_a_peer_makes_up_for_what_it_has_missed(make_dhts, closing):
+def test_a_resumed_peer_makes_up_missed_updates(make_dhts, closing):
     dhts = make_dhts(2)
     made = []
     for index, dht in enumerate(dhts):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("groups"), pytest.mark.t
 
 @on_cpu_only  # gloo takes no tensors of a device that it does not know
 @pytest.mark.parametrize("scenario", mostly_drills([ranks.equivalence, ranks.a_newcomer, ranks.scaled]))
-def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) -> None:
+def test_peers_of_two_and_one_processes(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 3)
 
 

@@ -41,7 +41,7 @@ def test_diloco_with_the_default_outer_optimizer():
     assert state.version == 3
 
 
-def test_with_rate_1_the_outer_parameters_are_the_mean_of_the_peers():
+def test_rate_1_gives_the_mean_of_peers():
     state = OuterState(torch.zeros(2), PLAIN)
     for expected in [(1.5, -0.75), (1.875, -0.9375), (1.96875, -0.984375)]:
         state.step((pseudo_gradient(state, A) + pseudo_gradient(state, B)) / 2)
@@ -105,7 +105,7 @@ def test_its_sgd_rounds_after_each_operation():
         assert (parameter.detach().numpy() == values).all()
 
 
-def test_any_other_optimizer_of_torch_is_used_as_it_is():
+def test_other_torch_optimizers_are_used_as_is():
     state = OuterState(torch.zeros(2), partial(torch.optim.Adam, lr=0.1))
     assert type(state.optimizer) is torch.optim.Adam
     state.step(torch.tensor([1.0, -1.0]))
@@ -127,7 +127,7 @@ def test_learning_rates_may_change():
         near(state.values, [expected])
 
 
-def test_a_schedule_follows_the_versions_and_newcomers_follow_it():
+def test_a_schedule_follows_the_versions():
     halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     donor, newcomer = (OuterState(torch.zeros(1), PLAIN, halve) for _ in range(2))
     for expected in (-1.0, -1.5):
@@ -152,7 +152,7 @@ def test_a_newcomer_goes_on_as_its_donor():
     assert torch.equal(donor.values, newcomer.values)
 
 
-def test_states_that_do_not_fit_are_refused_as_a_whole():
+def test_states_that_do_not_fit_are_refused():
     state, other = (OuterState(torch.zeros(2), default_outer_optimizer("pseudo_gradients")) for _ in range(2))
     other.step(torch.ones(2))
     metadata, tensors = other.dump()
@@ -191,7 +191,7 @@ def test_functions_that_make_no_outer_optimizer():
         partial(torch.optim.Adagrad, lr=0.1),
     ],
 )
-def test_parameters_that_nobody_trains_are_left_alone_as_in_torch(factory):
+def test_untrained_parameters_are_left_alone(factory):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(5, generator=generator)
     apart = [torch.nn.Parameter(part.clone()) for part in start.split([3, 2])]

@@ -92,7 +92,7 @@ def test_fifty_rounds_of_three_peers(make_real):
         torch.testing.assert_close(values(peers[0].model), expected[number], rtol=1e-5, atol=2e-6)
 
 
-def test_with_one_step_it_is_a_step_with_the_gradients_of_all_samples(make_real):
+def test_one_step_equals_a_large_batch(make_real):
     sizes, rate = [8, 4], 0.3
     plain = functools.partial(torch.optim.SGD, lr=1.0)
     peers = make_real(sizes, functools.partial(torch.optim.SGD, lr=rate), sync_every=1, outer_optimizer=plain)

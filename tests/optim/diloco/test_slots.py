@@ -109,7 +109,7 @@ def test_a_late_peer_ends_its_slot_early(board, attendance):
     [("ab", "", True), ("a", "b", True), ("z", "", False), ("", "ab", False), ("", "", False)],
     ids=["all silent", "one silent, and smaller", "one silent, and larger", "all dead", "nobody"],
 )
-def test_a_peer_that_reaches_nobody_may_be_cut_off(board, attendance, silent, refused, is_cut_off):
+def test_reaching_nobody_may_mean_cut_off(board, attendance, silent, refused, is_cut_off):
     meets(attendance, ["me", *silent, *refused])
     for peer in silent + refused:
         board.hear(record(peer, 0, 3), NOW + 60, NOW)
@@ -250,7 +250,7 @@ def test_a_peer_follows_the_slot_of_the_swarm():
     assert (counter.steps, counter.position) == (0, 10)
 
 
-def test_the_position_stops_at_the_end_of_the_slot():
+def test_the_position_stops_at_the_slots_end():
     counter = SlotCounter(Schedule(sync_every=3))
     positions = []
     for _ in range(5):

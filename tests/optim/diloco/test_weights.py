@@ -21,12 +21,12 @@ def test_the_mean_batch_counts_every_sample_once():
     assert [effort.weight("samples") for effort in efforts] == [15.0, 8.0]
 
 
-def test_efforts_add_up_and_without_steps_there_is_no_weight():
+def test_efforts_add_up():
     assert Effort(2, 8) + Effort(1, 3) - Effort(2, 8) == Effort(1, 3)
     assert Effort().weight("batch") == Effort().weight("samples") == 0
 
 
-def test_a_peer_that_has_missed_a_round_counts_less_in_the_next_one():
+def test_old_work_counts_less():
     state = OuterState(torch.zeros(2), default_outer_optimizer("pseudo_gradients"))
     a, b = torch.zeros(2), torch.zeros(2)
 

@@ -34,7 +34,7 @@ from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.devices import BatchesAhead
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPRESSION = Float16Compression()
-
-# Seconds that a peer waits at most to learn how far the swarm is, and until others know it.
-FIRST_LOOK_SECONDS = 5.0
 
 
 class DiLoCo(JointOptimizer):
@@ -76,8 +73,7 @@ class DiLoCo(JointOptimizer):
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
-        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each
-            fragment.
+        fragments: exchange the parameters in this many fragments, one after another; or the parameters of each.
         fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
             meanwhile. ``None``: as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:

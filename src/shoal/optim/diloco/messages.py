@@ -169,8 +169,7 @@ class Wanted(NamedTuple):
     known: Entry | None = None
     """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
     no vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or
-    a later one.
-    """
+    a later one."""
 
 
 OuterParameters = tuple[Any, list[torch.Tensor]]

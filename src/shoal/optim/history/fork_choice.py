@@ -245,7 +245,7 @@ class ForkChoice:
     epoch: int = 0
     """The epoch of the winning branch."""
     common: bytes = BEGINNING
-    """The last round that the winners have in common with another side, as far as both know."""
+    """The last round that the winners have in common with another partition, as far as both know."""
 
 
 @dataclass
@@ -258,7 +258,7 @@ class _Variant:
     can_give: bool
 
     def __post_init__(self) -> None:
-        self.known = {*self.lineage.rounds, *(parting.round_id for parting in self.lineage.partings)}
+        self.known = {*self.lineage.rounds, *(fork_point.round_id for fork_point in self.lineage.fork_points)}
 
 
 def _steps_without(mine: _Variant, other: _Variant) -> int:
@@ -284,29 +284,29 @@ def _relation(one: _Variant, other: _Variant) -> tuple[Relation | None, bool]:
     return Relation.WITH if how is Relation.ELSEWHERE else how, False
 
 
-class _Side:
+class _Partition:
     def __init__(self, variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> None:
         self.hosts = len({host_of(peer) for variant in variants for peer in variant.peers})
         self.peers = sorted(peer for variant in variants for peer in variant.peers)
         self.epoch = max(variant.epoch for variant in variants)
         self.can_give = any(variant.can_give for variant in variants)
         self.last_id = min(variant.lineage.rounds[-1] for variant in variants)
-        self.partings = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.partings)]
-        """The partings of all its peers, the latest ones of each first."""
+        self.fork_points = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.fork_points)]
+        """The fork points of all its peers, the latest ones of each first."""
 
-    def claim_against(self, other: _Side) -> Claim:
+    def claim_against(self, other: _Partition) -> Claim:
         """Its weight in the last common round, or its hosts; its epoch; its next round after that, and its latest."""
         common = _last_common_round(self, other)
         if common is None:
             return Claim(self.hosts, self.epoch, (self.last_id,))
-        ours, theirs = self.parting(common), other.parting(common)
+        ours, theirs = self.fork_point(common), other.fork_point(common)
         # Both shares are rounded, so together they may be one too large.
         is_true = common != BEGINNING and ours.kept + theirs.kept <= WHOLE + 1
         return Claim(ours.kept if is_true else self.hosts, self.epoch, (ours.next_id, self.last_id))
 
-    def parting(self, round_id: bytes) -> ForkPoint:
-        """What the side says about a round. Its peers may differ: the greatest share and the smallest next id count."""
-        same = [parting for parting in self.partings if parting.round_id == round_id]
+    def fork_point(self, round_id: bytes) -> ForkPoint:
+        """What it says about a round. If its peers differ, the greatest share and the smallest next id count."""
+        same = [fork_point for fork_point in self.fork_points if fork_point.round_id == round_id]
         return ForkPoint(round_id, max(p.kept for p in same), min(p.next_id for p in same))
 
 
@@ -323,12 +323,12 @@ def settle(
     Returns:
         The winners and the losers; both sets are empty if all train together.
     """
-    sides = _sides(_variants(standings, host_of), host_of)
-    if len(sides) < 2:
+    partitions = _partitions(_variants(standings, host_of), host_of)
+    if len(partitions) < 2:
         return ForkChoice()
-    winner = choose(sides, TOLERANT)
-    others = [side for side in sides if side is not winner]
-    losers = frozenset(peer for side in others for peer in side.peers)
+    winner = choose(partitions, TOLERANT)
+    others = [partition for partition in partitions if partition is not winner]
+    losers = frozenset(peer for partition in others for peer in partition.peers)
     common = _last_common_round(winner, others[0]) or BEGINNING
     return ForkChoice(frozenset(winner.peers), losers, winner.epoch, common)
 
@@ -340,7 +340,7 @@ def _order(variant: _Variant) -> bytes:
 def _variants(standings: Iterable[PeerStanding], host_of: Callable[[bytes], Hashable]) -> list[_Variant]:
     found: dict[tuple[int, Lineage], _Variant] = {}
     for peer, epoch, lineage, can_give in standings:
-        if lineage.rounds:  # newcomers, which have none, are on no side
+        if lineage.rounds:  # newcomers, which have none, are on no partition
             variant = found.setdefault((epoch, lineage), _Variant(epoch, lineage, [], False))
             variant.peers.append(peer)
             variant.can_give = variant.can_give or can_give
@@ -355,8 +355,8 @@ def _variants(standings: Iterable[PeerStanding], host_of: Callable[[bytes], Hash
     return sorted(ranked[:MAX_VARIANTS], key=_order)
 
 
-def _sides(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> list[_Side]:
-    """Group the peers that are apart from anybody into sides, in the order of their first peers."""
+def _partitions(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> list[_Partition]:
+    """Group the peers that are apart from anybody into partitions, in the order of their first peers."""
     # The usual case: all peers tell the same rounds.
     if len({variant.lineage.rounds for variant in variants}) < 2:
         return []
@@ -364,14 +364,14 @@ def _sides(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -
     relations = {(i, j): _relation(variants[i], variants[j]) for i, j in pairs}
     apart = {index for pair, (_, is_apart) in relations.items() if is_apart for index in pair}
     found = find_branches({pair: how for pair, (how, _) in relations.items() if how is not None}, apart)
-    sides = [_Side([variants[index] for index in sorted(members)], host_of) for members in found]
-    return sorted(sides, key=lambda side: side.peers)
+    partitions = [_Partition([variants[index] for index in sorted(members)], host_of) for members in found]
+    return sorted(partitions, key=lambda partition: partition.peers)
 
 
-def _last_common_round(one: _Side, other: _Side) -> bytes | None:
-    """The last round after which both say that they parted; ``BEGINNING`` if that was before any round."""
-    known = {parting.round_id for parting in other.partings}
-    shared = [parting.round_id for parting in one.partings if parting.round_id in known]
+def _last_common_round(one: _Partition, other: _Partition) -> bytes | None:
+    """The last round after which both say that they forked; ``BEGINNING`` if that was before any round."""
+    known = {fork_point.round_id for fork_point in other.fork_points}
+    shared = [fork_point.round_id for fork_point in one.fork_points if fork_point.round_id in known]
     return next((round_id for round_id in shared if round_id != BEGINNING), BEGINNING if shared else None)
 
 
@@ -479,7 +479,7 @@ class ForkTracker:
                 record, told = companion.record, companion.lineage
                 # What a mate told before the common round is out of date: it has this peer's rounds now.
                 if peer in mates and companion.lineage_time < met_at:
-                    told = Lineage(lineage.rounds, told.partings)
+                    told = Lineage(lineage.rounds, told.fork_points)
                 standings.append(PeerStanding(peer, record.epoch, told, not record.client_mode))
         variants = len({(standing.epoch, standing.lineage) for standing in standings})
         self._pause = 0.0 if variants <= _FEW_VARIANTS else _PAUSE_PER_PAIR * min(variants, MAX_VARIANTS) ** 2

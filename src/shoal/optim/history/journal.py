@@ -204,15 +204,15 @@ class Journal:
 ROUND_ID_BYTES = 4
 # How many of its latest rounds a peer tells. A peer that shares none of them trains another model.
 LAST_ROUNDS = 8
-# How many partings a peer tells at most.
-MAX_PARTINGS = 4
+# How many fork points a peer tells at most.
+MAX_FORK_POINTS = 4
 # The name of the beginning, before the first round. Two runs that never met have only this in common.
 BEGINNING = bytes(ROUND_ID_BYTES)
 
-_PARTING = struct.Struct(f">{ROUND_ID_BYTES}sH{ROUND_ID_BYTES}s")
+_FORK_POINT = struct.Struct(f">{ROUND_ID_BYTES}sH{ROUND_ID_BYTES}s")
 # Shares of weight travel as 16-bit integers: this is the whole.
 WHOLE = 2**16 - 1
-MAX_LINEAGE_BYTES = 1 + LAST_ROUNDS * ROUND_ID_BYTES + (1 + MAX_PARTINGS) * _PARTING.size
+MAX_LINEAGE_BYTES = 1 + LAST_ROUNDS * ROUND_ID_BYTES + (1 + MAX_FORK_POINTS) * _FORK_POINT.size
 
 
 class ForkPoint(NamedTuple):
@@ -235,14 +235,14 @@ class Lineage:
     """The rounds behind a peer's parameters, the oldest first. A newcomer without a state has none."""
 
     rounds: tuple[bytes, ...] = ()
-    partings: tuple[ForkPoint, ...] = ()
+    fork_points: tuple[ForkPoint, ...] = ()
 
     def pack(self) -> bytes:
         """Encode it in few bytes, for the records of progress."""
         if not self.rounds:
             return b""
-        partings = b"".join(_PARTING.pack(*parting) for parting in self.partings)
-        return bytes([len(self.rounds)]) + b"".join(self.rounds) + partings
+        fork_points = b"".join(_FORK_POINT.pack(*fork_point) for fork_point in self.fork_points)
+        return bytes([len(self.rounds)]) + b"".join(self.rounds) + fork_points
 
     @classmethod
     def unpack(cls, packed: bytes) -> Lineage:
@@ -254,15 +254,15 @@ class Lineage:
         if not packed:
             return cls()
         count, end = packed[0], 1 + packed[0] * ROUND_ID_BYTES
-        is_whole = end <= len(packed) <= MAX_LINEAGE_BYTES and (len(packed) - end) % _PARTING.size == 0
+        is_whole = end <= len(packed) <= MAX_LINEAGE_BYTES and (len(packed) - end) % _FORK_POINT.size == 0
         if not 1 <= count <= LAST_ROUNDS or not is_whole:
             raise ValueError(f"{len(packed)} bytes are no list of rounds")
         rounds = tuple(packed[start : start + ROUND_ID_BYTES] for start in range(1, end, ROUND_ID_BYTES))
-        return cls(rounds, tuple(ForkPoint(*fields) for fields in _PARTING.iter_unpack(packed[end:])))
+        return cls(rounds, tuple(ForkPoint(*fields) for fields in _FORK_POINT.iter_unpack(packed[end:])))
 
 
 # Seconds for which a round is kept while some of its members stay away.
-PARTING_LIFETIME = 24 * 3600.0
+FORK_POINT_LIFETIME = 24 * 3600.0
 # How many such rounds are kept at most: those in which the absent members had the most weight.
 MAX_KEPT = 16
 # A peer counts as away after this many rounds without it: to miss a single one is usual.
@@ -319,8 +319,8 @@ class RoundHistory:
         self.past: list[_Past] = []
         """Earlier rounds that this peer was in, the oldest first."""
         self._rounds_noted = 0
-        # The donor's partings. This peer was not in those rounds, so it passes them on as they are.
-        self._inherited = lineage.partings
+        # The donor's fork points. This peer was not in those rounds, so it passes them on as they are.
+        self._inherited = lineage.fork_points
         self._taken_over_at, self._epoch_taken_over = now, epoch
         self._lone_steps = 0
         # The other members of each of the latest rounds.
@@ -394,17 +394,17 @@ class RoundHistory:
         return next((past.epoch for past in self.past if past.round_id == round_id), self._epoch_taken_over)
 
     def lineage(self, now: float) -> Lineage:
-        """The rounds and partings to tell others."""
+        """The rounds and fork points to tell others."""
         here, absent = self._here(), self._absent()
-        parted = [past for past in self._parted(absent, now) if past.next_id is not None][-MAX_PARTINGS:]
-        parted.sort(key=lambda past: past.number)
-        own = [ForkPoint.of(past.round_id, past.share_of(here), past.next_id or b"") for past in parted]
+        forked = [past for past in self._forked(absent, now) if past.next_id is not None][-MAX_FORK_POINTS:]
+        forked.sort(key=lambda past: past.number)
+        own = [ForkPoint.of(past.round_id, past.share_of(here), past.next_id or b"") for past in forked]
         # The beginning is always told: runs that never met have nothing else in common.
-        beginning = [parting for parting in self._inherited if parting.round_id == BEGINNING]
-        others = [parting for parting in self._inherited if parting.round_id != BEGINNING]
-        if now - self._taken_over_at > PARTING_LIFETIME:
+        beginning = [fork_point for fork_point in self._inherited if fork_point.round_id == BEGINNING]
+        others = [fork_point for fork_point in self._inherited if fork_point.round_id != BEGINNING]
+        if now - self._taken_over_at > FORK_POINT_LIFETIME:
             others = []
-        room = MAX_PARTINGS - len(own)
+        room = MAX_FORK_POINTS - len(own)
         return Lineage(self._rounds, (*beginning[:1], *others[max(0, len(others) - room) :], *own))
 
     @property
@@ -420,19 +420,19 @@ class RoundHistory:
         here = self._here()
         return {peer for past in self.past for peer in past.weights if peer not in here}
 
-    def _parted(self, absent: set[bytes], now: float) -> list[_Past]:
+    def _forked(self, absent: set[bytes], now: float) -> list[_Past]:
         """The last rounds with absent peers, in the order of the weight that is absent, the largest last."""
         found: list[_Past] = []
         counts: Counter[bytes] = Counter()
         for past in reversed(self.past):
             due = [peer for peer in absent & past.weights.keys() if counts[peer] < ROUNDS_PER_ABSENT_PEER]
             counts.update(due)
-            if due and now - past.ended_at <= PARTING_LIFETIME:
+            if due and now - past.ended_at <= FORK_POINT_LIFETIME:
                 found.append(past)
         return sorted(found, key=lambda past: (past.share_of(absent), past.number))
 
     def _prune(self, now: float) -> None:
-        wanted = {id(past) for past in self._parted(self._absent(), now)[-MAX_KEPT:]}
+        wanted = {id(past) for past in self._forked(self._absent(), now)[-MAX_KEPT:]}
         self.past = [past for past in self.past if past.round_id in self._rounds or id(past) in wanted]
 
 

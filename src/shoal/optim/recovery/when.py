@@ -26,6 +26,7 @@ from shoal.errors import ShoalError
 from shoal.optim.history.fork_choice import ForkChoice
 from shoal.optim.history.journal import Lineage
 from shoal.optim.history.window import is_behind, window_of
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 
 if TYPE_CHECKING:
     from shoal.optim.global_step import GlobalStep
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the first step waits at most to learn how far the swarm is.
-FIRST_FETCH_TIMEOUT = 5.0
-
 # How many times a download is tried in one step of the optimizer; the next step tries again.
 LOAD_ATTEMPTS = 3
 # Seconds before the second attempt to download a state; the pause doubles with each further attempt.
@@ -46,8 +44,7 @@ FIRST_LOAD_PAUSE = 0.5
 QUICK_RETRIES = 3
 # The pause after one failure more; it doubles with each further one, up to the limit.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-# The longest time for which a caller is held up at once, in seconds: the download may not be needed any more, or the
-# caller may be closed.
+# How long a caller is held up at once, in seconds: the download may not be needed any more, or the caller is closed.
 LONGEST_WAIT = 0.5
 
 
@@ -153,7 +150,7 @@ class Synchronization:
         tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
         if not self._has_looked:
             self._has_looked = True
-            fetched.wait(FIRST_FETCH_TIMEOUT)
+            fetched.wait(FIRST_LOOK_SECONDS)
         if tracker.gives_way_to is not None:
             return True
         # If the run is split again, the user is warned again.
