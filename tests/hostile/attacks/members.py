@@ -86,8 +86,8 @@ def sends_each_piece_late(node: AveragerNode) -> None:
     """A member. Each part and each average leaves two seconds late. Rounds must not take that long again and again."""
 
     def delay(allreduce: AllReduce) -> None:
-        for pair in allreduce.pairs.values():
-            for outgoing in (pair.traffic.parts_out, pair.traffic.averages_out):
+        for traffic in allreduce._traffic.values():
+            for outgoing in (traffic.parts_out, traffic.averages_out):
                 outgoing._encode = _late(outgoing._encode)
 
     _in_each_round(node, delay)
