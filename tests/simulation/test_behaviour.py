@@ -19,7 +19,7 @@ from shoal.averaging.round.coordinator import Coordinator
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.traffic import Traffic
 from shoal.p2p import PeerID
-from shoal.peers.scores import FAILURES_TO_LOSE_SHARE, SHARE_WASTED
+from shoal.peers.book import FAILURES_TO_LOSE_SHARE, SHARE_WASTED
 from shoal.testing import Network, SharedTable, run, start_averager, start_averagers, start_step
 from tests.drills import mostly_drills
 
