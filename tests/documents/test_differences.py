@@ -44,7 +44,7 @@ a batch without gradients | tests/optim/test_missing_gradients.py::test_a_batch_
 a first step with | tests/optim/test_optimizer_state.py::test_initialization_changes_nothing_that_training_could_see
 a newcomer steps its | tests/optim/test_schedules.py::test_a_joiner_continues_the_schedule
 peers of a run | tests/optim/test_company.py::test_a_newcomer_with_another_option_stops_at_once
-whatever a | tests/optim/test_members.py::test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_it
+whatever a | tests/guard/test_policy.py::test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_it
 `load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state
 your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch
 older versions of Python | tests/test_oldest.py::test_the_lowest_version_is_tested

@@ -91,14 +91,14 @@ def parser(
 def all_headers(base: type[Header] = Header) -> Iterator[type[Header]]:
     """Every type of header of these rooms, whatever else has been loaded."""
     for each in base.__subclasses__():
-        if each.__module__.startswith(("shoal.p2p.", "shoal.dht.")):
+        if each.__module__.startswith(("shoal.net.", "shoal.reach.", "shoal.p2p.", "shoal.dht.")):
             yield each
         yield from all_headers(each)
 
 
 def header_target(header_type: type[Header]) -> Target:
     samples = list(PACKED_HEADERS.values())
-    seeds = [PACKED_HEADERS[header_type]] if header_type in PACKED_HEADERS else samples
+    seeds = [packed for kind, packed in PACKED_HEADERS.items() if issubclass(kind, header_type)] or samples
     name = f"header {header_type.__name__}"
     return parser(
         name, lambda m: m.packed(m.one_of(seeds), samples), lambda data: decode_header(data, header_type), ProtocolError
