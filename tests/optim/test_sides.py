@@ -35,8 +35,8 @@ class Peer:
     def __init__(self, peer_id: PeerID, samples: float = 10.0, client: bool = False) -> None:
         self.peer_id, self.id, self.samples, self.client = peer_id, peer_id.to_bytes(), samples, client
         self.epoch, self.told_at = 0, 0.0
-        self.kinship = ForkTracker(self.id)
-        self.kinship.begin()
+        self.fork_tracker = ForkTracker(self.id)
+        self.fork_tracker.begin()
 
     def progress(self) -> LocalTrainingProgress:
         return LocalTrainingProgress(self.id, self.epoch, 0, 1.0, 0.0, self.client)
@@ -45,7 +45,7 @@ class Peer:
         return Companion(self.progress(), now + 60, lineage=self.standing(now).lineage, lineage_time=self.told_at)
 
     def standing(self, now: float) -> PeerStanding:
-        lineage = Lineage.unpack(self.kinship.lineage(now).pack())
+        lineage = Lineage.unpack(self.fork_tracker.lineage(now).pack())
         return PeerStanding(self.id, self.epoch, lineage, not self.client)
 
 
@@ -74,7 +74,7 @@ class Run:
         )
         for peer in members:
             is_lone = peer in failed or len(done) < 2
-            peer.kinship.note_round(None if is_lone else result, peer.epoch + 1, self.now)
+            peer.fork_tracker.note_round(None if is_lone else result, peer.epoch + 1, self.now)
             peer.epoch, peer.told_at = peer.epoch + 1, self.now
 
     def steps(self, count: int, *members: Peer) -> None:
@@ -84,7 +84,7 @@ class Run:
     def take_over(self, peer: Peer, donor: Peer) -> None:
         self.now += 1
         peer.epoch, peer.told_at = donor.epoch, self.now
-        peer.kinship.adopt(donor.standing(self.now).lineage, donor.epoch, self.now)
+        peer.fork_tracker.adopt(donor.standing(self.now).lineage, donor.epoch, self.now)
 
     def verdict(self) -> ForkChoice:
         """What all see; it is an error if they see it differently."""
@@ -98,8 +98,8 @@ class Run:
 
     def verdict_of(self, peer: Peer) -> ForkChoice:
         companions = {other.id: other.seen(self.now) for other in self.peers if other is not peer}
-        peer.kinship.changed = True
-        return peer.kinship.verdict(peer.progress(), companions, self.now)
+        peer.fork_tracker.changed = True
+        return peer.fork_tracker.verdict(peer.progress(), companions, self.now)
 
 
 def ids(*peers: Peer) -> frozenset[bytes]:
@@ -114,7 +114,7 @@ def test_peers_with_other_settings_are_no_branch():
     run.steps(2, own, mate)
     run.steps(9, *others)
     board = ProgressBoard(own.id, False, 100, RefreshPolicy(), PerformanceEMA(), now)
-    board.kinship = own.kinship
+    board.fork_tracker = own.fork_tracker
     board.finish_update(own.epoch, [mate.id], run.now)
     for each in (mate, *others):
         seen = each.seen(run.now)
@@ -145,7 +145,7 @@ def test_three_prevail_over_one_whatever_the_epochs(epochs):
     verdict = run.verdict()
     assert (verdict.winners, verdict.losers) == (ids(*three), ids(one))
     assert verdict.epoch == 5 + epochs[0]
-    assert one.kinship.epochs_given_up(one.epoch) == epochs[1]
+    assert one.fork_tracker.epochs_given_up(one.epoch) == epochs[1]
 
 
 def test_weight_of_the_last_common_round_decides():
@@ -264,7 +264,7 @@ def test_claiming_all_of_a_round_wins_nothing(claim, allies):
     run = Run(10, 10, 10, 10)
     *three, gone = run.peers
     run.steps(5, *run.peers)
-    common = gone.kinship.lineage(run.now).rounds[-1]
+    common = gone.fork_tracker.lineage(run.now).rounds[-1]
     run.steps(9, *three)
     run.peers.remove(gone)
     told = Lineage((common, *INVENTED[1:]), (ForkPoint.of(common, claim, INVENTED[1]),))
@@ -370,8 +370,8 @@ def test_parameter_averaging_makes_up_for_gradients_that_failed():
     for _ in range(20):
         run.step(one, other, failed=(one, other))
         repair = RoundResult(b"", (one.peer_id, other.peer_id), (), (1.0, 1.0), 1.0, (), False, 0.1)
-        one.kinship.note_repair(repair)
-        other.kinship.note_repair(repair)
+        one.fork_tracker.note_repair(repair)
+        other.fork_tracker.note_repair(repair)
         assert run.verdict() == ForkChoice()
     run.steps(20, one)
     run.steps(20, other)
@@ -506,17 +506,17 @@ def test_a_noisy_crowd_of_one_host_costs_little(monkeypatch):
     assert honest[3] in verdict.losers, "it is not crowded out"
 
     one = Peer(PEERS[0])
-    one.kinship.note_round(None, 1, 0.0)
+    one.fork_tracker.note_round(None, 1, 0.0)
     settled = []
     monkeypatch.setattr("shoal.optim.history.fork_choice.settle", lambda *_: settled.append(1) or ForkChoice())
     for moment in range(1000):
         companions = {
             p: Companion(LocalTrainingProgress(p, 0, 0, 1.0, 0.0, False), 60.0, lineage=told()) for p in names[:70]
         }
-        one.kinship.changed = True
-        one.kinship.verdict(one.progress(), companions, moment * 1e-3)
+        one.fork_tracker.changed = True
+        one.fork_tracker.verdict(one.progress(), companions, moment * 1e-3)
     assert len(settled) < 10, "in a second"
-    one.kinship.note_round(None, 2, 1.0)
+    one.fork_tracker.note_round(None, 2, 1.0)
     before = len(settled)
-    one.kinship.verdict(one.progress(), {}, 1.0)
+    one.fork_tracker.verdict(one.progress(), {}, 1.0)
     assert len(settled) == before + 1, "what this peer does counts at once"

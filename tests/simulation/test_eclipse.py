@@ -202,13 +202,13 @@ def test_nobody_calls_for_ever():
         await tracked[2].exchange.stop()
         network.host_of(tracked[1].p2p.peer_id).power_off()
         await train(tracked[:1], 100)
-        acquaintances_of_first = tracked[0].exchange.acquaintances
-        assert tracked[1].p2p.peer_id in acquaintances_of_first
-        assert tracked[2].p2p.peer_id not in acquaintances_of_first, "it has said goodbye"
+        recent_peers_of_first = tracked[0].exchange.recent_peers
+        assert tracked[1].p2p.peer_id in recent_peers_of_first
+        assert tracked[2].p2p.peer_id not in recent_peers_of_first, "it has said goodbye"
         await train(tracked[:1], 560)
         before = calls_of(tracked[:1])
         await train(tracked[:1], 100)
-        assert tracked[1].p2p.peer_id not in acquaintances_of_first
+        assert tracked[1].p2p.peer_id not in recent_peers_of_first
         assert calls_of(tracked[:1]) == before
         await tracked[0].exchange.stop()
 

@@ -424,7 +424,7 @@ class ProgressTracker(Facade):
         if callback in self.board.on_change:
             self.board.on_change.remove(callback)
 
-    # --- sides of the run ---------------------------------------------------------------------------------------------
+    # --- partitions of the run ----------------------------------------------------------------------------------------
 
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the first report of progress."""
@@ -457,7 +457,7 @@ class ProgressTracker(Facade):
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
         them."""
-        self.board.kinship.begin()
+        self.board.fork_tracker.begin()
 
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
         """The round that ends this peer's epoch is over.
@@ -467,8 +467,8 @@ class ProgressTracker(Facade):
             weights_are_samples: the weight of a member is its number of samples; otherwise samples are not counted.
         """
         self._note_failures(result)
-        self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
-        if self.board.kinship.has_begun or self.guard != "members":
+        self.board.fork_tracker.note_round(result, self.board.own.epoch + 1, get_dht_time())
+        if self.board.fork_tracker.has_begun or self.guard != "members":
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
             seconds, waits = (0.0, {}) if result is None else (result.duration, result.waits)
@@ -480,21 +480,21 @@ class ProgressTracker(Facade):
     def note_repair(self, result: RoundResult) -> None:
         """Parameters were averaged: that makes up for rounds of gradients that failed."""
         self._note_failures(result)
-        self.board.kinship.note_repair(result)
+        self.board.fork_tracker.note_repair(result)
 
     def _note_failures(self, result: RoundResult | None) -> None:
-        if result is not None and self.board.kinship.has_begun:
+        if result is not None and self.board.fork_tracker.has_begun:
             failed = [peer.to_bytes() for peer in result.seen_failing]
             self.board.guard.note_failures(failed, result.duration, get_dht_time())
 
     @property
     def lineage(self) -> Lineage:
         """The rounds behind this peer's parameters."""
-        return self.board.kinship.lineage(get_dht_time())
+        return self.board.fork_tracker.lineage(get_dht_time())
 
     def adopt_lineage(self, lineage: Lineage, epoch: int) -> None:
         """This peer has taken over a state of this epoch, and with it the rounds behind it."""
-        self.board.kinship.adopt(lineage, epoch, get_dht_time())
+        self.board.fork_tracker.adopt(lineage, epoch, get_dht_time())
 
     @property
     def gives_way_to(self) -> ForkChoice | None:
@@ -505,7 +505,7 @@ class ProgressTracker(Facade):
     @property
     def epochs_given_up(self) -> int:
         """How many epochs this peer has trained since the last round common with the side that it gives way to."""
-        return self.board.kinship.epochs_given_up(self.board.own.epoch)
+        return self.board.fork_tracker.epochs_given_up(self.board.own.epoch)
 
     def rank_donors(self, peers: Iterable[PeerID]) -> dict[PeerID, float]:
         """Rank the donors of a state, for a newcomer or a peer that gives way; the highest rank is the best.

@@ -128,7 +128,7 @@ class ProgressBoard:
         """The watchers. They are called, without the lock, after a change that somebody may wait for."""
         self.tell_change: Callable[[], object] = self.call_watchers
         """Called after news from others. It calls the watchers, at once or a little later for several news together."""
-        self.kinship = ForkTracker(peer_id, host_of)
+        self.fork_tracker = ForkTracker(peer_id, host_of)
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
@@ -476,7 +476,7 @@ class ProgressBoard:
             self._last_members = frozenset(members)
             self.guard.note_epoch(now, is_next=epoch == self.own.epoch + 1 and bool(self._last_members))
             self._set_own(epoch, 0, now)
-            self.kinship.changed = True
+            self.fork_tracker.changed = True
         self.call_watchers()
 
     def note_round(
@@ -530,7 +530,7 @@ class ProgressBoard:
             companion = self._take_note(record, expiration, lineage)
             if companion is None:
                 return
-            self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
+            self.fork_tracker.changed = self.fork_tracker.changed or companion.unreachable_since is not None
             companion.heard_at, companion.unreachable_since = now, None
             if companion.record.epoch == record.epoch:  # else this answer is older than what it has told since
                 companion.end, companion.in_advance = end, in_advance
@@ -569,10 +569,10 @@ class ProgressBoard:
         if companion is None:
             make_room(self._companions, self.guard.has_met)
             companion = self._companions[record.peer_id] = Companion(record, expiration)
-            self.kinship.changed = True
+            self.fork_tracker.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
-                self.kinship.changed |= (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
+                self.fork_tracker.changed |= (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
                 companion.lineage, companion.lineage_time = lineage, record.time
             if record.epoch != companion.record.epoch:
                 companion.end, companion.in_advance = None, False
@@ -580,7 +580,7 @@ class ProgressBoard:
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 # A record from after the failed call: the peer is alive, though this one could not call it.
                 companion.unreachable_since = None
-                self.kinship.changed = True
+                self.fork_tracker.changed = True
         return companion
 
     def forget(self, peer: bytes, expiration: float, last_word: float = -math.inf) -> None:
@@ -598,7 +598,7 @@ class ProgressBoard:
             while len(self._departed) > MAX_DEPARTED:
                 del self._departed[next(iter(self._departed))]
             self._last_members = self._last_members - {peer}
-            self.kinship.forget(peer)
+            self.fork_tracker.forget(peer)
         self.tell_change()
 
     def mark_unreachable(self, peer: bytes, called_at: float, *, is_refused: bool = False) -> None:
@@ -607,15 +607,15 @@ class ProgressBoard:
             companion = self._companions.get(peer)
             if companion is None or not companion.note_failed_call(called_at, is_refused=is_refused):
                 return
-            self.kinship.changed = True
+            self.fork_tracker.changed = True
         self.tell_change()
 
     def _drop_expired(self, now: float) -> None:
         for peer in [peer for peer, companion in self._companions.items() if not companion.is_valid(now)]:
             del self._companions[peer]
-            self.kinship.changed = True
+            self.fork_tracker.changed = True
 
-    # --- sides of the run ---------------------------------------------------------------------------------------------
+    # --- partitions of the run ----------------------------------------------------------------------------------------
 
     def verdict(self, now: float) -> ForkChoice:
         """Which side of the run goes on, if it was split."""
@@ -625,11 +625,11 @@ class ProgressBoard:
     def _settled(self, now: float) -> ForkChoice:
         foreign = self.foreign()
         if foreign != self._foreign_before:
-            self._foreign_before, self.kinship.changed = foreign, True
+            self._foreign_before, self.fork_tracker.changed = foreign, True
         companions = self._companions
         if foreign:
             companions = {peer: each for peer, each in companions.items() if peer not in foreign}
-        return self.kinship.verdict(self.own, companions, now)
+        return self.fork_tracker.verdict(self.own, companions, now)
 
     def kin(self, now: float) -> dict[bytes, Companion]:
         """The peers that count: without those that train another model and will give way, or claim false epochs.

@@ -147,7 +147,7 @@ class ProgressExchange(ServicerBase):
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
         self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
-        self.acquaintances = RecentPeers()
+        self.recent_peers = RecentPeers()
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)
 
@@ -243,7 +243,7 @@ class ProgressExchange(ServicerBase):
     async def _publish(self) -> None:
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
-        rounds = self._board.kinship.lineage(get_dht_time()).pack()
+        rounds = self._board.fork_tracker.lineage(get_dht_time()).pack()
         more: dict[str, Any] = {"endorsement": self._endorsement, "rounds": rounds, "depth": self.spread.depth}
         record = ProgressRecord(**own.to_dict(), addresses=addresses, name=self._p2p.name, **more)
         for place in self.spread.places_to_write():
@@ -301,7 +301,7 @@ class ProgressExchange(ServicerBase):
         self._peers_by_tag = seen
         self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
-        for peer in self.acquaintances.whom_to_call(self._is_known, get_dht_time(), self._p2p.rng):
+        for peer in self.recent_peers.whom_to_call(self._is_known, get_dht_time(), self._p2p.rng):
             self._call_soon(peer)  # nobody waits for it
         rng = self._p2p.rng
         return [self._call_soon(PeerID(peer)) for peer in rng.sample(strangers, min(len(strangers), MAX_CALLED))]
@@ -341,7 +341,7 @@ class ProgressExchange(ServicerBase):
             if entry.value is None:
                 if (peer := self._peers_by_tag.get(tag)) is not None:
                     self._board.forget(peer, entry.expiration_time)
-                    self.acquaintances.forget(PeerID(peer))
+                    self.recent_peers.forget(PeerID(peer))
                 continue
             try:
                 record = parse_record(entry.value)
@@ -481,7 +481,7 @@ class ProgressExchange(ServicerBase):
     def _message(self, to: PeerID, leaving: bool = False, *, is_asked: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
         ends_in = board.seconds_to_end(now) if board.updating else None
-        rounds = board.kinship.news_for(to.to_bytes(), now)
+        rounds = board.fork_tracker.news_for(to.to_bytes(), now)
         # A goodbye must be later than all records of this peer: older ones no longer count after it.
         own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
         settings = None
@@ -509,7 +509,7 @@ class ProgressExchange(ServicerBase):
             was_first = not self._board.introduced
             self.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
         if message.leaving:
-            self.acquaintances.forget(peer)
+            self.recent_peers.forget(peer)
             self._p2p.book[peer].goodbye_at = progress.time
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
@@ -517,7 +517,7 @@ class ProgressExchange(ServicerBase):
             if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
                 self._p2p.book[peer].goodbye_at = None
             if not message.client_mode:
-                self.acquaintances.note(peer, now)
+                self.recent_peers.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in
             lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
             self._board.hear(
@@ -565,10 +565,10 @@ class ProgressExchange(ServicerBase):
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. It calls that peer first if its knowledge may be old."""
-        kinship, tag = self._board.kinship, peer.to_bytes()
+        fork_tracker, tag = self._board.fork_tracker, peer.to_bytes()
         # A mate shares this peer's last round. Had it changed sides since, it would have told that at once.
-        is_known = tag in kinship.mates
-        if not is_known and kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
+        is_known = tag in fork_tracker.mates
+        if not is_known and fork_tracker.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
             await asyncio.shield(self._call_soon(peer))
         verdict = self._board.verdict(get_dht_time())
         return tag not in verdict.losers and self._p2p.peer_id.to_bytes() not in verdict.losers

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from shoal.p2p import PeerID
 
-ACQUAINTANCE_SECONDS = 600.0
+MEMORY_SECONDS = 600.0
 
-MAX_ACQUAINTANCES = 1024
+MAX_RECENT_PEERS = 1024
 # How many lost peers are called at a time, and how long each of them is then left alone: they may be dead.
 CALLED_AT_ONCE = 8
 SECONDS_BETWEEN_CALLS = 10.0
@@ -32,7 +32,7 @@ class RecentPeers:
         """This peer has just heard from a peer that can be called."""
         self.forget(peer)
         self.met[peer] = now
-        while len(self.met) > MAX_ACQUAINTANCES:
+        while len(self.met) > MAX_RECENT_PEERS:
             self.forget(next(iter(self.met)))
 
     def forget(self, peer: PeerID) -> None:
@@ -46,7 +46,7 @@ class RecentPeers:
         Args:
             is_known: whether the tracker still has a record of a peer.
         """
-        for peer in [peer for peer, met_at in self.met.items() if met_at < now - ACQUAINTANCE_SECONDS]:
+        for peer in [peer for peer, met_at in self.met.items() if met_at < now - MEMORY_SECONDS]:
             self.forget(peer)
         too_early = now - SECONDS_BETWEEN_CALLS
         missing = [peer for peer in self.met if self._called.get(peer, too_early) <= too_early and not is_known(peer)]
