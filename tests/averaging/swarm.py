@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,3 +66,7 @@ async def average_while_one_is_late(swarm: Swarm) -> list[StepControl]:
 
 
 __all__ = ["Swarm", "average_while_one_dies", "average_while_one_is_late", "make_control", "owner_of", "until"]
+
+
+def warnings_of(caplog, text):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]

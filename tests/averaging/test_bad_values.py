@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from shoal.averaging.messages import PartStatus
 from shoal.averaging.node import average_once
 from shoal.averaging.round.reducer import PartReducer
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, Uniform8BitQuantization
-from tests.averaging.swarm import Swarm, make_control
+from tests.averaging.swarm import Swarm, make_control, warnings_of
 from tests.compression.codecs import ALL, name_of
 from tests.device import on_cpu_only
 from tests.dht.virtual_time import alone_in_virtual_time
@@ -58,10 +57,6 @@ async def send_unchecked(session, tensors, infos):
 
     session.check_values = believe
     await session.all_reduce(tensors, infos)
-
-
-def warnings_of(caplog, text):
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]
 
 
 # --- a member that knows ----------------------------------------------------------------------------------------------

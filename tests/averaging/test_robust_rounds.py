@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 
 import msgspec
@@ -20,7 +19,7 @@ from shoal.compression import BlockwiseQuantization, Float16Compression, Uniform
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.net.transport import decode_header
 from shoal.p2p import Identity
-from tests.averaging.swarm import Swarm, make_control, until
+from tests.averaging.swarm import Swarm, make_control, until, warnings_of
 from tests.compression.codecs import name_of
 from tests.device import on_cpu_only
 from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
@@ -93,10 +92,6 @@ async def run_round(swarm, *, nodes=None, weights=None, **options):
     ]
     await asyncio.gather(*[node.run_step(control) for node, control in zip(nodes, controls, strict=True)])
     return controls
-
-
-def warnings_of(caplog, text):
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]
 
 
 # --- what all get -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.compression import (
-    CompressionInfo,
     CompressionType,
     Float16Compression,
     NoCompression,
@@ -30,12 +29,9 @@ from shoal.compression import (
 from shoal.compression.adaptive import AdaptiveCompressionBase
 from shoal.compression.base import DTYPES
 from shoal.compression.serialization import codec_of
+from tests.compression.codecs import info_of
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)]
-
-
-def info_of(tensor: torch.Tensor, **kwargs) -> CompressionInfo:
-    return CompressionInfo.from_tensor(tensor, **kwargs)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

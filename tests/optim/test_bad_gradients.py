@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from tests.averaging.swarm import warnings_of
 from tests.drills import mostly_drills
 from tests.optim.conftest import Trainer, backward, check_identical, in_parallel, meet, values, wait_until
 
@@ -59,10 +59,6 @@ def check_finite(trainers):
     for trainer in trainers:
         trainer.opt.state_averager.finish_jobs(10)
         assert values(trainer.model).isfinite().all()
-
-
-def warnings_of(caplog, text):
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]
 
 
 def test_all_step_with_the_average_of_the_good(make_trainers, caplog):

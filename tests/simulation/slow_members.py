@@ -84,9 +84,9 @@ def train(
             slow, *others = trainers
             if lie is not None:
                 lie(slow.averager)
-            await _until(others[0], ROUNDS_TO_LEARN)
+            await until(others[0], ROUNDS_TO_LEARN)
             since, first = swarm.forget(), others[0].epoch
-            await _until(others[0], first + epochs)
+            await until(others[0], first + epochs)
             for trainer in others:
                 trainer.record.used += trainer.samples if trainer.epoch == first + epochs else 0
             messages = [record.getMessage() for record in log.records]
@@ -103,7 +103,7 @@ def train(
     return run(main(), seed=seed, time_limit=20_000)
 
 
-async def _until(trainer: Trainer, epoch: int) -> None:
+async def until(trainer: Trainer, epoch: int) -> None:
     while trainer.epoch < epoch:
         await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)  # until all have begun the next one

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.testing import Host, Network, run
 from tests.drills import mostly_drills
+from tests.simulation.slow_members import until
 from tests.simulation.training import LINK, Course, Swarm, Trainer
 
 BATCH, BATCHES_OF_A_PEER, SPEED = 16, 40, 50.0
@@ -17,12 +18,6 @@ SLOW_BYTES_PER_SECOND = 16_000.0
 
 def course_for(peers: int) -> Course:
     return Course(target_batch_size=peers * BATCHES_OF_A_PEER * BATCH, batch_size=BATCH, learning_rate=0.02)
-
-
-async def until(trainer: Trainer, epoch: int) -> None:
-    while trainer.epoch < epoch:
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.5)
 
 
 def in_swarm(peers: int, seed: int, then: Callable[[Swarm, list[Trainer]], Awaitable[None]]) -> None:

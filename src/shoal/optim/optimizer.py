@@ -41,14 +41,13 @@ from shoal.optim.recovery.when import Synchronization
 from shoal.optim.report import Reporting
 from shoal.optim.searches import Auxiliary
 from shoal.optim.setup.devices import BatchesAhead
-from shoal.optim.setup.optimizer_state import zero_gradients
+from shoal.optim.setup.optimizer_state import TorchOptimizer, zero_gradients
 from shoal.optim.setup.schedules import describe_schedule
 from shoal.optim.setup.training_setup import (
     OptimizerFactory,
     Parameters,
     ParamGroups,
     SchedulerFactory,
-    TorchOptimizer,
     listed,
     main_groups,
     main_parameters,

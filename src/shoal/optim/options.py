@@ -23,8 +23,9 @@ from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.peer_momentum import check_peer_momentum
 from shoal.optim.progress.company import check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
+from shoal.optim.setup.optimizer_state import TorchOptimizer
 from shoal.optim.setup.schedules import LRSchedulerBase
-from shoal.optim.setup.training_setup import TorchOptimizer, default_silence
+from shoal.optim.setup.training_setup import default_silence
 
 # Averages gradients exactly, unless the user chooses another averager. What one of low rank leaves out depends on the
 # ratio of its rank to the width of a layer: any fixed rank would ruin wide models.

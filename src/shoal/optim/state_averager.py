@@ -28,6 +28,7 @@ from shoal.optim.recovery.download import CheckState
 from shoal.optim.searches import log_failure
 from shoal.optim.setup.optimizer_state import (
     GradientCheck,
+    TorchOptimizer,
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
@@ -42,7 +43,6 @@ from shoal.optim.setup.training_setup import (
     Parameters,
     ParamGroups,
     SchedulerFactory,
-    TorchOptimizer,
     prepare_training,
 )
 from shoal.optim.setup.training_state import (

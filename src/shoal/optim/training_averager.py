@@ -24,8 +24,8 @@ from shoal.base.reactor import in_thread
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.optim.setup.devices import copy_all, wait_for_devices
-from shoal.optim.setup.optimizer_state import has_statistics, initialize_optimizer_state_, statistics_of
-from shoal.optim.setup.training_setup import TorchOptimizer, TrainingSetup, prepare_training
+from shoal.optim.setup.optimizer_state import TorchOptimizer, has_statistics, initialize_optimizer_state_, statistics_of
+from shoal.optim.setup.training_setup import TrainingSetup, prepare_training
 from shoal.optim.setup.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
 from shoal.p2p import PeerID
 

@@ -12,7 +12,8 @@ from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.ranks.several_processes import SeveralProcesses
-from shoal.optim.setup.training_setup import TorchOptimizer, main_parameters, prepare_training
+from shoal.optim.setup.optimizer_state import TorchOptimizer
+from shoal.optim.setup.training_setup import main_parameters, prepare_training
 from shoal.optim.setup.training_state import EPOCH, epoch_in, load_checkpoint
 
 

@@ -13,14 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from shoal.compression.base import plain_name
 from shoal.optim.setup.devices import copy_to_host, is_dtensor, is_flat_parameter
-from shoal.optim.setup.optimizer_state import give_entries
+from shoal.optim.setup.optimizer_state import TorchOptimizer, give_entries
 from shoal.optim.setup.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
 
 Parameters = Iterable[torch.Tensor]
 ParamGroups = Iterable[dict[str, Any]]
-TorchOptimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Any], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], Any]
 
