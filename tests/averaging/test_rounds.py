@@ -369,16 +369,15 @@ async def test_three_of_five_finish_the_round(monkeypatch, kind, places):
     running = [asyncio.ensure_future(n.run_step(c)) for n, c in zip(swarm.nodes, controls, strict=True)]
     fault.steps = dict(zip(swarm.nodes, running, strict=True))
     await asyncio.gather(*running[2:])
-    print("TIME", kind, places, now()-began_at)
-    assert now() - began_at < 5.0, "two that wait for each other do not hold up the rest"
+    assert now() - began_at < 3.0, "two that wait for each other do not hold up the rest"
     for task in running[:2]:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     for i in (2, 3, 4):
         assert set(controls[i].result()) == {node.p2p.peer_id for node in swarm.nodes}
         assert controls[i].round.share_averaged == 1
+        assert {swarm.nodes[k].p2p.peer_id for k in (2, 3, 4)}.isdisjoint(controls[i].round.failed_peers)
         assert torch.equal(tensors[i][0], tensors[2][0])  # survivors agree to the last bit
-    print("TIME", kind, places, "")
     found = torch.zeros(20_000, dtype=torch.bool)
     for others in ((2, 3, 4), (0, 2, 3, 4), (1, 2, 3, 4), (0, 1, 2, 3, 4)):
         found |= torch.isclose(tensors[2][0], sum(before[j] for j in others) / len(others), atol=1e-6)
