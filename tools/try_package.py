@@ -17,7 +17,6 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 600
 
 
 def install(package: Path, folder: Path) -> Path:

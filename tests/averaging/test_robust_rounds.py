@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.once, on_cpu_only]  # all values are in host memory he
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(60, 50), (7,), (), (0, 5)]
-CODECS = [Float16Compression(), Uniform8BitQuantization(), BlockwiseQuantization()]
 LIAR = 0
 
 

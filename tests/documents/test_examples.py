@@ -25,10 +25,6 @@ pytestmark = [
 ]
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
-
-
 def first_code_of(page: str) -> str:
     code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None

@@ -25,7 +25,7 @@ from shoal.reach.candidates import (
 )
 from shoal.reach.relay.messages import MAX_AT_ONCE
 
-GLOBAL, OTHER_GLOBAL, GLOBAL_6 = "8.8.4.4", "9.9.9.9", "2a00:1450::7"
+GLOBAL, GLOBAL_6 = "8.8.4.4", "2a00:1450::7"
 PORT = 40_000
 
 

@@ -51,7 +51,6 @@ class Caller:
         """Relays through which connections have broken."""
         self.dials: list[int] = []
         """Of circuits: how many were wanted."""
-        self.aborted: list[Stream] = []
         self.error: Exception | None = None
         self.pool = ConnectionPool(self.dial, 1e9, lambda peer: self.upgrades.watch(peer))
         self.prepared = 0

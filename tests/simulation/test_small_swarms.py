@@ -12,7 +12,6 @@ from tests.drills import mostly_drills
 from tests.simulation.training import LINK, Course, Swarm, Trainer
 
 BATCH, BATCHES_OF_A_PEER, SPEED = 16, 40, 50.0
-EPOCH_SECONDS = BATCH * BATCHES_OF_A_PEER / SPEED
 SLOW_BYTES_PER_SECOND = 16_000.0
 
 

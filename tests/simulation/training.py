@@ -94,12 +94,9 @@ class Record:
     lost_epochs: int = 0
     """Epochs that it skipped, because others were ahead and it took over their state."""
     downloads: int = 0
-    failed_downloads: int = 0
     group_sizes: Counter[int] = field(default_factory=Counter)
     held: float = 0.0
     """Seconds in which it waited for newcomers."""
-    round_seconds: float = 0.0
-    """From the end of the last batch of an epoch to the first one of the next, in all."""
 
 
 class SimulatedTracker(ProgressTracker):
@@ -287,7 +284,6 @@ class Trainer:
             if gives_way:
                 sharing.set(allowed=True)
             if state is None or (state[0]["epoch"] < self.epoch and not gives_way):
-                self.record.failed_downloads += 1
                 self.tracker.note_vain_attempt(get_dht_time() - began)
                 self.tracker.look_after_others()
                 await asyncio.sleep(LOAD_PAUSE)
@@ -317,9 +313,7 @@ class Trainer:
             self._look_for_group_in_time()
             if await self._should_stop():
                 break
-        began = asyncio.get_running_loop().time()
         await self._make_global_step()
-        self.record.round_seconds += asyncio.get_running_loop().time() - began
 
     async def _should_stop(self) -> bool:
         """What :meth:`ProgressTracker.should_stop` does in a thread."""

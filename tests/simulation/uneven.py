@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,8 +46,6 @@ class Outcome:
     epochs: int
     spread: int
     """How many epochs the last peer is behind the first one in the end."""
-    longest_round: float
-    """Seconds from the end of the last batch of an epoch to the first batch of the next one, on average of a peer."""
     warnings: tuple[str, ...]
 
 
@@ -90,7 +87,6 @@ def train(
                 sum(t.record.alone_in_company for t in trainers),
                 last - first,
                 last - min(t.epoch for t in trainers),
-                statistics.mean(t.record.round_seconds / max(1, t.record.rounds) for t in trainers),
                 tuple(sorted({str(record.msg)[:90] for record in log.records})),
             )
 

@@ -25,13 +25,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shoal.base.logs import one_line, quoted
+from shoal.base.logs import MAX_NAME_CHARACTERS, one_line, quoted
 from shoal.errors import NotAMemberError
 from shoal.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, PeerID, verify_signature
 
 MAX_BADGE_BYTES = 1024
 MAX_GRANTS = 3
-MAX_NAME_CHARACTERS = 32
 # Keys on a list of revocations, so that the list fits into one message.
 MAX_REVOKED = 4096
 # Badges that this process remembers to be valid. A signature takes a tenth of a millisecond to check.

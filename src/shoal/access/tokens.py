@@ -30,7 +30,6 @@ from msgspec import Meta
 from shoal.access.badges import (
     ANY_ROLE,
     MAX_GRANTS,
-    MAX_NAME_CHARACTERS,
     ROLES_BY_NAME,
     Badge,
     Chain,
@@ -39,7 +38,7 @@ from shoal.access.badges import (
     badge_of,
     grant,
 )
-from shoal.base.logs import one_line, setting
+from shoal.base.logs import MAX_NAME_CHARACTERS, one_line, setting
 from shoal.errors import NotAMemberError, P2PDaemonError, make_private
 from shoal.peers.identity import NEW_BINARY_FILE, PUBLIC_KEY_BYTES, Identity, PeerID
 

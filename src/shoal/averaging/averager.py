@@ -512,3 +512,7 @@ class DecentralizedAverager(Facade):
         if expected is not None:
             sharing.check = lambda part, given: check_fit(given, expected)
         return await sharing.download(skip)
+
+    def leave_out(self, donor: PeerID, version: bytes | None) -> None:
+        """Do not ask this donor for a while, whose state was refused."""
+        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)

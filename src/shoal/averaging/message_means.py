@@ -53,7 +53,6 @@ def mean_of_messages(
     codec: CompressionBase,
     messages: Sequence[SerializedTensor],
     weights: Sequence[float],
-    factors: Sequence[float] | None = None,
     sparse_mean: str = SENDERS,
 ) -> torch.Tensor | None:
     """The weighted mean of what equally shaped messages say, in float32; ``None`` if all weights are 0.
@@ -62,7 +61,6 @@ def mean_of_messages(
         codec: has made all messages.
         messages: one of each member, in the order of the members. Those with weight 0 are not decoded.
         weights: of the same members, each 0 or more, of any size.
-        factors: multiply the values of each member, but not its weight; ``None``: 1 for all.
         sparse_mean: over whom the mean goes if the codec leaves values out. Over ``"senders"``, a value that nobody has
             sent is 0. Over ``"members"``, whoever has not sent a value counts as 0.
 
@@ -71,8 +69,7 @@ def mean_of_messages(
         RuntimeError: bytes do not fit their metadata.
     """
     check_sparse_mean(sparse_mean)
-    factors = [1.0] * len(messages) if factors is None else factors
-    kept = [each for each in zip(messages, weights, factors, strict=True) if each[1] > 0]
+    kept = [each for each in zip(messages, weights, strict=True) if each[1] > 0]
     if not kept:
         return None
     # Huge or tiny weights could overflow or vanish in the sum. Scaling by a power of two is exact.
@@ -82,22 +79,20 @@ def mean_of_messages(
     sums = torch.zeros(size, dtype=torch.float32, device="cpu")
     by_value = isinstance(codec, TopKCompression) and sparse_mean == SENDERS
     shares = torch.zeros(size, dtype=torch.float32, device="cpu") if by_value else None
-    for message, weight, factor in kept:
+    for message, weight in kept:
         if message.metadata.size != size:
             raise ValueError(f"messages must have the same shape, got {size} and {quoted(message.metadata.size)}")
         scaled = math.ldexp(weight, -exponent)
         total += scaled
         if isinstance(codec, TopKCompression):
-            _add_sparse(sums, shares, codec.extract_sparse(message), scaled, factor)
+            _add_sparse(sums, shares, codec.extract_sparse(message), scaled)
         else:
-            sums.add_(codec.extract(message).detach().float() * (scaled * factor))
+            sums.add_(codec.extract(message).detach().float() * scaled)
     return sums.div_(total) if shares is None else sums.div_(shares.masked_fill_(shares == 0, 1.0))
 
 
-def _add_sparse(
-    sums: torch.Tensor, shares: torch.Tensor | None, sent: SparseTensor, weight: float, factor: float
-) -> None:
-    sums.view(-1).index_add_(0, sent.indices, sent.values * (weight * factor))
+def _add_sparse(sums: torch.Tensor, shares: torch.Tensor | None, sent: SparseTensor, weight: float) -> None:
+    sums.view(-1).index_add_(0, sent.indices, sent.values * weight)
     if shares is not None:
         shares.view(-1).index_add_(0, sent.indices, torch.full_like(sent.values, weight))
 

@@ -67,8 +67,6 @@ STATEMENT_BYTES = 96
 RoundID = Annotated[bytes, Meta(max_length=MAX_ROUND_ID_BYTES)]
 Mode = Annotated[int, Meta(ge=0, le=2)]
 """A number of :class:`~shoal.averaging.control.AveragingMode`."""
-Hash = Annotated[bytes, Meta(max_length=32)]
-Signature = Annotated[bytes, Meta(max_length=64)]
 Gathered = Annotated[bytes, Meta(max_length=MAX_GATHERED_BYTES)]
 Norm = Annotated[float, Meta(ge=0.0, le=1e300)]
 Statement = Annotated[bytes, Meta(max_length=STATEMENT_BYTES)]

@@ -110,11 +110,11 @@ class TokenBuckets:
         """Take tokens, even if that leaves fewer than none: then the wait is longer."""
         self._left[key] = (self._left_at(key, now) - amount, now)
 
-    def take(self, key: Hashable, now: float, amount: float = 1.0) -> bool:
+    def take(self, key: Hashable, now: float) -> bool:
         """Spend, unless the bucket is exhausted; returns whether it was not."""
         if self.is_exhausted(key, now):
             return False
-        self.spend(key, now, amount)
+        self.spend(key, now)
         return True
 
     def _left_at(self, key: Hashable, now: float) -> float:

@@ -31,7 +31,7 @@ FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 2**19
 
 _FP16_MAX = torch.finfo(torch.float16).max
-_FP32_MAX = torch.finfo(torch.float32).max
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def in_chunks(values: torch.Tensor, length: int = CHUNK) -> Sequence[torch.Tensor]:
@@ -65,7 +65,7 @@ def finite(values: torch.Tensor) -> torch.Tensor:
 
     Magnitudes are clamped to the largest value of float32.
     """
-    wide = values.double().clamp(-_FP32_MAX, _FP32_MAX)
+    wide = values.double().clamp(-FP32_MAX, FP32_MAX)
     known = values.isfinite()
     largest = torch.where(known, wide.abs(), 0).amax(-1, keepdim=True)
     return torch.where(known, wide, torch.where(values.isnan(), 0, wide.sign() * largest))
@@ -73,7 +73,7 @@ def finite(values: torch.Tensor) -> torch.Tensor:
 
 def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
     """Copy ``wide`` into a tensor of another type, clamped to its largest value; ``wide`` is overwritten."""
-    largest = min(torch.finfo(values.dtype).max, _FP32_MAX)
+    largest = min(torch.finfo(values.dtype).max, FP32_MAX)
     values.copy_(wide.clamp_(-largest, largest))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from shoal.compression.base import CompressionType, typed
-from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, in_chunks, saturate, scratch
+from shoal.compression.floating import CHUNK, FP32_MAX, FloatingPointCompression, finite, in_chunks, saturate, scratch
 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
@@ -29,8 +29,6 @@ CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
 # If a larger share of the values has the same code, most values are equal, or small compared with the rest. Then the
 # sum of each code must be exact, which takes two passes.
 MOST_IN_ONE_PASS = 0.125
-
-_FP32_MAX = torch.finfo(torch.float32).max
 
 # 8-bit levels are the cubes of this many equal steps to either side of 0. They reach from 5e-7 to 1. Their relative
 # precision halves with each power of ten, like that of the dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but
@@ -58,7 +56,7 @@ class CodebookQuantization(FloatingPointCompression):
             averages = self._quantize(finite(values), codes)
             assert averages is not None, "finite values have averages"
         if values.dtype == torch.float64:
-            averages.clip(-_FP32_MAX, _FP32_MAX, out=averages)
+            averages.clip(-FP32_MAX, FP32_MAX, out=averages)
         payload[:CODEBOOK_NBYTES].view(np.float32)[:] = averages
 
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:

@@ -11,10 +11,10 @@ with many hosts could cost any amount of time otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
-from shoal.guard.memory import remember
+from shoal.base.bounded import Bounded, K
 
 SHARE_WASTED = 0.05
 """The default share. Twenty peers lose as much when one of them is away."""
@@ -74,16 +74,21 @@ class Budget:
         Args:
             bars: inside a group, so they may not join one either.
         """
-        hosts = {host: pause for host, pause in self._hosts.items() if pause.until > now}
+        hosts = self._not_over(self._hosts, now)
         for host in dict.fromkeys(map(self._host_of, peers)):
-            remember(hosts, host, self._extend(hosts.pop(host, None), seconds, now, bars=bars))
-        self._hosts = hosts  # in one go: the event loop may be reading the dictionary without a lock
+            hosts[host] = self._extend(hosts.get(host), seconds, now, bars=bars)
+        self._hosts = dict(hosts)  # in one go: the event loop may be reading the dictionary without a lock
 
     def charge_member(self, peer: bytes, seconds: float, now: float) -> None:
         """A member has cost so many seconds that the others need not have lost."""
-        members = {each: pause for each, pause in self._members.items() if pause.until > now}
-        remember(members, peer, self._extend(members.pop(peer, None), seconds, now, bars=True))
-        self._members = members
+        members = self._not_over(self._members, now)
+        members[peer] = self._extend(members.get(peer), seconds, now, bars=True)
+        self._members = dict(members)
+
+    def _not_over(self, pauses: Mapping[K, _Pause], now: float) -> Bounded[K, _Pause]:
+        found = Bounded[K, _Pause]()
+        found.update({each: pause for each, pause in pauses.items() if pause.until > now})
+        return found
 
     def _extend(self, pause: _Pause | None, seconds: float, now: float, *, bars: bool) -> _Pause:
         until, joins_at = (now, now) if pause is None else pause

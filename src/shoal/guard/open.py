@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shoal.guard.memory import remember
+from shoal.base.bounded import Bounded
 from shoal.guard.policy import Members
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Contributions:
     """What peers brought to their last rounds with this one, as far as it counts."""
 
     def __init__(self) -> None:
-        self._by_peer: dict[bytes, float] = {}
+        self._by_peer = Bounded[bytes, float]()
         self._typical = math.inf
 
     def note(self, brought: Mapping[bytes, float]) -> None:
@@ -59,9 +59,9 @@ class Contributions:
         # The lower one of two: of two members, one may lie.
         self._typical = statistics.median_low(counted.values())
         for peer, each in counted.items():
-            before = self._by_peer.pop(peer, 0.0)
+            before = self._by_peer.get(peer, 0.0)
             # A peer that brings less once may bring more again, so this at most halves.
-            remember(self._by_peer, peer, max(min(each, most_of(before, self._typical)), before / 2))
+            self._by_peer[peer] = max(min(each, most_of(before, self._typical)), before / 2)
 
     def most(self, peer: bytes) -> float:
         """How much a peer may bring to the next round."""

@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.averaging.majorities import votes_by_host
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, counted
 from shoal.guard.budget import SHARE_WASTED, Budget
-from shoal.guard.memory import remember
 from shoal.peers.identity import PeerID
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ class Members:
         self.budget = Budget(host_of, now, share)
         """The time that others may cost."""
         # Peers that were in a round with this one; and in how many rounds in a row each peer was missing.
-        self._met: dict[bytes, None] = {}
-        self._missed: dict[bytes, int] = {}
+        self._met = Bounded[bytes, None]()
+        self._missed = Bounded[bytes, int]()
         # By member: in how many rounds in a row the others have waited for it longer than it is worth.
-        self._too_slow: dict[bytes, int] = {}
+        self._too_slow = Bounded[bytes, int]()
         self.full_group: int | None = None
         """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
         self._meets_everybody = True
@@ -112,8 +112,8 @@ class Members:
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
         # How many seconds rounds take in which no stranger fails: what one with such a failure takes more is wasted.
         self._durations: deque[float] = deque(maxlen=_EPOCHS_TIMED)
-        # Which peers the user has been told of, and how. Bounded, because a liar can invent any number of peers.
-        self._told: dict[tuple[bytes, str], None] = {}
+        # Which peers the user has been told of, and how.
+        self._told = Bounded[tuple[bytes, str], None]()
         # For how many rounds in a row this peer was alone although others could have come.
         self._alone, self._has_told_of_it = 0, False
         self.troubles: Counter[str] = Counter()
@@ -169,8 +169,7 @@ class Members:
             self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
             for peer in members:
                 self._missed.pop(peer, None)
-                self._met.pop(peer, None)
-                remember(self._met, peer, None)
+                self._met[peer] = None
             if waits is not None:
                 self._note_waits(waits, patience, now)
 
@@ -190,7 +189,7 @@ class Members:
             return
         missing = sorted(awaited - {*members, *went_on})
         for peer in missing:
-            remember(self._missed, peer, self._missed.pop(peer, 0) + 1)
+            self._missed[peer] = self._missed.get(peer, 0) + 1
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
         self.budget.charge(doubtful, min(waited, patience) if members else waited, now, bars=False)
         self.troubles["waited in vain"] += len(missing)
@@ -210,8 +209,7 @@ class Members:
             if waits.get(peer, 0.0) <= max(worth, JOIN_SHARE * patience):
                 self._too_slow.pop(peer, None)
                 continue
-            rounds = self._too_slow.pop(peer, 0) + 1
-            remember(self._too_slow, peer, rounds)
+            rounds = self._too_slow[peer] = self._too_slow.get(peer, 0) + 1
             if rounds >= ROUNDS_IN_A_ROW:
                 # Tried again, it has one round to show that it is faster. Each further failure doubles the pause.
                 again = min(rounds - ROUNDS_IN_A_ROW, _MOST_DOUBLINGS)
@@ -281,7 +279,7 @@ class Members:
         if (peer, kind) in self._told:
             return False
         (tell or self._tell_seldom)(kind, PeerID(peer), *values, about=peer)
-        remember(self._told, (peer, kind), None)
+        self._told[peer, kind] = None
         return True
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ from shoal.net.transport import (
     Amount,
     Buffer,
     Count,
+    H,
     Header,
     Kind,
     Moment,
@@ -38,8 +39,6 @@ from shoal.net.transport import (
     read_new,
 )
 from shoal.peers.identity import Name
-
-H = TypeVar("H", bound=Header)
 
 # Seconds that a side which is done waits for the other side to end.
 DRAIN_TIMEOUT = 10.0

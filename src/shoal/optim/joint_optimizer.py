@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from shoal.access.badges import Roles, name_of
 from shoal.base import standby
 from shoal.errors import NotAMemberError, ReactorError
 from shoal.optim.grad_scaler import SwarmOptimizer
+from shoal.optim.setup.optimizer_state import without_gradients
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -176,7 +177,7 @@ class JointOptimizer(SwarmOptimizer):
     def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
         """Context in which ``.grad`` of the parameters may change: a program may be adding gradients of some batches
         there before it calls :meth:`step`."""
-        return _kept([parameter for group in self.param_groups for parameter in group["params"]])
+        return without_gradients([parameter for group in self.param_groups for parameter in group["params"]])
 
     # --- without data -------------------------------------------------------------------------------------------------
 
@@ -256,15 +257,3 @@ class JointOptimizer(SwarmOptimizer):
     def __del__(self) -> None:
         if self.is_alive():
             self.shutdown()
-
-
-@contextlib.contextmanager
-def _kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, kept, strict=True):
-            parameter.grad = grad

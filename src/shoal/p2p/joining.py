@@ -14,7 +14,7 @@ from shoal.errors import (
     InterruptedDialError,
     NotAMemberError,
 )
-from shoal.net.addresses import ip_text_of
+from shoal.net.addresses import IP, ip_text_of
 from shoal.net.own_addresses import is_of_one_network
 from shoal.net.pasted import Target, describe_target, read_targets, short_form
 from shoal.net.transport import Transport
@@ -166,15 +166,12 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     return f"{what}, but sees it at {seen}", f"open the port in the firewall and announce {outside}, {client}"
 
 
-_IP = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def _ip_of(address: Multiaddr) -> _IP | None:
+def _ip_of(address: Multiaddr) -> IP | None:
     text = ip_text_of(address)
     return None if text is None else ipaddress.ip_address(text)
 
 
-def _ip_seen(text: str) -> _IP | None:
+def _ip_seen(text: str) -> IP | None:
     """The IP address in what another peer claims, or ``None``: the claim may be anything."""
     try:
         return _ip_of(Multiaddr(text))

@@ -381,7 +381,7 @@ class PartReducer:
             state.encoded, state.average = part.returned.codec.compress_and_decode(average, part.info)
         if not part.codec.lossy or part.codec.for_averages is not None:  # only differences need what was sent
             state.values.clear()
-        self._note_done(state, index)
+        state.done.set()
 
     def _note_messages(self, state: _PartState, index: int, codec: Relayed) -> None:
         """Average what the members have sent, and decide whether others are sent that or its mean."""
@@ -394,9 +394,6 @@ class PartReducer:
         elif state.average is not None:
             state.encoded, state.average = codec.back.compress_and_decode(state.average, part.info)
         state.values.clear()
-        self._note_done(state, index)
-
-    def _note_done(self, state: _PartState, index: int) -> None:
         state.done.set()
 
     def _mean(self, state: _PartState, part: Part) -> torch.Tensor | None:

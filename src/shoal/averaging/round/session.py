@@ -365,7 +365,6 @@ class GroupSession:
         self,
         tensors: Sequence[torch.Tensor],
         infos: Sequence[CompressionInfo] | None = None,
-        alpha: float | None = None,
         weight: float | None = None,
     ) -> RoundResult:
         """Replace tensors by their weighted mean over the members.
@@ -373,7 +372,6 @@ class GroupSession:
         Args:
             tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
             infos: one for each tensor, for the codec.
-            alpha: move values by this fraction of the way to the mean; default: the averager's setting.
             weight: this member's weight in this phase; default: its weight in the step. If some of the values are not
                 finite, the weight is 0.
 
@@ -385,7 +383,6 @@ class GroupSession:
         if not self._vectors:
             self._began_at = asyncio.get_running_loop().time()
         infos = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
-        settings = self._settings if alpha is None else dataclasses.replace(self._settings, alpha=alpha)
         round_id = self.group.group_id + bytes([phase])
         shares = rescale_shares(self.group.shares, sum(tensor.numel() for tensor in tensors))
         group = dataclasses.replace(self.group, shares=shares)
@@ -400,7 +397,7 @@ class GroupSession:
             self.own_index,
             working,
             infos,
-            settings,
+            self._settings,
             own_weight,
             self._get_stub,
             is_spoilt,
@@ -410,7 +407,7 @@ class GroupSession:
         self._vectors.append((working, allreduce.vector))
         self._states.append(allreduce.state)
         current = Round(allreduce, lambda member, seconds: self._note_stuck(group.peer_ids[member], seconds))
-        result = await self._rounds.run(round_id, current, self._failed_members(), linger=settings.sender_timeout)
+        result = await self._rounds.run(round_id, current, self._failed_members(), linger=self._settings.sender_timeout)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)

@@ -14,7 +14,7 @@ finds, and however the group divides the vector. A round that fails changes noth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ class Compressor:
                 f"{type(codec).__name__} has no blocks, so that nobody knows in advance what it makes of a value: "
                 "use Float16Compression(), BlockwiseQuantization(), Blockwise4BitQuantization() or TopKCompression()"
             )
-        self.codec, self.length, self.block = codec, length, codec.block
+        self.codec, self.length = codec, length
         self.feedback = default_feedback(codec) if error_feedback is None else error_feedback
         if not 0 <= self.feedback <= 1:
             raise ValueError(f"error_feedback must be from 0 to 1, got {error_feedback}")
@@ -171,33 +171,10 @@ class Compressor:
         message, sent = self.codec.compress_and_decode(smaller, info)
         return Encoded(smaller, message, left.sub_(sent.div(factor)))
 
-    @torch.no_grad()
-    def counted(self, outgoing: Encoded, parts: Iterable[tuple[int, int]] | None = None) -> None:
-        """Note that a message has counted in the result of its round.
-
-        Args:
-            outgoing: what was sent. It is used up.
-            parts: begin and end of each part in which it has counted; the error of others stays. ``None``: in all.
-
-        Raises:
-            ValueError: a part does not lie between two blocks of the vector.
-        """
-        spans = [(0, self.length)] if parts is None else list(parts)
-        for begin, end in spans:
-            is_cut = begin % self.block or (end % self.block and end != self.length)
-            if is_cut or not 0 <= begin <= end <= self.length:
-                raise ValueError(
-                    f"values {begin} to {end} are no part of {self.length} values in blocks of {self.block}"
-                )
-        if outgoing.left is None:
-            return
-        if parts is None:
+    def counted(self, outgoing: Encoded) -> None:
+        """Note that a message has counted in the result of its round. It is used up."""
+        if outgoing.left is not None:
             self._error = outgoing.left
-            return
-        if self._error is None:
-            self._error = torch.zeros(self.length, dtype=torch.float32, device="cpu")
-        for begin, end in spans:
-            self._error[begin:end] = outgoing.left[begin:end]
 
     def alone(self, outgoing: Encoded) -> torch.Tensor:
         """The result of a round without others: all that the peer wanted to send, so that no error is left."""

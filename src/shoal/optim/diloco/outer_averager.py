@@ -21,7 +21,6 @@ from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
 from shoal.optim.diloco.messages import OuterStatement
-from shoal.p2p import PeerID
 
 
 class Contributor(Protocol):
@@ -132,10 +131,6 @@ class OuterAverager(DecentralizedAverager):
     def meet_under(self, fragment: int, bits: str) -> None:
         """In the next round of a fragment, look for a group under these bits."""
         self.node.lanes[tag_of(fragment)].keys.group_bits = bits
-
-    def leave_out(self, donor: PeerID, version: bytes | None) -> None:
-        """Do not ask this donor for a while, whose state was refused."""
-        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)
 
     def get_current_state(self) -> OwnedState:
         return self._get_state()

@@ -217,7 +217,7 @@ class ProgressBoard:
         If it is overdue, this is now.
         """
         with self.lock:
-            kin = self._kin(now)
+            kin = self.kin(now)
             progress = self._global = self._summary_of(kin, now)
 
             def called_end(estimate: float) -> float:
@@ -260,7 +260,7 @@ class ProgressBoard:
         if not self.rule.adds_up:
             return False
         with self.lock:
-            kin = self._kin(now)
+            kin = self.kin(now)
             progress = self._summary_of(kin, now)
             is_known = progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
             if is_known or self.guard.called_end(kin, self.own.epoch, now, now) <= now:
@@ -331,7 +331,7 @@ class ProgressBoard:
                 # This peer is about to take over another state, and the others do not count it meanwhile.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
-            kin = self._kin(now)
+            kin = self.kin(now)
             if last <= self.own.epoch and self._is_left_behind(kin, now):
                 return set()
             expected = expected_members(self.own.epoch, last, kin, self._last_members, now)
@@ -631,12 +631,11 @@ class ProgressBoard:
             companions = {peer: each for peer, each in companions.items() if peer not in foreign}
         return self.kinship.verdict(self.own, companions, now)
 
-    def kin(self, now: float) -> Mapping[bytes, Companion]:
-        """The peers that count. To be used under :attr:`lock`."""
-        return self._kin(now)
+    def kin(self, now: float) -> dict[bytes, Companion]:
+        """The peers that count: without those that train another model and will give way, or claim false epochs.
 
-    def _kin(self, now: float) -> dict[bytes, Companion]:
-        """The peers that count: without those that train another model and will give way, or claim false epochs."""
+        To be used under :attr:`lock`.
+        """
         verdict = self._settled(now)
         foreign = {*verdict.losers, *self.strangers()}
         kin = {peer: c for peer, c in self._companions.items() if peer not in foreign}
@@ -650,10 +649,10 @@ class ProgressBoard:
     def believed_epochs(self, now: float) -> dict[bytes, int]:
         """The epochs of all peers that count."""
         with self.lock:
-            return {peer: companion.record.epoch for peer, companion in self._kin(now).items()}
+            return {peer: companion.record.epoch for peer, companion in self.kin(now).items()}
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
-        self._global = self._summary_of(self._kin(now), now)
+        self._global = self._summary_of(self.kin(now), now)
         return self._global
 
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:

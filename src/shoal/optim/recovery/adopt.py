@@ -221,7 +221,7 @@ class StateHolder(DecentralizedAverager):
         return first_accepted(
             lambda left, asked: download(timeout=left, skip={*skip, *asked}),
             lambda state: self.take_over(state, accept_older, self.lineage_keeper),
-            self._leave_out,
+            self.leave_out,
             timeout,
             self._warn_seldom,
             self.is_first,
@@ -233,9 +233,6 @@ class StateHolder(DecentralizedAverager):
         with self._state_lock:
             own = [*self.optimizer_parameters, *self.extra_tensors, *self._buffers(), *statistics_of(self.optimizer)]
             return layout_of(own)
-
-    def _leave_out(self, donor: PeerID, version: bytes | None) -> None:
-        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)
 
     def restore_own_state(self) -> bool:
         """Go back to the state that this peer had before it took over another one, and leave that donor out.
@@ -254,7 +251,7 @@ class StateHolder(DecentralizedAverager):
             if self.lineage_keeper is not None:
                 self.lineage_keeper.adopt_lineage(own.state.lineage, own.local_epoch)
         if own.donor is not None:
-            self._leave_out(own.donor, own.version)
+            self.leave_out(own.donor, own.version)
         return True
 
     def _forget_own_state(self) -> None:
