@@ -470,6 +470,16 @@ def test_a_coordinator_that_resigned_says_so_again() -> None:
     assert told == TellMembers([link], Resigns())
 
 
+def test_a_member_that_links_late_hears_of_earlier_deaths() -> None:
+    """It may have followed another coordinator, which is dead, and would wait for each dead member."""
+    state = state_of(4)
+    on(state, Coordinate(waits=True))
+    linked(state, 1)
+    assert TellMembers([*state.punctual.values()], MembersLost({3: GONE.cause})) in on(state, Lost(3, GONE))
+    link = MemberLink(1.0)
+    assert on(state, Linked(2, link)) == [TellMembers([link], MembersLost({3: GONE.cause}))]
+
+
 @pytest.mark.parametrize("passes_on", [True, False])
 def test_a_member_that_returns_after_a_recovery_is_late(passes_on: bool) -> None:
     """It may hold other averages of the parts that were reduced again without it."""

@@ -9,6 +9,7 @@ import os
 
 import pytest
 
+from shoal.base.tasks import all_of
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.net.connection import Connection
 from shoal.p2p import P2P, Call, Header, Identity, P2PContext, PeerID, ServicerBase
@@ -641,6 +642,34 @@ async def test_a_bulk_transfer_does_not_hold_up_small_calls(kind: str) -> None:
             assert not stuck.done()
             stuck.cancel()
             await end_of(stuck)
+
+
+@pytest.mark.parametrize("where", ["reading", "reading and writing"])
+async def test_the_time_limit_of_a_handler_is_no_broken_connection(kind: str, where: str) -> None:
+    ends = asyncio.get_running_loop().create_future()
+
+    class Impatient(ServicerBase):
+        async def rpc_take(self, call: Call, context: P2PContext) -> None:
+            try:
+                if where == "reading":
+                    await self.read(call)
+                else:
+                    await all_of(self.read(call), call.send(Number(value=1), bytes(50_000_000)))
+            except BaseException as e:
+                ends.set_result(e)
+                raise
+
+        async def read(self, call: Call) -> None:
+            await call.receive(Empty)
+            async with asyncio.timeout(0.01):
+                await call.receive(Empty)
+
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        await Impatient().add_p2p_handlers(server)
+        async with Impatient.get_stub(caller, server.peer_id).rpc_take() as call:
+            await call.send(Empty())
+            assert isinstance(await asyncio.wait_for(ends, PATIENCE), TimeoutError)
 
 
 # --- what a method looks like -----------------------------------------------------------------------------------------

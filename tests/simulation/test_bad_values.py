@@ -150,6 +150,6 @@ def test_a_single_bad_value_that_its_sender_overlooks_is_left_out_everywhere(mon
     honest = [member for member in members if member.index != seed]
     named = {peer for member in honest for peer in member.result.not_finite_peers}
     assert named <= set(oblivious)  # it may be the one that reduces this part
-    if named:  # nearly all have heard of it: who hears first that all are done does not wait for the coordinator
-        assert sum(member.result.not_finite_peers == tuple(oblivious) for member in honest) >= len(honest) - 1
+    if named:  # members that hear from all others that they are done do not wait for the coordinator, who names it
+        assert sum(member.result.not_finite_peers == tuple(oblivious) for member in honest) >= len(honest) / 2
     assert_same_bytes(members)

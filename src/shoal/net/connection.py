@@ -206,7 +206,7 @@ class Connection:
                     await self.stream.write(*piece)
         except BaseException:
             # Half a message may have left, so the other side could not parse what follows.
-            self.stream.abort()
+            self.abort()
             raise
         finally:
             self.writing_since = 0.0

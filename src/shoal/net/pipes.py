@@ -92,7 +92,9 @@ class PipeEnd(Stream):
             try:
                 await self._reader
             except asyncio.CancelledError:
-                self.abort()  # as over TCP: part of a message is gone, so the stream has lost its place
+                # As over TCP: part of a message is gone, so the stream has lost its place. The reader knows that.
+                self.on_closed(None)
+                self.abort()
                 raise
             finally:
                 self._reader = None

@@ -128,7 +128,8 @@ class Stream(ABC):
     def on_closed(self, callback: Callable[[], object] | None) -> None:
         """Set a callback for the end of the connection, called once; replaces the previous one.
 
-        It is called soon if the connection has ended already.
+        It is called soon if the connection has ended already. It is not called if the connection ends because a reader
+        of this side was cancelled: otherwise a time limit for the reader would look like a broken connection.
         """
 
     @abstractmethod

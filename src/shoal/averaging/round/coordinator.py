@@ -355,6 +355,7 @@ class Coordinator:
                     raise ProtocolError("malformed report")
                 self.state.note_told(message.not_finite, message.left_out, member.index)
                 self.allreduce.book.take_report(message.statements)
+                self.allreduce.hear_report(member)
                 self.allreduce.emit(Reported(member.index, link, message.held))
             case Delivered():
                 self.allreduce.emit(HasDelivered(link))

@@ -452,6 +452,14 @@ class AllReduce:
         """Whether nothing more will be exchanged with a member."""
         return member.failed or self.state.own.late
 
+    def hear_report(self, member: RoundMember) -> None:
+        """A member reports: it exchanges nothing more with anybody, so its broken calls will not be made again."""
+        traffic = self._traffic[member.index]
+        if traffic.is_awaited() and traffic.parts_in.missing:
+            self._lose(member, GaveUpError(GIVEN_UP))
+        elif traffic.is_awaited():
+            traffic.excuse()
+
     def bytes_sent_to(self, members: Iterable[int]) -> int:
         """Of parts and averages, to these members so far."""
         return sum(self._traffic[index].bytes_sent for index in members)

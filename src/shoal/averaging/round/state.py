@@ -411,7 +411,7 @@ class RoundState:
         """Not ``None`` only while it coordinates and has not committed."""
         self.committed = False
         """Only rises; then nobody is lost any more."""
-        # Dead members of which the others were told.
+        # Dead members of which the linked members were told.
         self._told: set[int] = set()
 
     # --- roles --------------------------------------------------------------------------------------------------------
@@ -651,7 +651,15 @@ def _link(state: RoundState, event: Linked) -> list[Action]:
     elif state.committed:  # while it was greeted
         member.unconfirmed = True
         actions.append(CommitRound({event.index: event.link}, keeps=False))
+    elif known := state.dead & state._told:  # the others have heard of these
+        actions.append(_tell_of_deaths(state, [event.link], known))
     return actions
+
+
+def _tell_of_deaths(state: RoundState, links: Sequence[MemberLink], dead: Collection[int]) -> TellMembers:
+    """All are told of deaths, so that none has to wait for a time limit to find out."""
+    lost = {index: loss.cause for index in sorted(dead) if (loss := state.members[index].loss) is not None}
+    return TellMembers(links, MembersLost(lost))
 
 
 def _judge(state: RoundState, event: StatusKnown) -> list[Action]:
@@ -696,11 +704,9 @@ def _end_attempt(state: RoundState, held: Sequence[int], *, completed: bool) -> 
 def _continue(state: RoundState) -> list[Action]:
     """What a coordinator does next, whatever has happened."""
     actions: list[Action] = []
-    # All are told of deaths, so that none has to wait for a time limit to find out.
     if news := state.dead - state._told:
         state._told |= news
-        lost = {index: loss.cause for index in sorted(news) if (loss := state.members[index].loss) is not None}
-        actions.append(TellMembers([*state.punctual.values()], MembersLost(lost)))
+        actions.append(_tell_of_deaths(state, [*state.punctual.values()], news))
     waits = state.coordinates is not None and state.coordinates.waits
     if waits and state.has_quorum and not state.grace_began:
         state.grace_began = True

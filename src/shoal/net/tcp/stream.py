@@ -271,6 +271,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                     raise StreamClosedError(self._reason)
             except asyncio.CancelledError:
                 # Part of a message may be in the caller's buffer: the stream has lost its place and is useless now.
+                # The reader knows that. If it is told of the end, too, its time limit looks like a broken connection.
+                self.on_closed(None)
                 self.abort()
                 raise
             finally:
