@@ -133,7 +133,9 @@ async def test_nor_do_those_take_them_who_come_through_a_relay() -> None:
             for _ in range(REQUESTS)
         ]
         answers = await asyncio.gather(*wanted)
-        assert sum(len(answer.cookies) for answer in answers if isinstance(answer, Connected)) > FILES // 2, "the relay has room for so many"
+        assert sum(len(answer.cookies) for answer in answers if isinstance(answer, Connected)) > FILES // 2, (
+            "the relay has room for so many"
+        )
         honest.add_addresses(target, [circuit_address(place, relay.peer_id)])
         answer = await Squares.get_stub(honest, target).rpc_square(Number(value=3), timeout=30)
         assert answer.value == 9, "the crowd keeps nobody out"
