@@ -312,6 +312,7 @@ class GlobalStep:
             return Gradients(True, wait=wait, next_has_begun=True)
         mates, again = self._finish_gradient_round(control, own_mean)
         if again:
+            averager.notify_used_averaged_gradients()  # there are none
             return None
         self._give_gradients_to_optimizer(averager, mates is not None, own_mean)
         return Gradients(begun.has_samples or mates is not None, mates, next_has_begun=own_mean is not None)
@@ -338,7 +339,8 @@ class GlobalStep:
             control.cancel()
             self.tracker.note_round(None)
             again = self._tries_again(e, own_mean)
-            log_failure(TRYING_AGAIN if again else LAST_RESORT, self.state_averager.local_epoch, e)
+            message = TRYING_AGAIN if again else LAST_RESORT
+            log_failure(message, self.state_averager.local_epoch, e, may_be_late=again)
             return None, again
         except BaseException:
             control.cancel()

@@ -24,22 +24,23 @@ def usable(control: StepControl | None) -> bool:
     return control is not None and not control.done() and not control.triggered
 
 
-def log_failure(message: str, epoch: int, error: Exception) -> None:
+def log_failure(message: str, epoch: int, error: Exception, *, may_be_late: bool = False) -> None:
     """Warn that a round failed, with the reason in words. An unexpected error is logged with its traceback.
 
     Args:
         message: format of the message, with a place for the epoch and one for the reason.
         epoch: the epoch that the round ends.
         error: what the round raised.
+        may_be_late: a round that the others have had without this peer is no reason to warn: this peer catches up.
     """
-    reason, unexpected = words_of(error), False
+    reason, unexpected, level = words_of(error), False, logging.WARNING
     if isinstance(error, concurrent.futures.CancelledError):
-        reason = "the others have left or gone on"
+        reason, level = "the others have left or gone on", logging.INFO if may_be_late else level
     elif isinstance(error, TimeoutError):
         reason = "it took too long"
     elif not isinstance(error, ShoalError):
         unexpected = True
-    logger.warning(message, epoch, reason, exc_info=error if unexpected else None)
+    logger.log(level, message, epoch, reason, exc_info=error if unexpected else None)
 
 
 def let_go(controls: Iterable[StepControl | None], timeout: float) -> None:
