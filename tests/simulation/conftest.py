@@ -1,7 +1,7 @@
-"""Whole swarms in virtual time."""
+"""Whole swarms in virtual time. They compute all the time, so what they take depends on the machine alone."""
 
 from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
