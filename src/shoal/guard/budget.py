@@ -20,10 +20,10 @@ SHARE_WASTED = 0.05
 """The default share. Twenty peers lose as much when one of them is away."""
 
 LONGEST_HOLD = 30.0
-"""How many seconds a lone peer waits at most at a time: a slow download. It has so many at the beginning, too."""
+"""The longest wait of a lone peer at a time, in seconds: a slow download. It begins with this much time saved."""
 
 LEAST_HOLD = 2.0
-"""With less time than this left, it does not begin to wait, because hardly any newcomer would be there by then."""
+"""With less time than this left, in seconds, a lone peer does not begin to wait: hardly any newcomer would make it."""
 
 # If this many hosts of strangers have to pause, all strangers do.
 _HOSTS_TO_STOP_ALL = 2
@@ -69,7 +69,7 @@ class Budget:
     # --- what others cost ---------------------------------------------------------------------------------------------
 
     def charge(self, peers: Collection[bytes], seconds: float, now: float, *, bars: bool) -> None:
-        """Peers that have proved nothing have cost so many seconds together.
+        """Peers that have proved nothing have cost ``seconds`` together.
 
         Args:
             bars: inside a group, so they may not join one either.
@@ -80,7 +80,7 @@ class Budget:
         self._hosts = dict(hosts)  # in one go: the event loop may be reading the dictionary without a lock
 
     def charge_member(self, peer: bytes, seconds: float, now: float) -> None:
-        """A member has cost so many seconds that the others need not have lost."""
+        """A member has cost ``seconds`` that the others need not have lost."""
         members = self._not_over(self._members, now)
         members[peer] = self._extend(members.get(peer), seconds, now, bars=True)
         self._members = dict(members)

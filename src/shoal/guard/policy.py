@@ -232,7 +232,7 @@ class Members:
         """What members weighed in a round."""
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
-        """This peer has seen these members fail in a round of so many seconds: that counts like waiting.
+        """This peer has seen these members fail in a round that took ``seconds``. That counts like waiting.
 
         Call it before :meth:`note_round`.
         """
@@ -243,7 +243,7 @@ class Members:
             self._durations.append(seconds)
 
     def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
-        """This peer has lost so many seconds to members of its group; only strangers among them count."""
+        """This peer has lost ``seconds`` to members of its group. Only strangers among them are charged."""
         strangers = [peer for peer in peers if not self.is_proven(peer)]
         if not strangers or seconds <= 0:
             return
@@ -283,7 +283,7 @@ class Members:
         return True
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
-        """This peer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
+        """This peer lost ``seconds`` because no peer gave it a later state. So it votes, too, for a while."""
         self._counts_itself_until = now + seconds / self.budget.share
 
     # --- what follows -------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 Rounds and searches report here how each peer has done, and ask here for the consequences:
 
 * who reduces: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none;
-* who leads: this peer does not follow a peer that has lost its share, or that has accepted this one that often in a
-  row without starting the group, or only when it had waited for nobody. Nor, in a group of three or more, one whose
-  averages did not come the last time: it would give itself its whole share. It can still be a member;
+* who leads: this peer does not follow a peer that has lost its share. Nor one that has accepted this peer that often in
+  a row and did not start the group, or started it late although all that this peer expected were there. Nor, in a group
+  of three or more, one whose averages did not come the last time: it would give itself its whole share. It can still
+  be a member;
 * who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 

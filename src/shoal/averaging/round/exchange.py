@@ -179,7 +179,7 @@ class AllReduce:
             pace=self._pace,
             on_not_finite=lambda: self.note_not_finite(member),
             on_delivered=lambda: self.emit(PartsSent(member)),
-            on_received=lambda: self.emit(AveragesCame(member)),
+            on_received=lambda: self._note_received(member),
         )
 
     def _make_calls(self, index: int) -> ResumableCall:
@@ -202,16 +202,21 @@ class AllReduce:
 
     def emit(self, event: Event) -> None:
         """Something has happened in the round: do what follows from it, or leave it in :attr:`actions`."""
-        owed_by_several = len(self._owing()) > 1
         for action in on(self.state, event):
             if isinstance(action, StopExchange):
                 self._stop(action)
             else:
                 self.actions.put_nowait(action)
-        if isinstance(event, AveragesCame) and (owed_by_several or not self._owing()):
-            self.waits.miss(self._owing(), averages=True)
         self._show()
         self.changed.set()
+
+    def _note_received(self, member: int) -> None:
+        """Nothing more will come from a reducer. From now on perhaps only one is missing, for which this peer waits."""
+        owed_by_several = len(self._owing()) > 1
+        self.emit(AveragesCame(member))
+        owing = self._owing()
+        if owed_by_several or not owing:  # the only reducer from the beginning is not late: nobody was faster
+            self.waits.miss(owing, averages=True)
 
     def _owing(self) -> list[int]:
         """Reducers whose averages have not all come."""
@@ -391,7 +396,7 @@ class AllReduce:
         """Send nothing more to a member, and expect nothing more from it."""
         self._traffic[member].stop()
         self.emit(PartsSent(member))
-        self.emit(AveragesCame(member))
+        self._note_received(member)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
