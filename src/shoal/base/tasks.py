@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -24,7 +24,36 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
         await cancel_and_wait(*tasks)
 
 
-class BackgroundTasks:
+class TaskSet:
+    """Tasks that run until they end or are cancelled together. In their order, so that simulations can be repeated."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter([*self._tasks])
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine in a task of its own."""
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+        return task
+
+    async def wait(self) -> None:
+        """Wait until all present tasks have ended; their errors are not raised here."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def cancel(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        await cancel_and_wait(*self._tasks)
+
+
+class BackgroundTasks(TaskSet):
     """Tasks that live as long as their owner. Their errors are logged, except those of a kind that callers handle.
 
     Args:
@@ -34,22 +63,19 @@ class BackgroundTasks:
     """
 
     def __init__(self, log: logging.Logger, owner: str, handled: type[Exception] | tuple[()] = ()) -> None:
+        super().__init__()
         self._log, self._owner, self._handled = log, owner, handled
-        # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
-        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_closed = False
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background; after :meth:`close` it is cancelled at once."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[task] = None
-        task.add_done_callback(self._on_done)
+        task = self.start(coroutine)
+        task.add_done_callback(self._log_error)
         if self._is_closed:
             task.cancel()
         return task
 
-    def _on_done(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
+    def _log_error(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, self._handled):
             self._log.error("a background task of %s failed", self._owner, exc_info=error)
@@ -92,32 +118,6 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
         if not task.cancelled():
             task.exception()  # marks it as retrieved, so that asyncio does not log it
     return all(task.cancelled() for task in tasks)
-
-
-class TaskSet:
-    """Tasks that run until they end or are cancelled together. In their order, so that simulations can be repeated."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a coroutine in a task of its own."""
-        task = asyncio.ensure_future(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
-        return task
-
-    async def wait(self) -> None:
-        """Wait until all present tasks have ended; their errors are not raised here."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
-
-    async def cancel(self) -> None:
-        """Cancel all tasks, and wait until they have ended."""
-        await cancel_and_wait(*self._tasks)
 
 
 async def await_cancelled(awaitable: Awaitable[Any]) -> bool:

@@ -35,7 +35,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet, cancel_and_wait
 from shoal.errors import (
     DialError,
     InterruptedDialError,
@@ -340,7 +340,7 @@ class ResumableCall:
         self._work: dict[asyncio.Future[None], None] = {}
         self._cutting: asyncio.Future[None] | None = None
         # What looks after the calls, until `close`. Dictionaries as ordered sets: simulations repeat exactly.
-        self._helpers: dict[asyncio.Task[None], None] = {}
+        self._helpers = TaskSet()
         self._asking: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -352,20 +352,14 @@ class ResumableCall:
             silence: a living peer shows life at least this often, in seconds.
             asks: whether to ask the other peer when it is silent.
         """
-        self._help(self._pulse())
+        self._helpers.start(self._pulse())
         if asks and self._can_be_called:
-            self._help(self._watch(silence))
+            self._helpers.start(self._watch(silence))
 
     def close(self) -> list[asyncio.Future[None]]:
         """Start nothing more; returns what still runs, to be cancelled."""
         self.is_over = True
         return [*self._helpers, *([] if self._cutting is None else [self._cutting])]
-
-    def _help(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._helpers[task] = None
-        task.add_done_callback(lambda done: self._helpers.pop(done, None))
-        return task
 
     def note_life(self, *, is_new: bool = False) -> None:
         """The other peer lives.
@@ -423,7 +417,7 @@ class ResumableCall:
             self.link.look()
             is_silent = self.calls.silent or self.link.silent
             if is_silent and self._can_be_called and (self._asking is None or self._asking.done()):
-                self._asking = self._help(self._cut_if_alive())
+                self._asking = self._helpers.start(self._cut_if_alive())
 
     async def _cut_if_alive(self) -> None:
         """Cut what is silent if the other peer answers over a new connection."""
@@ -548,7 +542,7 @@ class ResumableCall:
                 self._stub.replace_arranged(1 + count)
             # A peer that does not call the other one anyway has to tell it, and to find out whether it lives.
             if self.contents.is_awaited() or not self.is_calling:
-                self._help(self._await_return(generation))
+                self._helpers.start(self._await_return(generation))
         if self.is_calling:
             self._advance(generation + 1)
         return True

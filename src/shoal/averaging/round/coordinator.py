@@ -64,7 +64,7 @@ from shoal.averaging.round.state import (
     StatusKnown,
     TellMembers,
 )
-from shoal.base.tasks import cancel_and_wait, first_completed
+from shoal.base.tasks import TaskSet, cancel_and_wait, first_completed
 from shoal.errors import AllreduceException, InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.net.resumable import RETURN_SECONDS
 from shoal.p2p import Call
@@ -101,7 +101,7 @@ class Coordinator:
         self._recovery: Recovery | None = None
         # What works on the end of the round, and messages to members. Ordered sets: simulations repeat exactly.
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._messages: dict[asyncio.Task[None], None] = {}
+        self._messages = TaskSet()
         self._is_closed = False
         loop = asyncio.get_running_loop()
         # Whether this member has committed the round; or why it has not.
@@ -138,9 +138,7 @@ class Coordinator:
         match action:
             case TellMembers(links, message):
                 for link in links:
-                    task = asyncio.ensure_future(self._tell(link, message))
-                    self._messages[task] = None
-                    task.add_done_callback(self._messages.pop)
+                    self._messages.start(self._tell(link, message))
             case CutLink(link, is_replaced):
                 held = self._calls.pop(link)
                 if is_replaced:
