@@ -364,7 +364,7 @@ class StatusReply(Header, omit_defaults=True):
     """The one who answers does not follow the asker any more, which has coordinated the round until now."""
 
 
-# A full donor names at most so many other donors.
+# The most other donors that a full donor names.
 MAX_OTHER_DONORS = 4
 
 

@@ -31,7 +31,7 @@ class Delivery:
         open_call: begins a call to the reducer.
         calls: keeps the calls to the reducer.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
-        timeout: the reducer is given up after so many seconds without the next average.
+        timeout: the reducer is given up after this many seconds without the next average.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Intake:
     Args:
         traffic: what is to be exchanged with the sender.
         begin: the sender's first message.
-        timeout: the sender is given up after so many seconds without the next part.
+        timeout: the sender is given up after this many seconds without the next part.
         timeout_for_averages: the same limit once all parts are here and only averages are still on their way.
     """
 

@@ -68,11 +68,12 @@ class AllReduceSettings:
     alpha: float
     """Local values move by this fraction of the way to the average."""
     sender_timeout: float
-    """A sender is given up after so many seconds without the next part."""
+    """A sender is given up after this many seconds without the next part."""
     reducer_timeout: float
-    """A reducer is given up after so many seconds without the next average."""
+    """A reducer is given up after this many seconds without the next average."""
     quorum: int | None = None
-    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    """When this many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no
+    limit."""
     quorum_grace: float = 0.0
     aggregation: Aggregation | None = None
     """``None``: the weighted mean."""

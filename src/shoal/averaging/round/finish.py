@@ -90,7 +90,7 @@ class Participant:
         self._reported_at = self.first_report_at = math.inf
 
     def has_waited(self, seconds: float) -> bool:
-        """Whether this member reported so many seconds ago, and was asked for nothing since."""
+        """Whether this member reported at least ``seconds`` ago, and was asked for nothing since."""
         return asyncio.get_running_loop().time() - self._reported_at >= seconds
 
     async def run(self, call: Call) -> None:
@@ -288,7 +288,7 @@ class Completion:
         self._coordinator.release()
 
     async def linger(self, seconds: float) -> None:
-        """Wait until all living members know the result; if some were late, wait for them so many seconds at most."""
+        """Wait until all living members know the result; if some were late, wait for them for ``seconds`` at most."""
         await self._coordinator.wait_until_confirmed()
         if self.state.closed_early:
             await wait_at_most(self.is_outdated, seconds)

@@ -208,9 +208,9 @@ async def send_all(call: Call, *sources: OutgoingParts, before: Callable[[], Awa
 # A member is ahead if it has this much less left to receive than the one that has most left (0.08: eight percent less).
 # A smaller lead would hold back all members but one, and the connections to that one alone cannot fill the link.
 MAX_LEAD = 0.08
-# Nobody waits for a receiver to which no piece could be sent for so many seconds.
+# Nobody waits for a receiver to which no piece could be sent for this long, in seconds.
 STALLED_SECONDS = 0.5
-# A connection is held back for at most so many seconds before it may send another piece.
+# The longest time that a connection is held back before it may send another piece, in seconds.
 MAX_WAIT_SECONDS = 1.0
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_CALLS = 1024
 # The most rounds for which one peer may wait here. An honest member is a phase or two ahead.
 MAX_UNKNOWN_ROUNDS = 8
-# The ids of so many finished rounds are kept, so that late calls for them are refused at once.
+# The number of finished rounds whose ids are kept, so that late calls for them are refused at once.
 MAX_REMEMBERED_ROUNDS = 256
 
 
@@ -134,7 +134,8 @@ class ActiveRounds:
 
     Args:
         is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
-        most_kept: the results of so many groups are kept for late members; each takes as much memory as the tensors.
+        most_kept: the number of groups whose results are kept for late members; each takes as much memory as the
+            tensors.
     """
 
     def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False, most_kept: int = 2) -> None:

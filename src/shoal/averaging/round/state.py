@@ -235,7 +235,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A member holds so many averages of each reducer."""
+    """How many averages of each reducer a member holds, as it reports."""
 
     index: int
     link: MemberLink

@@ -43,7 +43,7 @@ from shoal.p2p import Call
 
 # More connections than this make no link faster, and each one costs a handshake.
 MAX_STRIPES = 8
-# One stripe for each so many seconds of round-trip time. If the reducer sends, too, it makes as many of its own.
+# The seconds of round-trip time for which there is one stripe. If the reducer sends, too, it makes as many of its own.
 SECONDS_PER_STRIPE = 0.025
 # A further connection pays only with at least this many parts for it.
 PARTS_PER_STRIPE = 4
@@ -195,7 +195,7 @@ class SentAverages:
             self._drop_first()
 
     def confirm(self, held: int) -> None:
-        """The receiver holds so many averages, from the first one on."""
+        """The receiver holds this many averages, from the first one on."""
         while self._averages and next(iter(self._averages)) < held:
             self._drop_first()
 
@@ -319,7 +319,7 @@ class Traffic:
         return None if average is None else part.compress(average)
 
     def begin(self, calls: int, *, own: bool) -> None:
-        """Note that so many calls begin: this member's own ones, or those of the other member."""
+        """Note how many calls begin: this member's own ones, or those of the other member."""
         self._calls[own] = calls
         if not own:
             self._begun.set()
