@@ -23,7 +23,7 @@ from shoal.base.reactor import Portal
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
-from shoal.guard.budget import SHARE_WASTED, check_share
+from shoal.guard.budget import check_share
 from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
@@ -40,6 +40,7 @@ from shoal.optim.progress.records import (
 )
 from shoal.optim.progress.run_list import RunList
 from shoal.p2p import PeerID
+from shoal.peers.book import SHARE_WASTED
 
 if TYPE_CHECKING:
     from shoal.averaging.node import AveragerNode

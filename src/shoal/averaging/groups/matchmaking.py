@@ -7,7 +7,7 @@ answers others while it waits itself:
 - While it asks a leader, it accepts followers. Once it is accepted, it sends them on to its leader.
 - While it follows, it tells peers that ask it where its leader is.
 
-A leader starts when the group is complete (it has the target size, or as many members as any of them expects), or at
+A leader starts when the group is complete (it has the target size, or all members that the leader expects), or at
 its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. If
 one has not returned by then, it is a member nevertheless, and learns of the group when it returns.
 
@@ -45,7 +45,6 @@ from shoal.averaging.groups.search import (
     Breaks,
     Declare,
     Event,
-    Expects,
     Fails,
     Follower,
     GroupSearch,
@@ -54,6 +53,7 @@ from shoal.averaging.groups.search import (
     Invite,
     Joins,
     Judge,
+    Leaves,
     Misleads,
     OfferEnds,
     Offers,
@@ -65,7 +65,6 @@ from shoal.averaging.groups.search import (
     Sent,
     Start,
     StopAsking,
-    Tell,
     Terms,
     Tick,
     Waste,
@@ -74,12 +73,12 @@ from shoal.averaging.groups.settings import MatchmakingSettings, Trust, differen
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
-    Expectation,
     GroupStart,
     Invitation,
     InvitationReply,
     JoinReply,
     JoinRequest,
+    Leave,
 )
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, counted, one_line, quoted
@@ -190,8 +189,6 @@ class OpenCalls:
     def __init__(self) -> None:
         self.asking: asyncio.Task[None] | None = None
         """Asks the present candidate."""
-        self.asked: Call | None = None
-        """The latest call on which this peer has asked a candidate."""
         self.followers: dict[PeerID, asyncio.Queue[JoinReply | Exception]] = {}
         """By peer that has joined: the answers that its call has to send, or what broke it."""
         self.offers: dict[PeerID, HeldOffer] = {}
@@ -251,8 +248,6 @@ class SearchShell:
             case StopAsking():
                 if self._calls.asking is not None:
                     self._calls.asking.cancel()
-            case Tell(expected):
-                self._start(self._tell(self._calls.asked, expected))
             case Invite(peer):
                 self._calls.invitations[peer] = self._around.background.start(self._invite(peer))
             case Release(peer, leader, promised):
@@ -262,8 +257,8 @@ class SearchShell:
                 self._calls.followers[peer].put_nowait(self._message_of(action))
             case Declare():
                 self._redeclare.set()
-            case Judge(leader, seconds, started):
-                self._around.p2p.behaviour.note_lead(leader, seconds, started=started)
+            case Judge(leader, seconds, started, in_vain):
+                self._around.p2p.behaviour.note_lead(leader, seconds, started=started, in_vain=in_vain)
             case Waste(leader, seconds):
                 if self._around.trust.note_waste is not None:
                     self._around.trust.note_waste(leader, seconds)
@@ -391,8 +386,7 @@ class SearchShell:
                     call = await stack.enter_async_context(way)
                     request = self._request()
                     await call.send(request if offer is None else InvitationReply(request=request))
-                    self._calls.asked = call
-                    self.on(Sent(leader, request.expected_group_size))
+                    self.on(Sent(leader))
                     reply = await receive_answer(call)
                 if reply.code == Code.ACCEPTED:
                     self.on(Accepts(leader, reply.expiration))
@@ -427,7 +421,7 @@ class SearchShell:
         except asyncio.CancelledError:
             with suppress(*CALL_FAILURES):
                 async with asyncio.timeout(GOODBYE_SECONDS):
-                    await call.send(Expectation(leaves=True), end=True)
+                    await call.send(Leave(), end=True)
                     await asyncio.wait([last_word])
                     # If the group has started at this very moment, its members must not wait for this peer.
                     if (group := last_word.result().group) is not None:
@@ -437,14 +431,6 @@ class SearchShell:
             # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
             if not last_word.done():
                 await cancel_and_wait(last_word)
-
-    @staticmethod
-    async def _tell(call: Call | None, expected: int | None) -> None:
-        """Tell the leader how many members this peer expects."""
-        # If the call is broken, the task that waits for the leader's answer notices it.
-        with suppress(StreamClosedError):
-            if call is not None:
-                await call.send(Expectation(expected_group_size=expected))
 
     def _take_answer(self, leader: PeerID, reply: JoinReply) -> None:
         around, words, group, named = self._around, one_line(reply.text), None, None
@@ -561,11 +547,10 @@ class SearchShell:
                 self.on(Breaks(remote))
 
     async def _hear(self, call: Call, follower: PeerID, answers: asyncio.Queue[JoinReply | Exception]) -> None:
-        """Take up the messages of a follower about its expectations, until it ends its side of the call."""
+        """Wait until a follower leaves, or ends its side of the call."""
         try:
-            while (news := await call.receive(Expectation)) is not None:
-                if self._calls.followers.get(follower) is answers:
-                    self.on(Expects(follower, news.expected_group_size, news.leaves))
+            if await call.receive(Leave) is not None and self._calls.followers.get(follower) is answers:
+                self.on(Leaves(follower))
         except CALL_FAILURES as e:
             answers.put_nowait(e)
 

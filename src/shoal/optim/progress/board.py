@@ -527,7 +527,7 @@ class ProgressBoard:
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
         with self.lock:
-            companion = self._take_note(record, expiration, lineage)
+            companion = self._take_note(record, expiration, lineage, now)
             if companion is None:
                 return
             self.fork_tracker.changed = self.fork_tracker.changed or companion.unreachable_since is not None
@@ -549,7 +549,7 @@ class ProgressBoard:
         """
         with self.lock:
             known = set(self._companions)
-            read = [self._take_note(record, expiration, record.lineage) for record, expiration in found]
+            read = [self._take_note(record, expiration, record.lineage, now) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             reaches_others = any(companion.unreachable_since is None for companion in self._callable())
@@ -560,7 +560,9 @@ class ProgressBoard:
         self.tell_change()
         return strangers
 
-    def _take_note(self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None) -> Companion | None:
+    def _take_note(
+        self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None, now: float
+    ) -> Companion | None:
         """Returns the peer whose record it is; ``None`` if that peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
@@ -568,7 +570,7 @@ class ProgressBoard:
         companion = self._companions.get(record.peer_id)
         if companion is None:
             make_room(self._companions, self.guard.has_met)
-            companion = self._companions[record.peer_id] = Companion(record, expiration)
+            companion = self._companions[record.peer_id] = Companion(record, expiration, known_since=now)
             self.fork_tracker.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
