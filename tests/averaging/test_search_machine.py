@@ -41,7 +41,7 @@ from shoal.averaging.groups.search import (
     Terms,
     Tick,
 )
-from shoal.averaging.groups.settings import MatchmakingSettings
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust
 from shoal.averaging.messages import MAX_GATHERED_BYTES, Code, JoinRequest
 from shoal.averaging.state.multi_source import DonorLeft
 from shoal.p2p import Identity
@@ -51,31 +51,16 @@ OWN, *OTHERS = (Identity.generate(RNG).peer_id for _ in range(6))
 START, WINDOW = 1e9, 5.0
 
 
-class Believing:
-    """Thinks well of everybody, except that ``unfit`` peers should not lead."""
-
-    def __init__(self, *unfit) -> None:
-        self.unfit = unfit
-
-    def may_lead(self, peer):
-        return peer not in self.unfit
-
-    def has_time_for(self, peer):
-        return True
-
-    def is_proven(self, peer):
-        return True
-
-
 def terms(expected=None, *, keep_open=False, gathered=0):
     return Terms(expected, None, keep_open, -math.inf, START + WINDOW, math.inf, gathered)
 
 
-def make_search(mode=AveragingMode.NODE, target=None, policy=None, **how):
+def make_search(mode=AveragingMode.NODE, target=None, unfit=(), **how):
+    """A search that does not follow ``unfit`` peers."""
     looks = {"target_group_size": target, "min_group_size": 2, "min_matchmaking_time": WINDOW, "request_timeout": 3.0}
     sizes = {"mode": mode, "bandwidth": None, "min_vector_size": 0, "total_size": 8, "agreed": {}}
     own = MatchmakingSettings(**looks, **sizes)
-    return GroupSearch(OWN, own, policy or Believing(), "run.0b", terms(**how), START + WINDOW, START)
+    return GroupSearch(OWN, own, Trust(), lambda p: p not in unfit, "run.0b", terms(**how), START + WINDOW, START)
 
 
 def request(expiration=START + 60, mode=0, **fields):
@@ -143,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
         refused=st.sets(peers, max_size=1),
     )
     def begin(self, mode, size, expected, unfit, refused):
-        self.search = make_search(mode, size, Believing(*unfit), expected=expected)
+        self.search = make_search(mode, size, unfit, expected=expected)
         for peer in refused:
             self.search.refuse(peer, counts=True)
 

@@ -166,7 +166,7 @@ class AveragerNode(ServicerBase):
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
-        """What this peer knows about others beyond their own word; may be changed at any time."""
+        """How far this peer trusts others, see :meth:`believe`."""
         self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
@@ -201,6 +201,12 @@ class AveragerNode(ServicerBase):
     def group_bits(self) -> str:
         """The bucket of the only lane, or of the first one."""
         return next(iter(self.lanes.values())).keys.group_bits
+
+    def believe(self, trust: Trust) -> None:
+        """From the next search on, trust others as far as this says."""
+        self.trust = trust
+        for lane in self.lanes.values():
+            lane.matchmaking.believe(trust)
 
     def stub(self, peer: PeerID) -> StubBase:
         """A stub with which this averager calls another one."""

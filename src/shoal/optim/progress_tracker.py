@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import RoundResult
+from shoal.averaging.groups.settings import Trust
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
@@ -90,6 +91,41 @@ def make_guard(guard: str) -> type[Members]:
     from shoal.guard.open import OpenGuard  # most runs need none of its rules
 
     return OpenGuard
+
+
+class TrackedTrust(Trust):
+    """How far an averager trusts others whose progress is tracked.
+
+    Args:
+        tracker: knows them.
+        limits_weights: the weight of a member is its number of samples, and the guard may limit it.
+    """
+
+    def __init__(self, tracker: ProgressTracker, *, limits_weights: bool) -> None:
+        self._tracker, self._guard, self._limits_weights = tracker, tracker.board.guard, limits_weights
+
+    def largest_weight(self, peer: PeerID) -> float:
+        return self._guard.largest_weight(peer.to_bytes()) if self._limits_weights else math.inf
+
+    def depth(self) -> int:
+        exchange = self._tracker.exchange
+        return 0 if exchange is None else exchange.spread.depth
+
+
+class GuardedTrust(TrackedTrust):
+    """The same where all peers train one model: it keeps away from peers that train another one, or have cost time."""
+
+    async def admits(self, peer: PeerID) -> bool:
+        return await self._tracker.trains_the_same_model(peer)
+
+    def is_proven(self, peer: PeerID) -> bool:
+        return self._guard.is_proven(peer.to_bytes())
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        return self._guard.has_time_for(peer.to_bytes(), get_dht_time())
+
+    def note_waste(self, leader: PeerID, seconds: float) -> None:
+        self._guard.note_waste([leader.to_bytes()], seconds, get_dht_time())
 
 
 class ProgressTracker(Facade):
@@ -548,20 +584,10 @@ class ProgressTracker(Facade):
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
-        guard, trust = self.board.guard, averager.trust
-        guard.full_group = averager.config.target_group_size
-        averager.state_sharing.rank_donors = self.rank_donors
-        trust.depth = averager.state_sharing.depth = self._depth
-        if trains_one:
-            trust.admits = self.trains_the_same_model
-            trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())
-            trust.has_time_for = lambda peer: guard.has_time_for(peer.to_bytes(), get_dht_time())
-            trust.note_waste = lambda peer, seconds: guard.note_waste([peer.to_bytes()], seconds, get_dht_time())
-        if self.guard == "open" and weighs_samples:
-            trust.largest_weight = lambda peer: guard.largest_weight(peer.to_bytes())
-
-    def _depth(self) -> int:
-        return 0 if self.exchange is None else self.exchange.spread.depth
+        self.board.guard.full_group = averager.config.target_group_size
+        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
+        averager.believe(trust)
+        averager.state_sharing.rank_donors, averager.state_sharing.depth = self.rank_donors, trust.depth
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

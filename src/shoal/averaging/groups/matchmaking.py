@@ -151,23 +151,7 @@ class HeldOffer:
             self.close(None)
 
 
-class Opinion:
-    """What this peer thinks of others: the :class:`~.search.Policy` of its searches."""
-
-    def __init__(self, trust: Trust, p2p: P2P) -> None:
-        self._trust, self._scores = trust, p2p.behaviour
-
-    def may_lead(self, peer: PeerID) -> bool:
-        return self._scores.may_lead(peer)
-
-    def has_time_for(self, peer: PeerID) -> bool:
-        return self._trust.has_time_for is None or self._trust.has_time_for(peer)
-
-    def is_proven(self, peer: PeerID) -> bool:
-        return self._trust.is_proven is None or self._trust.is_proven(peer)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Surroundings:
     """What all searches of one averager work with."""
 
@@ -260,8 +244,7 @@ class SearchShell:
             case Judge(leader, seconds, started, in_vain):
                 self._around.p2p.behaviour.note_lead(leader, seconds, started=started, in_vain=in_vain)
             case Waste(leader, seconds):
-                if self._around.trust.note_waste is not None:
-                    self._around.trust.note_waste(leader, seconds)
+                self._around.trust.note_waste(leader, seconds)
             case Start(followers):
                 self.start_group(followers)
             case Adopt(group):
@@ -521,7 +504,7 @@ class SearchShell:
             return
         nbytes = bytes_of_member(self._around.p2p, remote, request)
         refusal = self._refusal_of(remote, request, nbytes)
-        if refusal is None and request.mode != AveragingMode.AUX and self._around.trust.admits is not None:
+        if refusal is None and request.mode != AveragingMode.AUX:
             admitted = await self._around.trust.admits(remote)
             refusal = self._refusal_of(remote, request, nbytes)  # the search may have ended meanwhile
             refusal = refusal if admitted else Reply(remote, Code.OTHER_MODEL)
@@ -625,7 +608,7 @@ class Matchmaking:
         keys: the table, as far as it concerns groups.
         settings: how this averager looks for groups.
         get_stub: makes a stub of the averager protocol.
-        trust: what this peer knows about others.
+        trust: how far this peer trusts others.
         leave_group: tells the members of a group that this peer does not take part.
     """
 
@@ -650,6 +633,10 @@ class Matchmaking:
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
         self._latest: GroupSearch | None = None
+
+    def believe(self, trust: Trust) -> None:
+        """From the next search on, trust others as far as this says."""
+        self._around.trust = trust
 
     async def look_for_group(self, control: StepControl) -> GroupInfo:
         """Find a group for a step.
@@ -694,9 +681,9 @@ class Matchmaking:
         promise = max(
             terms.promise(now, settings.min_matchmaking_time), math.nextafter(self._withdrawn_until, math.inf)
         )
-        opinion = Opinion(around.trust, around.p2p)
-        search = GroupSearch(around.p2p.peer_id, settings, opinion, key, terms, promise, now)
-        refused = {**dict.fromkeys(around.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()}
+        scores = around.p2p.behaviour
+        search = GroupSearch(around.p2p.peer_id, settings, around.trust, scores.may_lead, key, terms, promise, now)
+        refused = {**dict.fromkeys(scores.find_too_slow(), True), **self.refusals.next_search()}
         for peer, counts in refused.items():
             search.refuse(peer, counts=counts)
         return SearchShell(search, around, control, next(self._numbers))

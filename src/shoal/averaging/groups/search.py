@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.settings import MatchmakingSettings, difference_of
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.p2p import PeerID
@@ -203,22 +203,6 @@ class Terms(NamedTuple):
     def promise(self, now: float, window: float) -> float:
         """The time at which this peer promises to start at the latest."""
         return min(max(self.scheduled, now + window), self.deadline, now + SHORT_LIFETIME_SECONDS)
-
-
-class Policy(Protocol):
-    """What this peer thinks of others. Each answer may change with time."""
-
-    def may_lead(self, peer: PeerID) -> bool:
-        """Whether it is followed as long as there are others."""
-        ...
-
-    def has_time_for(self, peer: PeerID) -> bool:
-        """Whether it may join or lead."""
-        ...
-
-    def is_proven(self, peer: PeerID) -> bool:
-        """Whether it has taken part in rounds."""
-        ...
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -447,7 +431,10 @@ class GroupSearch:
 
     own: PeerID
     settings: MatchmakingSettings
-    policy: Policy
+    trust: Trust
+    """Whether there is time for others, and which of them are proven."""
+    may_lead: Callable[[PeerID], bool]
+    """Whether a peer is followed as long as there are others."""
     key: str
     """The key of the table under which this peer looks. It changes only while this peer neither leads nor follows."""
     terms: Terms
@@ -487,7 +474,7 @@ class GroupSearch:
             case Remembered(peers):
                 yield from self._call_former_members(peers, now)
             case Joins(peer, request, nbytes):
-                self._at(peer).follower = Follower(request, nbytes, self.policy.is_proven(peer))
+                self._at(peer).follower = Follower(request, nbytes, self.trust.is_proven(peer))
                 yield Reply(peer, Code.ACCEPTED, self.promise)
             case Leaves(peer):
                 yield from self._let_leave(peer)
@@ -722,8 +709,7 @@ class GroupSearch:
     def best_candidate(self, now: float) -> PeerID | None:
         """The peer that this one should ask to lead it; ``None``: there is none."""
         possible = self._possible_leaders(now)
-        policy = self.policy
-        usable = [each for each in possible if policy.may_lead(each[2]) and policy.has_time_for(each[2])]
+        usable = [each for each in possible if self.may_lead(each[2]) and self.trust.has_time_for(each[2])]
         # A peer that cannot lead has no choice. Nor have two peers that refuse to follow each other and see no others.
         if not usable and (not self.settings.leads or self._is_left_with(possible)):
             usable = possible
@@ -742,12 +728,12 @@ class GroupSearch:
         if each.follower is not None and each.follower.lost_at is None:
             return False
         # If this peer has no time for it, it could not join as a follower either.
-        is_after = self._leads_before(peer, promised) or not self.policy.has_time_for(peer)
+        is_after = self._leads_before(peer, promised) or not self.trust.has_time_for(peer)
         return not (self.settings.leads and is_after)
 
     def _is_left_with(self, unfit: list[tuple[float, bytes, PeerID]]) -> bool:
         """Whether there are no others than unfit leaders that this peer has outbid in vain."""
-        has_others = bool(self.followers) or any(map(self.policy.may_lead, self.looking()))
+        has_others = bool(self.followers) or any(map(self.may_lead, self.looking()))
         return not has_others and all(self.peers[peer].is_outbid for *_, peer in unfit)
 
     def _outbid_unfit_leaders(self, now: float) -> bool:
@@ -790,7 +776,7 @@ class GroupSearch:
 
     def _follow(self, asking: Asking, promised: float, now: float) -> Iterator[Action]:
         """Follow a leader that has accepted. It may have promised any time, so there is a limit to the wait."""
-        more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.policy.is_proven(asking.leader) else 0.0
+        more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.trust.is_proven(asking.leader) else 0.0
         asking.starts_by, asking.accepted_at = min(promised, max(self.promise, now) + more), now
         for each in self.peers.values():
             each.has_accepted = False
@@ -919,7 +905,7 @@ class GroupSearch:
 
     def _has_room_for(self, peer: PeerID, nbytes: int, followers: Mapping[PeerID, Follower]) -> bool:
         """Whether there is room, by the number of members and by the size of the group's description."""
-        if not self.policy.has_time_for(peer) or 1 + len(followers) >= self._most_members():
+        if not self.trust.has_time_for(peer) or 1 + len(followers) >= self._most_members():
             return False
         taken = self.terms.gathered_bytes + sum(follower.nbytes for follower in followers.values())
         return taken + nbytes <= MAX_GROUP_BYTES
