@@ -294,7 +294,7 @@ class AveragerNode(ServicerBase):
         finally:
             self.rounds.leave_group(group.group_id)
         control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
-        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, get_dht_time())
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, self.p2p.peer_id)
         self._count(control.round)
         return self._gathered(session.group)
 

@@ -216,7 +216,6 @@ class ProgressTracker(Facade):
 
         self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
-        self._company: Company | None = None
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
@@ -269,13 +268,10 @@ class ProgressTracker(Facade):
         self._portal.on_close(exchange.stop)
 
     def _equip(self) -> None:
-        """Let the exchange use what this tracker was given, before the start or after it."""
-        exchange = self.exchange
-        if exchange is not None:
-            exchange.company = self._company
-            # A private run keeps its name to itself.
-            if self._company is not None and exchange.runs is None and self.dht.p2p.membership is None:
-                exchange.runs = self._make_run_list()
+        """List the run, if its settings are compared. Called before the start and after it."""
+        exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
+        if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
+            exchange.runs = self._make_run_list()
 
     def _make_run_list(self) -> RunList:
         board = self.board
@@ -412,7 +408,7 @@ class ProgressTracker(Facade):
     def is_first(self) -> bool:
         """Whether nobody else is in the run. Waits until the records of others have been read once."""
         self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers()
+        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers
 
     @property
     def is_introduced(self) -> bool:
@@ -465,8 +461,7 @@ class ProgressTracker(Facade):
 
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the first report of progress."""
-        self._company, self.board.strangers = company, lambda: company.strangers
-        self.board.foreign, self.board.refusing = lambda: company.foreign, lambda: company.refusing
+        self.board.company = company
         self._equip()
 
     def look_at_company(self) -> None:
@@ -475,7 +470,8 @@ class ProgressTracker(Facade):
         Raises:
             SettingsMismatch: this peer does not fit the others.
         """
-        if self._company is None:
+        company = self.board.company
+        if company is None:
             return
         if not self._has_looked_at_company:
             self._has_looked_at_company = True
@@ -489,7 +485,7 @@ class ProgressTracker(Facade):
         def present() -> Collection[bytes]:
             return board.present(get_dht_time())
 
-        self._company.look(present, board.last_members, time.monotonic(), host_of)
+        company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
@@ -552,7 +548,8 @@ class ProgressTracker(Facade):
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
-        strangers, refusing = self.board.strangers(), self.board.refusing()
+        strangers = self.board.strangers
+        refusing = frozenset[bytes]() if self.board.company is None else self.board.company.refusing
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:

@@ -325,7 +325,7 @@ class SearchShell:
                     done.result()
                 now = get_dht_time()
                 if not self._around.keys.group_bits:
-                    recent = self._around.members.recent(now)
+                    recent = list(self._around.members)
                     self.on(Remembered(self._around.p2p.rng.sample(recent, len(recent))))
                 pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), search.longest_pause(MAX_LOOKUP_PAUSE, now))
         finally:
@@ -622,7 +622,7 @@ class Matchmaking:
         leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
         self.keys, self.settings, self._leave_group = keys, settings, leave_group
-        self.refusals, self.former_members, self.background = Refusals(), FormerMembers(p2p.peer_id), TaskSet()
+        self.refusals, self.former_members, self.background = Refusals(), FormerMembers(), TaskSet()
         warn, known = Seldom(logger.warning), (self.refusals, self.former_members, self.background)
         self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, warn)
         self._one_at_a_time = asyncio.Lock()
