@@ -156,7 +156,7 @@ def test_settings_are_told_to_a_few_peers_at_a_time(seed):
 
         answers = await liar.host.run(ask())
         told = [answer for answer in answers if isinstance(answer, RunSettings)]
-        assert 0 < len(told) <= SETTINGS_AT_ONCE
+        assert 0 < len(told) < 2 * SETTINGS_AT_ONCE
         await swarm.close()
 
     run(main(), seed=seed)

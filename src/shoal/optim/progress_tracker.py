@@ -207,14 +207,15 @@ class ProgressTracker(Facade):
             functools.partial(make_guard(guard), share=waiting_share),
             rule,
         )
-        # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
-        parse = weakref.WeakMethod(self._parse_swarm_progress_data)
+        if type(self)._parse_swarm_progress_data is not ProgressTracker._parse_swarm_progress_data:
+            # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
+            parse = weakref.WeakMethod(self._parse_swarm_progress_data)
 
-        def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
-            method = parse()
-            return records.summarize() if method is None else method(records)
+            def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
+                method = parse()
+                return records.usual if method is None else method(records)
 
-        self.board.parse_records = parse_records
+            self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
@@ -320,7 +321,7 @@ class ProgressTracker(Facade):
             metadata: the records by peer, each as plain values with its expiration, this peer's own among them once it
                 is published. Only peers that count are there, with what is believed of them.
         """
-        return metadata.summarize()
+        return metadata.usual
 
     @property
     def training_progress_key(self) -> str:

@@ -16,7 +16,6 @@ ring of peers that wait for each other can form::
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -36,8 +35,8 @@ RETURN_SHARE = 2 / 3
 # A candidate that could not be reached rests for this many seconds, twice as long after each further failure. The
 # others that can reach it follow it within a few round trips, and name it again.
 RETRY_PAUSE, MAX_RETRY_PAUSE = 0.5, 2.0
-# A candidate that has given this many answers within ``min_matchmaking_time``, and led nobody, rests for as long. An
-# honest one has news two or three times: it promises anew, it follows another, it lost its leader.
+# A candidate that has given this many answers, and led nobody, rests for ``min_matchmaking_time``, and again after as
+# many. An honest one has news two or three times: it promises anew, it follows another, it lost its leader.
 MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
 # may be in the middle of a batch.
@@ -124,8 +123,8 @@ class Candidate:
     """The promise is a guess. Then this peer cannot lead, and the other one was in a recent group."""
     asked: float | None = None
     """The promise with which it was asked in vain. It is not asked again as long as it promises the same."""
-    answers: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
-    """The times of its last answers, in order. It could name another time, or another leader, each time."""
+    answers: int = 0
+    """How often it has answered without a group. It could name another time, or another leader, each time."""
     failures: int = 0
     """Calls to it that failed since it last accepted this peer or called itself."""
     rests_until: float = -math.inf
@@ -156,10 +155,6 @@ class Candidate:
         """Note why it does not lead this peer. What it said itself is not replaced by how a later call ended."""
         if words or self.cause is None or not self.cause.words:
             self.cause = Cause(absence, words)
-
-    def talks_too_much(self, since: float) -> bool:
-        """Whether it has given the most answers since then."""
-        return len(self.answers) == MOST_ANSWERS and self.answers[0] > since
 
 
 @dataclass
@@ -450,8 +445,6 @@ class GroupSearch:
     """When a leader was lost or did not answer. Its other followers are going to look for another leader then."""
     starts_at: float = -math.inf
     """This peer does not start earlier, although it has moved its promise forward to outbid others."""
-    is_outdated: bool = False
-    """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     is_over: bool = False
     """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
 
@@ -566,7 +559,6 @@ class GroupSearch:
                 each.explain(Absence.NOT_LOOKING)
         for peer, promised in found:
             self._note_candidate(peer, promised)
-        self.is_outdated = False
 
     def sees_group(self, now: float) -> bool:
         """Whether this peer sees enough others for a full group."""
@@ -575,7 +567,7 @@ class GroupSearch:
 
     def longest_pause(self, usual: float, now: float) -> float:
         """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
-        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) and not self.is_outdated else usual
+        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) else usual
 
     def may_move(self, key: str) -> bool:
         """Whether to look under another key that has more peers: this peer neither follows nor leads others."""
@@ -781,7 +773,7 @@ class GroupSearch:
         for each in self.peers.values():
             each.has_accepted = False
         leader = self._at(asking.leader)
-        leader.has_accepted, leader.failures, leader.cause = True, 0, None
+        leader.has_accepted, leader.failures, leader.answers, leader.cause = True, 0, 0, None
         yield from self._send_away(asking)
         for peer, each in list(self.peers.items()):
             if each.offer is Offering.OPEN:
@@ -854,18 +846,18 @@ class GroupSearch:
     def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
         """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""
         each.asked = asking.promised
-        each.answers.append(now)
+        each.answers += 1
         if (absence := _ABSENCE_OF_CODE.get(answer.code)) is not None:
             each.explain(absence, answer.words)
-        since = now - self.settings.min_matchmaking_time
-        if each.talks_too_much(since):
+        if each.answers % MOST_ANSWERS == 0:
             each.rests_until = now + self.settings.min_matchmaking_time
-        self.is_outdated = self.is_outdated or answer.code == Code.NOT_LOOKING_FOR_GROUP
+        if answer.code == Code.NOT_LOOKING_FOR_GROUP:
+            each.promised = None
         if answer.leader is not None and answer.leader != self.own:
             named = self._at(answer.leader)
             # The one that names it follows it, so it can probably be reached after all.
             is_silent = named.cause is not None and named.cause.absence is Absence.SILENT
-            if not is_silent and not named.talks_too_much(since):
+            if not is_silent and named.answers < MOST_ANSWERS:
                 named.rests_until = -math.inf
             self._note_candidate(answer.leader, answer.promised)
         elif answer.code == Code.BAD_EXPIRATION_TIME:

@@ -15,14 +15,13 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from shoal.averaging.groups.keys import Table
-from shoal.base.backoff import Backoffs
+from shoal.base.backoff import Backoffs, TokenBuckets
 from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
@@ -50,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
-# The most peers that are told this peer's settings within this number of seconds. Settings may take several hundred
-# kilobytes.
+# How many peers are told this peer's settings at once, and again as many in this number of seconds. Settings may take
+# several hundred kilobytes.
 SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
@@ -131,7 +130,7 @@ class ProgressExchange(ServicerBase):
         self._call_again: set[PeerID] = set()
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
-        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
+        self._answers = TokenBuckets(SETTINGS_AT_ONCE / SETTINGS_SECONDS, SETTINGS_AT_ONCE, most=1)
         self.recent_peers: Bounded[PeerID, None] = Bounded(MAX_RECENT_PEERS, seconds=MEMORY_SECONDS, now=get_dht_time)
         """Peers that can be called and that this one has heard lately. They are called even without a record."""
         self._lost = Backoffs(SECONDS_BETWEEN_CALLS, SECONDS_BETWEEN_CALLS, get_dht_time)
@@ -546,10 +545,8 @@ class ProgressExchange(ServicerBase):
         """
         if self._board.company is None:
             raise ShoalError("this peer compares no settings")
-        now = asyncio.get_running_loop().time()
-        if len(self._answers) == SETTINGS_AT_ONCE and now - self._answers[0] < SETTINGS_SECONDS:
+        if not self._answers.take("all", asyncio.get_running_loop().time()):
             raise BusyError("too many peers ask for settings")
-        self._answers.append(now)
         self._hear_settings(context.remote_id, request)
         return self._board.company.own.shown_to(request)
 
