@@ -65,6 +65,8 @@ class AskFailure(Enum):
 
     NONSENSE = auto()
     """It answered, but not with an answer."""
+    UNTRUE = auto()
+    """Its last answer was a group that cannot be."""
     SILENT = auto()
     BROKEN = auto()
     """The connection broke, perhaps by chance."""
@@ -259,10 +261,9 @@ class InvitationEnds(NamedTuple):
     peer: PeerID
     leader: PeerID | None = None
     promised: float = 0.0
-
-
-class InvitationFails(NamedTuple):
-    peer: PeerID
+    arrived: bool = True
+    """``False``: there is no answer. The group does not wait for it a second time, because this peer keeps the time of
+    the first call."""
 
 
 class Sent(NamedTuple):
@@ -290,21 +291,11 @@ class Answers(NamedTuple):
     promised: float = 0.0
 
 
-class Misleads(NamedTuple):
-    """The candidate's last answer is a group that cannot be."""
-
-    peer: PeerID
-
-
 class Fails(NamedTuple):
     """The call to the candidate failed."""
 
     peer: PeerID
     failure: AskFailure
-
-
-class SearchEnds(NamedTuple):
-    """The search is over, with a group or without. Nothing is left without an answer."""
 
 
 Event = (
@@ -317,13 +308,10 @@ Event = (
     | Offers
     | OfferEnds
     | InvitationEnds
-    | InvitationFails
     | Sent
     | Accepts
     | Answers
-    | Misleads
     | Fails
-    | SearchEnds
 )
 
 
@@ -331,7 +319,7 @@ Event = (
 
 
 class Ask(NamedTuple):
-    """Ask a peer to lead this one. It ends with :class:`Answers`, :class:`Misleads` or :class:`Fails`."""
+    """Ask a peer to lead this one. It ends with :class:`Answers` or :class:`Fails`."""
 
     peer: PeerID
     on_offer: bool
@@ -343,7 +331,7 @@ class StopAsking(NamedTuple):
 
 
 class Invite(NamedTuple):
-    """Call a peer. It ends with :class:`InvitationEnds` or :class:`InvitationFails`."""
+    """Call a peer. It ends with :class:`InvitationEnds`."""
 
     peer: PeerID
 
@@ -413,7 +401,6 @@ _ABSENCE_OF_CODE: dict[int, Absence] = {
     Code.GROUP_DISBANDED: Absence.DISBANDED,
 }
 _ABSENCE_OF_FAILURE = {
-    AskFailure.NONSENSE: Absence.BROKEN,
     AskFailure.SILENT: Absence.SILENT,
     AskFailure.BROKEN: Absence.BROKEN,
     AskFailure.UNREACHABLE: Absence.UNREACHABLE,
@@ -446,12 +433,10 @@ class GroupSearch:
     starts_at: float = -math.inf
     """This peer does not start earlier, although it has moved its promise forward to outbid others."""
     is_over: bool = False
-    """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
+    """No action follows any more, but for what :meth:`end` still has to answer."""
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
-        if isinstance(event, SearchEnds):
-            return list(self._end())
         if self.is_over:
             return []
         actions = list(self._take_up(event, now))
@@ -478,18 +463,15 @@ class GroupSearch:
                 yield from self._note_offer(peer, promised)
             case OfferEnds(peer):
                 self._at(peer).offer = Offering.NONE
-            case InvitationEnds(peer, leader, promised):
-                self._at(peer).outcall = Outcall.NONE
+            case InvitationEnds(peer, leader, promised, arrived):
+                self._at(peer).outcall = Outcall.NONE if arrived else Outcall.UNREACHED
                 if leader is not None:
                     self._note_candidate(leader, promised)
-            case InvitationFails(peer):
-                # The group does not wait for it a second time: ``invited`` keeps the time of the first call.
-                self._at(peer).outcall = Outcall.UNREACHED
             case Sent(peer) if self._asks(peer) and self.asking is not None:
                 self.asking.is_sent = True
             case Accepts(peer, promised) if self._asks(peer) and self.asking is not None:
                 yield from self._follow(self.asking, promised, now)
-            case Answers(peer) | Misleads(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
+            case Answers(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
                 asking, self.asking = self.asking, None
                 yield from self._judge(asking, event, now)
                 yield from self._learn_from(asking, event, now)
@@ -781,7 +763,8 @@ class GroupSearch:
 
     def _judge(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
         """Say whether a leader that had accepted has started the group, and what it has cost if not."""
-        if not asking.follows or asking.starts_by is None:
+        is_untrue = isinstance(event, Fails) and event.failure is AskFailure.UNTRUE  # that is judged elsewhere
+        if not asking.follows or asking.starts_by is None or is_untrue:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
@@ -794,7 +777,7 @@ class GroupSearch:
         elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
         # Waiting costs nothing until this peer's own promised time is over.
-        if self.promise < now and not isinstance(event, Misleads):
+        if self.promise < now:
             yield Waste(asking.leader, now - asking.accepted_at)
 
     def _waited_for_nobody(self, asking: Asking, event: Answers) -> bool:
@@ -814,7 +797,7 @@ class GroupSearch:
         """Note the end of a call to a candidate."""
         each = self._at(asking.leader)
         match event:
-            case Misleads():
+            case Fails(_, AskFailure.UNTRUE):
                 self.refuse(asking.leader, counts=True)
             case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
@@ -1015,11 +998,8 @@ class GroupSearch:
             moments.append(self.start_time())
         return min(moments) if moments else None
 
-    def _end(self) -> Iterator[Action]:
-        """Answer all that wait for this peer."""
+    def end(self) -> list[Action]:
+        """The search is over, with a group or without. Returns what answers all that wait for this peer."""
         self.is_over, self.asking = True, None
-        yield from self._send_away()
-        for peer, each in self.peers.items():
-            if each.offer is Offering.OPEN:
-                each.offer = Offering.NONE
-                yield Release(peer)
+        open_offers = [peer for peer, each in self.peers.items() if each.offer is Offering.OPEN]
+        return [*self._send_away(), *(self._release(peer, None) for peer in open_offers)]
