@@ -29,7 +29,6 @@ from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
     GlobalTrainingProgress,
@@ -40,6 +39,7 @@ from shoal.optim.progress.records import (
     count_of_samples,
 )
 from shoal.optim.progress.run_list import RunList
+from shoal.optim.progress.run_settings import Company
 from shoal.p2p import PeerID
 from shoal.peers.book import SHARE_WASTED
 

@@ -13,7 +13,6 @@ import msgspec
 from shoal.guard.policy import JOIN_SHARE, Members
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
 from shoal.optim.history.journal import Lineage
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import (
     MAX_CALLED,
     Companion,
@@ -27,6 +26,7 @@ from shoal.optim.progress.records import (
     make_room,
     summarize,
 )
+from shoal.optim.progress.run_settings import Company
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
