@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shoal.net.memory import MemoryNetwork
@@ -95,13 +96,20 @@ async def connect(caller: P2P, relay: P2P, **request: Any) -> Any:
     return answer
 
 
-async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
-    """Ask a relay for a reservation, and give it up at once."""
+@asynccontextmanager
+async def reserving(p2p: P2P, relay: P2P, **request: Any) -> AsyncIterator[Any]:
+    """Ask a relay for a reservation; what the relay answers holds until the end of the block."""
     async with RelayServer.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
         await call.send(Reserve(**request), end=True)
         answer = await call.receive(ReserveAnswer)
         assert answer is not None
+        yield answer
+
+
+async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
+    """Ask a relay for a reservation, and give it up at once."""
+    async with reserving(p2p, relay, **request) as answer:
         return answer
 
 
-__all__ = ["HERE", "Relayed", "Service", "connect", "introduce", "reserve", "square", "tell"]
+__all__ = ["HERE", "Relayed", "Service", "connect", "introduce", "reserve", "reserving", "square", "tell"]
