@@ -29,8 +29,8 @@ pretend.begin(pretend.asked_for())  # before shoal is imported
 from shoal.base.reactor import Reactor, new_event_loop  # noqa: E402
 from shoal.net.limits import have_enough_files  # noqa: E402
 from shoal.net.tcp import stream as tcp_stream  # noqa: E402
-from shoal.net.tcp.proxies import EXCEPTIONS  # noqa: E402
-from shoal.net.tcp.proxies import VARIABLES as PROXIES  # noqa: E402
+from shoal.net.tcp.connect import EXCEPTIONS  # noqa: E402
+from shoal.net.tcp.connect import VARIABLES as PROXIES  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)

@@ -19,9 +19,9 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ShoalError, StreamClosedError
 from shoal.net.server import Server
 from shoal.net.tcp import stream as tcp_stream
+from shoal.net.tcp.listener import UnauthenticatedLimits
 from shoal.net.tcp.sessions import TcpSession
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.tcp.unauthenticated import UnauthenticatedLimits
 from shoal.net.transport import COOKIE_BYTES, Session, Stream
 from shoal.p2p import P2P, Identity, Multiaddr
 from tests.net.test_sessions import NO_IDLING, Circle, Count

@@ -16,9 +16,9 @@ import pytest
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
+from shoal.net.tcp import listener as strangers_module
 from shoal.net.tcp import sessions as sessions_module
 from shoal.net.tcp import stream as tcp_stream
-from shoal.net.tcp import unauthenticated as strangers_module
 from shoal.net.tcp.connect import share_port
 from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
 from shoal.net.tcp.stream import TcpSocket

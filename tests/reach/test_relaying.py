@@ -14,8 +14,16 @@ from shoal.net.limits import RelayLimits
 from shoal.net.transport import COOKIE_BYTES, receive_frame
 from shoal.p2p import P2P
 from shoal.reach.reachability import Reach
-from shoal.reach.relay.circuit import MEETING_SECONDS
-from shoal.reach.relay.messages import Connected, Observe, Observed, OpenObservation, Ready, RelayCode, Reserved
+from shoal.reach.relay.messages import (
+    MEETING_SECONDS,
+    Connected,
+    Observe,
+    Observed,
+    OpenObservation,
+    Ready,
+    RelayCode,
+    Reserved,
+)
 from shoal.reach.relay.server import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
 from shoal.testing import run
 from tests.access.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock

@@ -33,8 +33,7 @@ from shoal.net.addresses import (
     may_be_dialled_for,
 )
 from shoal.net.connection import Call, Connection, Hello
-from shoal.net.connection_pool import ConnectionPool
-from shoal.net.dialler import Dialler
+from shoal.net.connection_pool import ConnectionPool, Dialler
 from shoal.net.limits import HeaderMemory, Limits
 from shoal.net.pasted import short_form
 from shoal.net.server import Server

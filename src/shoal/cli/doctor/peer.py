@@ -26,9 +26,8 @@ from shoal.errors import (
     set_the_clock,
 )
 from shoal.net.addresses import is_loopback, what_to_do
-from shoal.net.tcp.connect import connect, family_of
+from shoal.net.tcp.connect import Proxies, ProxyError, connect, connect_through, family_of
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
-from shoal.net.tcp.proxies import Proxies, ProxyError, connect_through
 from shoal.net.tcp.stream import close_socket
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import explain_unreachable

@@ -27,7 +27,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
 from shoal.net.connection import Call
-from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.connection_pool import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
 from shoal.net.pasted import Target
 from shoal.peers.identity import PeerID, circuit_address, is_circuit
