@@ -29,7 +29,7 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from shoal.base.logs import one_line
-from shoal.net.tcp.stream import WRITE_HIGH_WATER, TcpSocket, close_socket, own_socket
+from shoal.net.tcp.stream import WRITE_HIGH_WATER, OwnSocket
 
 # Seconds after which the next address of a host is tried in parallel with those that have not answered yet.
 CONNECT_STAGGER = 0.25
@@ -98,8 +98,7 @@ def in_turn(found: Sequence[AddressInfo]) -> list[AddressInfo]:
 
 async def _connect_to(info: AddressInfo, prepare: Callable[[socket.socket], object] | None) -> socket.socket:
     family, kind, protocol, _, address = info
-    connecting = TcpSocket(family, kind, protocol)
-    own_socket(connecting.fileno(), connecting)
+    connecting = OwnSocket(family, kind, protocol)
     try:
         connecting.setblocking(False)
         set_options(connecting)
@@ -108,7 +107,7 @@ async def _connect_to(info: AddressInfo, prepare: Callable[[socket.socket], obje
         await asyncio.get_running_loop().sock_connect(connecting, address)
         hurry_within_host(connecting)
     except BaseException:
-        close_socket(connecting)
+        connecting.close()
         raise
     return connecting
 
@@ -116,7 +115,7 @@ async def _connect_to(info: AddressInfo, prepare: Callable[[socket.socket], obje
 def _close_late(attempt: asyncio.Task[socket.socket]) -> None:
     """Close a late success: another address was faster, or nobody waits any more."""
     if not attempt.cancelled() and attempt.exception() is None:
-        close_socket(attempt.result())
+        attempt.result().close()
 
 
 async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[AddressInfo]:
@@ -325,7 +324,7 @@ async def connect_through(proxy: Proxy, host: str, port: int) -> socket.socket:
         ask = _ask_by_http if proxy.scheme == "http" else _ask_by_socks
         await ask(_Talk(connected, proxy), host, port)
     except BaseException:
-        close_socket(connected)
+        connected.close()
         raise
     return connected
 

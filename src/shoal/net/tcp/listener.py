@@ -29,7 +29,7 @@ from shoal.net.limits import Limits, more_files
 from shoal.net.tcp.connect import hurry_within_host, set_options
 from shoal.net.tcp.handshake import BUSY_ALERT, HANDSHAKE_TIMEOUT, listener_context, verify_dialler
 from shoal.net.tcp.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
-from shoal.net.tcp.stream import AcceptedSocket, TcpSocket, TcpStream, disown_socket, own_socket
+from shoal.net.tcp.stream import OwnSocket, TcpStream
 from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,6 @@ class Listener:
         bound.listen(BACKLOG)
         self.address: tuple[str, int] = bound.getsockname()[:2]
         self.family = bound.family
-        own_socket(bound.fileno(), self)
         try:
             self._loop.add_reader(bound.fileno(), self._accept_some)
         except NotImplementedError:  # the loop of Windows
@@ -150,8 +149,8 @@ class Listener:
                 self._hand_over(connection, address)
 
     def _hand_over(self, accepted: socket.socket, address: Any) -> None:
-        connection = AcceptedSocket(fileno=accepted.detach())
-        connection.setblocking(False)
+        connection = OwnSocket.take(accepted)
+        OwnSocket.accepted.add(connection)
         try:
             self._on_accept(connection, address[0])
         except Exception:  # whatever went wrong, the next connection must be accepted
@@ -187,11 +186,10 @@ class Listener:
                 await self._task
         elif self._socket.fileno() != -1:
             self._loop.remove_reader(self._socket.fileno())
-        disown_socket(self._socket.fileno(), self)
         self._socket.close()
 
 
-async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
+async def bind(host: str, port: int, family: socket.AddressFamily) -> list[OwnSocket]:
     """Sockets bound to the addresses of a host; with port 0 all of them get the same free one.
 
     Raises:
@@ -200,10 +198,10 @@ async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socke
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    bound: list[socket.socket] = []
+    bound: list[OwnSocket] = []
     try:
         for each_family, kind, protocol, _, address in dict.fromkeys(found):
-            each = socket.socket(each_family, kind, protocol)
+            each = OwnSocket(each_family, kind, protocol)
             bound.append(each)
             if each_family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -239,7 +237,7 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
     """
     loopback = "::1" if family == socket.AF_INET6 else "127.0.0.1"
     host = loopback if address[0] in ("0.0.0.0", "::") else address[0]
-    with TcpSocket(family, socket.SOCK_STREAM) as caller:
+    with OwnSocket(family, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         try:
             async with asyncio.timeout(LOCAL_CALL_SECONDS):
@@ -320,9 +318,6 @@ class Arrival:
         """The handshake, which begins with the first byte."""
         self.in_hands_of_loop = False
         self.drop_reason = ""
-        # Kept here, because a socket that the loop has closed no longer knows its descriptor.
-        self._descriptor = accepted.fileno()
-        own_socket(self._descriptor, self)
 
     def begins_session(self) -> bool:
         """Whether the first byte says so. It stays where it is: TLS reads it from the socket."""
@@ -335,7 +330,6 @@ class Arrival:
 
     def give_up(self) -> None:
         """Close the connection at any stage."""
-        disown_socket(self._descriptor, self)
         if self.session is not None:
             self.session.abort()
         elif self.in_hands_of_loop:
@@ -398,7 +392,7 @@ class UnauthenticatedLimits:
 
     def _leave_files(self) -> None:
         """Leave the user of this process half of its files: close an unproven connection if others have too many."""
-        taken = len(AcceptedSocket.open)
+        taken = len(OwnSocket.accepted)
         if self._files is not None and taken > self._files:
             _warn_seldom("no file for a connection: others have %d of this process. %s", taken, more_files())
             self.make_room("no files left")

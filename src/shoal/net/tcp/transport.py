@@ -32,7 +32,7 @@ from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_co
 from shoal.net.tcp.listener import BACKSTOP_SECONDS, Listener, UnauthenticatedLimits, bind, port_in_use
 from shoal.net.tcp.punch import punched
 from shoal.net.tcp.sessions import SESSION_BYTE, Splice, TcpSession
-from shoal.net.tcp.stream import TcpStream, address_of, close_socket, disown_socket
+from shoal.net.tcp.stream import OwnSocket, TcpStream, address_of
 from shoal.net.transport import MAY_CONNECT, ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
@@ -114,7 +114,7 @@ class TcpTransport(Transport):
             self._keep_looking()
         return self._reachable_at(listeners)
 
-    async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
+    async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[OwnSocket]:
         """Bind to a host. For port 0, reuse the port of another address if possible: one less to remember."""
         if port == 0 and self.listeners:
             with contextlib.suppress(OSError):
@@ -215,12 +215,10 @@ class TcpTransport(Transport):
     ) -> Stream:
         """The dialler's half of the handshake, as soon as there is a connection."""
         stream = TcpStream()
-        connected: socket.socket | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 connected = await connecting
                 ON_ANSWER.get()()
-                descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,
                     sock=connected,
@@ -234,9 +232,6 @@ class TcpTransport(Transport):
                 stream.remote, stream.badge = await proving
         except BaseException as e:
             stream.abort()
-            # The handshake may have failed before the stream took over the socket.
-            if connected is not None:
-                disown_socket(descriptor, connected)
             if not isinstance(e, (OSError, StreamClosedError)):
                 raise
             self.metrics.dials_failed += 1
@@ -281,7 +276,7 @@ class TcpTransport(Transport):
         try:
             return TcpSession(connected, self.strangers.sessions, punchable=punchable)
         except BaseException:
-            close_socket(connected)
+            connected.close()
             raise
 
     async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
