@@ -15,7 +15,7 @@ import asyncio
 import copy
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
 from shoal.errors import (
@@ -241,9 +241,6 @@ SPARE = 4
 """The least number of direct connections to a peer that only relays lead to. A round takes two or more, and other
 calls come meanwhile. When no relay is left, there will be no more."""
 
-# What a waiting call gets: a connection, or the right to dial one.
-Turn = Connection | None
-
 
 @dataclass(eq=False)
 class PooledPeer:
@@ -252,13 +249,18 @@ class PooledPeer:
     peer_id: PeerID
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
-    dialling: int = 0
-    expected: int = 0
-    """How many of the dials are made elsewhere; waiting calls may have their connections."""
-    waiting: dict[asyncio.Future[Turn], asyncio.Task[Connection] | None] = field(default_factory=dict)
-    """In order, each with the dial that its call makes meanwhile."""
+    dials: dict[asyncio.Task[Connection], None] = field(default_factory=dict)
+    """Dials for waiting calls. Whatever connects first serves the call that has waited longest."""
+    elsewhere: int = 0
+    """How many more connections are being made; waiting calls may have them."""
+    waiting: dict[asyncio.Future[Connection], Context] = field(default_factory=dict)
+    """Calls in their order, with what is true for a dial of theirs, such as :data:`DIRECT_ONLY`."""
     barren_until: float = 0.0
     """Until then it is not worth dialling, in the time of the loop."""
+
+    @property
+    def dialling(self) -> int:
+        return len(self.dials) + self.elsewhere
 
     @property
     def may_dial(self) -> bool:
@@ -280,12 +282,9 @@ class PooledPeer:
     def is_forgettable(self) -> bool:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
-    def next_in_line(self, *, to_dial: bool = False) -> asyncio.Future[Turn] | None:
-        if not self.waiting:
-            return None
-        for turn, own_dial in list(self.waiting.items()):
-            if to_dial and own_dial is not None and not own_dial.done():
-                continue
+    def next_in_line(self) -> asyncio.Future[Connection] | None:
+        while self.waiting:
+            turn = next(iter(self.waiting))
             del self.waiting[turn]
             if not turn.done():
                 return turn
@@ -314,7 +313,6 @@ class ConnectionPool:
         self._peers: dict[PeerID, PooledPeer] = {}
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
-        self._spare: set[asyncio.Task[Connection]] = set()
         self._closed = False
         self.on_circuit, self.on_broken = on_circuit, on_broken
 
@@ -360,12 +358,7 @@ class ConnectionPool:
         while True:
             self._check_open()
             peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
-            connection = self._take_idle(peer)
-            if connection is None and peer.may_dial:
-                peer.dialling += 1
-                connection = await self._dial_or_wait(peer)
-            elif connection is None:
-                connection = await self._wait_for_turn(peer)
+            connection = self._take_idle(peer) or await self._wait_for_turn(peer)
             if not connection.closed:
                 return connection
             # The connection ended between two calls.
@@ -385,7 +378,7 @@ class ConnectionPool:
         if not reusable or connection.closed or self._closed or is_old:
             connection.abort()
             del peer.in_use[connection]
-            self._let_next_dial(peer)
+            self._dial_for_waiting(peer)
             return
         turn = peer.next_in_line()
         if turn is not None:
@@ -407,15 +400,18 @@ class ConnectionPool:
         peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
         try:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
-                peer.dialling += 1
-                connection = await self._dial_new(peer)
+                peer.elsewhere += 1
+                try:
+                    connection = await self._dial_new(peer)
+                finally:
+                    peer.elsewhere -= 1
                 if connection.closed or connection.stream.via is None:
                     self.release(connection, reusable=True)
                 else:  # it would not be kept beside direct ones
                     del peer.in_use[connection]
                     self._keep(peer, connection)
         finally:
-            self._forget_if_possible(peer)
+            self._dial_for_waiting(peer)
 
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere and is idle."""
@@ -435,16 +431,13 @@ class ConnectionPool:
             What ends that, at once or after the first ones have come; calls that still wait may dial then.
         """
         peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
-        peer.dialling += count
-        peer.expected += count
+        peer.elsewhere += count
 
         def end() -> None:
             nonlocal count
-            peer.dialling -= count
-            peer.expected -= count
-            for _ in range(MAX_PARALLEL_DIALS if count else 0):
-                self._let_next_dial(peer)
+            peer.elsewhere -= count
             count = 0
+            self._dial_for_waiting(peer)
 
         return end
 
@@ -544,112 +537,73 @@ class ConnectionPool:
     # --- new connections ----------------------------------------------------------------------------------------------
 
     async def _dial_new(self, peer: PooledPeer) -> Connection:
-        """Dial; the caller has already counted the dial in ``peer.dialling``."""
-        try:
-            connection = await self._dial(peer.peer_id)
-            if connection.closed:
-                raise InterruptedDialError(
-                    f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
-                    "more; try again later"
-                )
-        except BaseException as e:
-            peer.dialling -= 1
-            if isinstance(e, ShoalError) and not peer.in_use:
-                self._fail_waiting(peer, e)
-            elif isinstance(e, DialError):
-                peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
-            self._let_next_dial(peer)
-            raise
-        peer.dialling -= 1
+        """A new connection, which counts as used."""
+        connection = await self._dial(peer.peer_id)
+        if connection.closed:
+            raise InterruptedDialError(
+                f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
+                "more; try again later"
+            )
         peer.in_use[connection] = None
-        self._tell_of(connection)
-        self._let_next_dial(peer)
         if self._closed:
             self.release(connection, reusable=False)
             self._check_open()
+        self._tell_of(connection)
         return connection
 
-    async def _dial_or_wait(self, peer: PooledPeer) -> Connection:
-        """Dial. Where relays arrange connections, take what comes or is given back meanwhile, if that is earlier."""
-        if not (peer.has_arranged_in_use or peer.expected):
-            return await self._dial_new(peer)
-        loop = asyncio.get_running_loop()
-        dial = loop.create_task(self._dial_new(peer))
-        turn = loop.create_task(self._wait_for_turn(peer, dial))
-        taken: asyncio.Task[Connection] | None = None
+    async def _wait_for_turn(self, peer: PooledPeer) -> Connection:
+        turn: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        peer.waiting[turn] = copy_context()
+        self._dial_for_waiting(peer)
         try:
-            await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
-            is_vain = dial.done() and isinstance(dial.exception(), DialError) and peer.has_arranged_in_use
-            taken = turn if turn.done() or is_vain else dial
-            self._let_next_dial(peer)  # perhaps this very call, later
-            return await taken
+            return await turn
         except asyncio.CancelledError:
-            taken = None
-            dial.cancel()
-            raise
-        finally:
-            turn.cancel()
-            for task in {dial, turn} - {taken}:
-                self._spare.add(task)
-                task.add_done_callback(self._take_back)
-
-    def _take_back(self, task: asyncio.Task[Connection]) -> None:
-        """A connection that came when nobody waited for it any more."""
-        self._spare.discard(task)
-        if not task.cancelled() and task.exception() is None:
-            self.release(task.result(), reusable=True)
-
-    async def _wait_for_turn(self, peer: PooledPeer, own_dial: asyncio.Task[Connection] | None = None) -> Connection:
-        while True:
-            turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-            peer.waiting[turn] = own_dial
-            try:
-                connection = await turn
-            except asyncio.CancelledError:
-                self._pass_on(peer, turn)
-                raise
-            try:
-                return await self._dial_or_wait(peer) if connection is None else connection
-            except DialError:
-                if not peer.has_arranged_in_use:
-                    raise
-
-    def _pass_on(self, peer: PooledPeer, turn: asyncio.Future[Turn]) -> None:
-        """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
-        if turn.cancelled():
+            if not turn.cancelled() and turn.exception() is None:
+                self.release(turn.result(), reusable=True)
             peer.waiting.pop(turn, None)
-            self._forget_if_possible(peer)
-        elif turn.exception() is None:
-            connection = turn.result()
-            if connection is not None:
-                self.release(connection, reusable=True)
-            else:
-                peer.dialling -= 1
-                self._let_next_dial(peer)
+            for dial in [*peer.dials][len(peer.waiting) :]:
+                dial.cancel()
+            self._dial_for_waiting(peer)
+            raise
 
-    def _let_next_dial(self, peer: PooledPeer) -> None:
-        if peer.may_dial and not self._closed:
-            turn = peer.next_in_line(to_dial=True)
-            if turn is not None:
-                peer.dialling += 1
-                turn.set_result(None)
+    def _dial_for_waiting(self, peer: PooledPeer) -> None:
+        """Dial for each waiting call, as far as that is allowed."""
+        while len(peer.waiting) > len(peer.dials) and peer.may_dial and not self._closed:
+            context = [*peer.waiting.values()][len(peer.dials)]
+            dial = asyncio.get_running_loop().create_task(self._dial_new(peer), context=context)
+            peer.dials[dial] = None
+            dial.add_done_callback(functools.partial(self._end_dial, peer))
         self._forget_if_possible(peer)
 
-    def _fail_waiting(self, peer: PooledPeer, error: ShoalError) -> None:
-        """Fail all waiting calls. Their dials would fail just as late, so do not let timeouts queue up."""
-        turn = peer.next_in_line()
-        while turn is not None:
-            # Each caller gets a traceback of its own.
-            turn.set_exception(copy.copy(error))
+    def _end_dial(self, peer: PooledPeer, dial: asyncio.Task[Connection]) -> None:
+        del peer.dials[dial]
+        error = None if dial.cancelled() else dial.exception()
+        if isinstance(error, DialError) and peer.has_arranged_in_use:
+            # Somebody will give one back.
+            peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
+        elif error is not None:
+            # More dials would fail just as late, so do not let timeouts queue up.
+            are_all_lost = isinstance(error, ShoalError) and not peer.in_use
+            self._fail_waiting(peer, error, len(peer.waiting) - len(peer.dials) if are_all_lost else 1)
+        elif not dial.cancelled():
+            self.release(dial.result(), reusable=True)
+        self._dial_for_waiting(peer)
+
+    def _fail_waiting(self, peer: PooledPeer, error: BaseException, count: int) -> None:
+        """Fail the calls that have waited longest."""
+        for _ in range(count):
             turn = peer.next_in_line()
+            if turn is not None:
+                turn.set_exception(error)
+            error = copy.copy(error)  # each caller gets a traceback of its own
 
     def close(self) -> None:
         """Cut every connection; calls in progress fail."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        for task in self._spare:
-            task.cancel()
         self.cut(lambda stream: True)
         for peer in list(self._peers.values()):
-            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))
+            for dial in peer.dials:
+                dial.cancel()
+            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"), len(peer.waiting))
