@@ -168,9 +168,7 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
-        self._server_mode.start()
-        self.p2p.find_addresses = self.finder.find
-        self.p2p.reservations.candidates = self._peers_of_the_table
+        self.p2p.directory = self
         if looks_around:
             self._neighbours = Neighbours(self.protocol, self._settle_in)
             await self._neighbours.start()
@@ -192,9 +190,21 @@ class DHTNode:
         present = {} if self._neighbours is None else self._neighbours.network.present
         self.protocol.spawn(Reunion(self.protocol, self._server_mode, targets, self._meet_neighbors, present).run())
 
-    def _peers_of_the_table(self) -> list[PeerID]:
-        """Candidates for relays: nearly all nodes that others can dial are relays."""
+    # --- what the network asks of it ----------------------------------------------------------------------------------
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        """Look for the addresses of a peer in the DHT; the ``p2p`` of this node can dial it afterwards."""
+        await self.finder.find(peer)
+
+    def dialable_peers(self) -> list[PeerID]:
+        """Nodes that others can dial."""
         return [peer for _, peer in self.protocol.routing_table]
+
+    def note_reachability(self) -> None:
+        """Others can call this peer in another way than before."""
+        self._server_mode.look()
+
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     async def _meet_neighbors(self) -> bool:
         """Search for the own id, so that nearby nodes and this one meet; returns whether any other node was found."""
@@ -238,12 +248,8 @@ class DHTNode:
         self._reader.refresh_queue.clear()
         if self._neighbours is not None:
             await self._neighbours.close()
-        # Another node on this peer may have set its own finder meanwhile.
-        if self.p2p.find_addresses == self.finder.find:
-            self.p2p.find_addresses = None
-        if self.p2p.reservations.candidates == self._peers_of_the_table:
-            self.p2p.reservations.candidates = tuple
-        self._server_mode.close()
+        if self.p2p.directory is self:  # there may be another node on this peer by now
+            self.p2p.directory = None
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()
