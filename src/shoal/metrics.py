@@ -160,7 +160,7 @@ class Metrics:
     ``no place for a connection``: another peer found all places taken;
     ``reducers without a share``: their averages did not arrive;
     ``averages that did not come``: a round took long because a reducer gave none, or a sender sent too slowly;
-    ``clocks that differ``: peers told another time than the settled one;
+    ``clocks that differ``: peers ignored what this one told, because its time is ahead of theirs;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
     ``leaders not followed``: they accepted followers and did not start the group, or did not end a round that they
     coordinated;

@@ -176,19 +176,6 @@ class PeerScores:
             about=coordinator,
         )
 
-    def note_time(self, peer: PeerID, seconds: float) -> None:
-        """A peer keeps saying that it is ``seconds`` later than the swarm has agreed about; 0: it does not."""
-        if seconds:
-            self._metrics.troubles["clocks that differ"] += 1
-            self._warn_seldom(
-                "peer %s says that it is %.1f seconds %s than others have agreed about: its time hardly counts. Its "
-                "owner should turn on NTP",
-                peer,
-                abs(seconds),
-                "later" if seconds > 0 else "earlier",
-                about=peer,
-            )
-
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
         """A stranger has taken something. Peers cost nothing: those of one host count as one."""
         now, name = self._now(), str(host)
