@@ -14,10 +14,10 @@ How an offset is found
 
 How it is applied
     At once in the first ten minutes: from the first exchange on, after the machine's clock has jumped, and after the
-    swarm was lost and found. Later the time moves by at most a second in a minute, and so never goes back. The exception is a
-    difference of more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS``, if most of those that tell it have agreed with this
-    machine before. If two or more of the known peers have delivered in averaging rounds, only these count then. So a
-    crowd of strangers does not take the swarm to another time.
+    swarm was lost and found. Later the time moves by at most a second in a minute, and so never goes back. The
+    exception is a difference of more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS``, if most of those that tell it have
+    agreed with this machine before. If two or more of the known peers have delivered in averaging rounds, only these
+    count. So a crowd of strangers does not take the swarm to another time.
 
 How time passes
     Between two exchanges, time passes as on a clock of the machine that is never set and keeps running while the
