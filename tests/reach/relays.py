@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.net.memory import MemoryNetwork
-from shoal.p2p import P2P, Multiaddr
+from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.reach.relay.messages import Connect, ConnectAnswer, Reserve, ReserveAnswer
 from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
 
 HERE = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
+
+
+class Known:
+    """A directory with some peers that may be relays.
+
+    Args:
+        relays: these.
+        find: called with a peer whose addresses are looked for.
+    """
+
+    def __init__(self, relays: Sequence[PeerID] = (), find: Callable[[PeerID], object] = lambda _: None) -> None:
+        self._relays, self._find = relays, find
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        self._find(peer)
+
+    def known_peers(self) -> Sequence[PeerID]:
+        return self._relays
+
+    def note_reach(self) -> None:
+        """Nothing follows from it."""
 
 
 class Relayed(Peers):
@@ -74,7 +95,7 @@ def introduce(p2p: P2P, *relays: P2P) -> None:
     """Tell a peer which relays there are."""
     for relay in relays:
         p2p.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
-    p2p.reservations.candidates = lambda: [relay.peer_id for relay in relays]
+    p2p.directories = [Known([relay.peer_id for relay in relays])]
 
 
 def tell(caller: P2P, guest: P2P) -> list[Multiaddr]:

@@ -24,7 +24,7 @@ from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, Incomin
 from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.reach.relays import HERE, Relayed, connect, introduce, square, tell
+from tests.reach.relays import HERE, Known, Relayed, connect, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")
@@ -192,11 +192,7 @@ async def test_who_has_left_its_relays_is_looked_up_again(kind: str) -> None:
         guest.reservations.want(True)
         await until(lambda: new.peer_id in guest.reservations.held)
         caller.add_addresses(guest.peer_id, [circuit_address(old.get_addresses(old.peer_id)[0], old.peer_id)])
-
-        async def find(peer: PeerID) -> None:
-            tell(caller, guest)
-
-        caller.find_addresses = find
+        caller.directories = [Known(find=lambda _: tell(caller, guest))]
         assert await square(caller, guest) == 9
 
 

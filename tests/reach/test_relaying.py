@@ -20,7 +20,7 @@ from shoal.reach.relay.server import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SEC
 from shoal.testing import run
 from tests.access.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.reach.relays import Relayed, connect, introduce, reserve, square, tell
+from tests.reach.relays import Known, Relayed, connect, introduce, reserve, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -52,7 +52,7 @@ async def test_a_full_relay_gives_the_place_of_who_has_another_one_to_who_has_no
         introduce(newcomer, relay)
         answer = await reserve(newcomer, relay, others=1)
         assert (answer.code, answer.text) == (RelayCode.BUSY, "3 reservations"), "it can be reached already"
-        second.reservations.candidates = lambda: [other.peer_id]  # it does not come back when the newcomer has left
+        second.directories = [Known([other.peer_id])]  # it does not come back when the newcomer has left
         assert isinstance(await reserve(newcomer, relay), Reserved)
         await until(lambda: second.peer_id not in relay.relay.guests)
         assert {called.peer_id, only.peer_id} <= set(relay.relay.guests)

@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.server_mode import ServerMode
+from shoal.dht.traverse import meet_nodes_near
 from shoal.errors import (
     BootstrapError,
     DialError,
@@ -49,6 +50,11 @@ Outcomes = asyncio.Queue[tuple[Callee, "Exception | None"]]
 # Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
 # Chosen: a few round trips around the world.
 SECOND_OPINION_SECONDS = 1.0
+
+
+async def meet_neighbors(protocol: DHTProtocol) -> bool:
+    """Walk to the own id, so that nearby nodes and this one meet; returns whether there is any other node."""
+    return await meet_nodes_near(protocol, protocol.node_id, protocol.config.bucket_size)
 
 
 async def ping_initial_peers(
@@ -244,7 +250,6 @@ class Reunion:
         server_mode: looks regularly whether this peer should be a node.
         initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
             is given, any peer that answers there is one.
-        meet_neighbors: walks to the node's own id; returns whether it found another node.
         neighbours: the peers in the local network at present.
     """
 
@@ -253,7 +258,6 @@ class Reunion:
         protocol: DHTProtocol,
         server_mode: ServerMode,
         initial_peers: Targets,
-        meet_neighbors: Callable[[], Awaitable[bool]],
         neighbours: Mapping[PeerID, Sequence[Multiaddr]] = MappingProxyType({}),
     ) -> None:
         self._protocol, self._server_mode = protocol, server_mode
@@ -265,7 +269,6 @@ class Reunion:
         for address, peer in initial_peers:
             if peer is not None and peer != self._p2p.peer_id:
                 self._addresses.setdefault(peer, []).append(address)
-        self._meet_neighbors = meet_neighbors
         self._neighbours = neighbours
         self._probes: dict[Callee, Backoff] = {}
         """When to ping peers that are watched; a ping counts as failed until it is answered."""
@@ -290,7 +293,7 @@ class Reunion:
         await self._ping(self._choose_probes())
         if self._protocol.connectivity.came_back.is_set():
             self._protocol.connectivity.came_back.clear()
-            await self._meet_neighbors()
+            await meet_neighbors(self._protocol)
 
     def _choose_probes(self) -> list[Callee]:
         table, now = self._protocol.routing_table, self._now()
@@ -362,7 +365,7 @@ class Reunion:
             await self._pause(self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
                 await self._ping(await self._draw(backoff.failures))
-            if not self._connectivity.is_lost and await self._meet_neighbors():
+            if not self._connectivity.is_lost and await meet_neighbors(self._protocol):
                 break
             backoff.fail()
         self._protocol.connectivity.came_back.clear()
@@ -411,11 +414,11 @@ class Neighbours:
 
     Args:
         protocol: the node's side of the protocol.
-        on_joined: runs after another node has accepted this one.
+        server_mode: looks whether this peer should be a node, after another one has accepted it.
     """
 
-    def __init__(self, protocol: DHTProtocol, on_joined: Callable[[], Awaitable[object]]) -> None:
-        self._protocol, self._on_joined = protocol, on_joined
+    def __init__(self, protocol: DHTProtocol, server_mode: ServerMode) -> None:
+        self._protocol, self._server_mode = protocol, server_mode
         self.network = LocalNetwork(protocol.p2p, self._note)
         """Tells which peers are there."""
         self._joined = asyncio.Event()
@@ -458,5 +461,6 @@ class Neighbours:
                 return
             else:
                 logger.info("joined peer %s in the local network", peer)
-            await self._on_joined()
+            await self._server_mode.settle()
+            await meet_neighbors(protocol)
         self._joined.set()

@@ -36,15 +36,6 @@ class ServerMode:
         self._superfluous_since: float | None = None
         self._moving: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Follow how others can call this peer, until :meth:`close`."""
-        if not self._protocol.client_mode:
-            self._protocol.p2p.outlook.on_change[self.look] = None
-
-    def close(self) -> None:
-        """Stop following."""
-        self._protocol.p2p.outlook.on_change.pop(self.look, None)
-
     async def settle(self) -> None:
         """Wait until it is clear how others can call this peer, now that the first ones have tried."""
         if not self._protocol.client_mode:

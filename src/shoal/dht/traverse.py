@@ -667,6 +667,24 @@ class Lookup:
         return {target: Answer(record.neighbors) for target, record in answers.items()}
 
 
+async def meet_nodes_near(protocol: DHTProtocol, place: DHTID, count: int) -> bool:
+    """Walk to a place in the DHT, so that the nodes there and this one meet; returns whether there is any other node.
+
+    Args:
+        count: end the walk when this many of the nearest nodes have answered.
+    """
+    met: list[DHTID] = []
+    config = protocol.config
+    await Lookup(protocol).find_nearest(
+        [place],
+        lambda _, nearest: met.extend(nearest),
+        num_workers=config.num_workers,
+        beam_size=max(config.bucket_size, count),
+        enough=count,
+    )
+    return bool(met)
+
+
 # Pause before a peer that was not found is looked for again. Chosen, like the next one.
 SECONDS_BETWEEN_SEARCHES = 5.0
 
@@ -678,11 +696,10 @@ class PeerFinder:
 
     Args:
         protocol: of the searching node; its peer can dial the peers that are found.
-        walk: walks to a place in the DHT, and learns of the nodes there.
     """
 
-    def __init__(self, protocol: DHTProtocol, walk: Callable[[DHTID], Awaitable[object]]) -> None:
-        self._protocol, self._walk = protocol, walk
+    def __init__(self, protocol: DHTProtocol) -> None:
+        self._protocol = protocol
         self._searches: dict[PeerID, asyncio.Task[None]] = {}
         now = asyncio.get_running_loop().time
         self._not_found: Bounded[PeerID, None] = Bounded(MAX_NOT_FOUND, seconds=SECONDS_BETWEEN_SEARCHES, now=now)
@@ -700,7 +717,7 @@ class PeerFinder:
     async def _search(self, peer: PeerID) -> None:
         try:
             async with asyncio.timeout(self._protocol.wait_timeout):
-                await self._walk(DHTID.of_peer(peer))
+                await meet_nodes_near(self._protocol, DHTID.of_peer(peer), self._protocol.config.num_replicas)
         except (DHTError, TimeoutError) as e:
             logger.debug("the search for peer %s was given up: %r", peer, e)
         if not self._protocol.p2p.is_reachable(peer):

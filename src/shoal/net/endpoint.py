@@ -12,9 +12,9 @@ import logging
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.access.badges import Roles
 from shoal.access.membership import Membership
@@ -53,6 +53,22 @@ AGENT = "shoal"
 INSTANCE_BYTES = 16
 
 
+class Directory(Protocol):
+    """Where a peer looks others up: its node of the DHT, one of :attr:`Endpoint.directories` while it lives."""
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        """Look for the addresses of a peer that is to be dialled."""
+        ...
+
+    def known_peers(self) -> Sequence[PeerID]:
+        """Peers that may be relays."""
+        ...
+
+    def note_reach(self) -> None:
+        """How others can call this peer has changed."""
+        ...
+
+
 class Endpoint(ABC):
     """Calls other peers, and answers them.
 
@@ -89,8 +105,8 @@ class Endpoint(ABC):
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
-        self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
-        """Looks up a peer without a known address before it is dialled; set by the DHT node."""
+        self.directories: list[Directory] = []
+        """Where peers without a known address are looked up before they are dialled."""
         self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
@@ -354,20 +370,24 @@ class Endpoint(ABC):
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
             raise P2PDaemonError("a peer cannot call itself over the network")
-        if self.find_addresses is not None and not self.is_reachable(peer):
-            await self.find_addresses(peer)
+        await self._look_up(peer)
         try:
             stream = await self.dialler.dial(peer)
         except NoReservationError:
             # It may have other relays by now. Where it is no more, the dialler has forgotten.
-            if self.find_addresses is None or self.is_reachable(peer):
+            if self.is_reachable(peer):
                 raise
-            await self.find_addresses(peer)
+            await self._look_up(peer)
             if not self.is_reachable(peer):
                 raise
             stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
+
+    async def _look_up(self, peer: PeerID) -> None:
+        for directory in list(self.directories):
+            if not self.is_reachable(peer):
+                await directory.find_addresses(peer)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
         """A call to a peer that should be online has failed. After a few such failures the user is told, once.

@@ -122,8 +122,6 @@ class ReachabilityManager:
         self._endpoint, self.options = endpoint, options
         self._relay, self._reservations, self._circuits = relay, reservations, circuits
         self.evidence = Evidence(options.forced)
-        self.on_change: dict[Callable[[], object], None] = {}
-        """Called after each change of what this peer is to others."""
         self.mapping: PortMapping | None = None
         """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
@@ -335,8 +333,8 @@ class ReachabilityManager:
             self._changed.set()
             if state is Reachability.CLIENT and former[0] is Reachability.RELAYED:
                 self.warn_client()
-            for callback in list(self.on_change):
-                callback()
+            for directory in list(self._endpoint.directories):
+                directory.note_reach()
         if former[1] != now_told[1] or Reachability.UNKNOWN not in (former[0], state):
             self.announce_anew()
 

@@ -108,8 +108,6 @@ class RelayClient:
     ) -> None:
         self._endpoint, self.answer, self.trusted, self.on_change = endpoint, answer, trusted, on_change
         self._now = asyncio.get_running_loop().time
-        self.candidates: Callable[[], Sequence[PeerID]] = tuple
-        """Further peers that may be relays, beside those that have said so."""
         self.reach = Reach.EASY
         """What relays are told of this peer."""
         self.held: dict[PeerID, Held] = {}
@@ -267,7 +265,8 @@ class RelayClient:
         trusted = [relay for _, relay in self._trusted()]
         # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
         dialled = self._endpoint.dialler.direct_addresses
-        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
+        known = (relay for directory in self._endpoint.directories for relay in directory.known_peers())
+        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in known}
         of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
         have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
 
