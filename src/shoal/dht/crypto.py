@@ -24,9 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.reasons import Reason
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
-from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, Reason, RecordValidatorBase
 from shoal.peers.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)

@@ -16,10 +16,9 @@ from shoal.base.closeable import Facade, at_the_door, unknown_argument
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.dht.get import GetResult
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
-from shoal.dht.reasons import GetReport, StoreReport
 from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.validation import CompositeValidator, RecordValidatorBase
+from shoal.dht.validation import CompositeValidator, GetReport, RecordValidatorBase, StoreReport
 from shoal.errors import DHTError
 from shoal.net.pasted import line_to_paste, split_addresses, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID

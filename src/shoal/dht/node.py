@@ -14,16 +14,14 @@ from shoal.base.closeable import options_from
 from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
-from shoal.dht.joining import Neighbours, Reunion, meet_neighbors, ping_initial_peers
+from shoal.dht.joining import Neighbours, Reunion, ServerMode, meet_neighbors, ping_initial_peers
 from shoal.dht.protocol import KEEPERS, DHTProtocol
-from shoal.dht.reasons import GetReport, StoreReport
+from shoal.dht.protocol import Blacklist as Blacklist
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.server_mode import ServerMode
-from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Writer, make_record
 from shoal.dht.traverse import Lookup, PeerFinder
-from shoal.dht.validation import RecordValidatorBase
+from shoal.dht.validation import GetReport, RecordValidatorBase, StoreReport
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.net.pasted import Target, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID

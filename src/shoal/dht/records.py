@@ -30,7 +30,6 @@ from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.reasons import KEPT, Outcome, Reason
 from shoal.dht.routing import DHTID, ID_BITS, id_of
 from shoal.dht.storage import (
     MAX_DICTIONARY_ENTRIES,
@@ -41,9 +40,12 @@ from shoal.dht.storage import (
     ValueWithExpiration,
 )
 from shoal.dht.validation import (
+    KEPT,
     MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
+    Outcome,
+    Reason,
     check_expiration,
 )
 from shoal.errors import ProtocolError
@@ -151,7 +153,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
     reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
-    """A :class:`~shoal.dht.reasons.Reason`, or one that only newer versions know."""
+    """A :class:`~shoal.dht.validation.Reason`, or one that only newer versions know."""
     detail: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)] = ""
 
 

@@ -29,11 +29,9 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from shoal.base.bounded import Bounded
 from shoal.base.clock import SwarmClock, get_clock
 from shoal.base.logs import Seldom
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
-from shoal.dht.reasons import Outcome, Reason, outcome_of_failure
 from shoal.dht.records import (
     MAX_KEYS_PER_FIND,
     MAX_KNOWN,
@@ -44,6 +42,7 @@ from shoal.dht.records import (
     unpack_contact,
 )
 from shoal.dht.routing import DHTID, ID_BITS
+from shoal.dht.validation import Outcome, Reason, outcome_of_failure
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.p2p import PeerID
 
@@ -685,10 +684,8 @@ async def meet_nodes_near(protocol: DHTProtocol, place: DHTID, count: int) -> bo
     return bool(met)
 
 
-# Pause before a peer that was not found is looked for again. Chosen, like the next one.
+# Pause before a peer that was not found is looked for again. Chosen.
 SECONDS_BETWEEN_SEARCHES = 5.0
-
-MAX_NOT_FOUND = 1000
 
 
 class PeerFinder:
@@ -701,12 +698,11 @@ class PeerFinder:
     def __init__(self, protocol: DHTProtocol) -> None:
         self._protocol = protocol
         self._searches: dict[PeerID, asyncio.Task[None]] = {}
-        now = asyncio.get_running_loop().time
-        self._not_found: Bounded[PeerID, None] = Bounded(MAX_NOT_FOUND, seconds=SECONDS_BETWEEN_SEARCHES, now=now)
+        self._now = asyncio.get_running_loop().time
 
     async def find(self, peer: PeerID) -> None:
         """Look for the addresses of a peer; concurrent callers share one search."""
-        if peer in self._not_found:
+        if self._now() < self._protocol.p2p.book.find(peer).sought_at + SECONDS_BETWEEN_SEARCHES:
             return
         search = self._searches.get(peer)
         if search is None:
@@ -721,4 +717,4 @@ class PeerFinder:
         except (DHTError, TimeoutError) as e:
             logger.debug("the search for peer %s was given up: %r", peer, e)
         if not self._protocol.p2p.is_reachable(peer):
-            self._not_found[peer] = None
+            self._protocol.p2p.book[peer].sought_at = self._now()
