@@ -48,6 +48,8 @@ DHTExpiration = float
 
 # Peers whose clocks differ by more than this many seconds cannot share expiration times safely.
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
+# How far the clocks of two peers may differ before their badges, requests and records are refused. Chosen.
+TOLERANCE_SECONDS = 20 * MAX_DHT_TIME_DISCREPANCY_SECONDS
 # Differences up to this, beyond the possible error of an exchange, are not corrected. Chosen: clocks with NTP differ by
 # hundredths of a second.
 UNNOTICEABLE_SECONDS = 0.25
@@ -65,8 +67,6 @@ MAX_SOURCES = 32
 MAX_AGE_SECONDS = 3600.0
 # Slower exchanges are too inexact to be used.
 MAX_ROUND_TRIP_SECONDS = MAX_DHT_TIME_DISCREPANCY_SECONDS
-# How often both clocks are read, to get two readings of one moment.
-READING_ATTEMPTS = 5
 
 
 class _Sample(NamedTuple):
@@ -156,7 +156,7 @@ class SwarmClock:
 
     def _read_at_once(self) -> tuple[float, float] | None:
         """Both clocks at one moment; ``None`` if this thread is held up each time between the two readings."""
-        for _ in range(READING_ATTEMPTS):
+        for _ in range(5):
             before, wall, now = self._monotonic(), self._wall(), self._monotonic()
             if now - before < UNNOTICEABLE_SECONDS:
                 return wall, now

@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
+from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.records import NewRecord
 from shoal.dht.traverse import meet_nodes_near
@@ -51,7 +52,7 @@ from shoal.reach.reachability import Reach, Reachability
 logger = logging.getLogger(__name__)
 
 # With this many public nodes, peers behind relays are not needed as nodes: as many as hold a record by default.
-ENOUGH_PUBLIC_NODES = 5
+ENOUGH_PUBLIC_NODES = NodeConfig.num_replicas
 # Chosen: longer than a public peer takes to restart.
 STEP_DOWN_SECONDS = 600.0
 
@@ -302,18 +303,15 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
 # Interval of a node's background checks, give or take a quarter.
 TICK_SECONDS = 5.0
 # The nearest neighbor is pinged after this time without any answer.
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 4 * TICK_SECONDS
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
 # of a suspect is a tick, and doubles each time.
-LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 6 * TICK_SECONDS
 # The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
 # initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
-LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
+LONGEST_PAUSE_OF_ENDED_SECONDS = 20 * LONGEST_PAUSE_SECONDS
 # Pause between two pings of an initial peer that answers, but has no place in the routing table.
-PAUSE_WHEN_WELL_SECONDS = 300.0
-# With more nodes in the routing table, the longest pause grows in proportion: enough other nodes ping the dead ones.
-SMALL_TABLE = 20
-
+PAUSE_WHEN_WELL_SECONDS = 10 * LONGEST_PAUSE_SECONDS
 # Peers pinged at a time: few, because after an outage all nodes ping.
 PINGS_AT_A_TIME = 3
 # After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
@@ -391,7 +389,8 @@ class Reunion:
         }
         due = [peer for peer in watched if self._probes[peer].is_due(now)]
         chosen = sorted(due, key=lambda peer: self._probes[peer].rests_until)[:PINGS_AT_A_TIME]
-        longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
+        # With more nodes in the table than in one bucket, enough other nodes ping the dead ones.
+        longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / table.bucket_size)
         for peer in chosen:
             self._probes[peer].longest = max(longest, self._probes[peer].longest)
             self._probes[peer].fail(now)

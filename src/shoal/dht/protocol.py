@@ -67,16 +67,11 @@ from shoal.reach.reachability import Reachability
 # Calls within this window are compared with each other. After this time without any answer the swarm may be lost.
 # Chosen: three times the timeout of a call.
 WINDOW_SECONDS = 10.0
-# Least number of silent peers for an outage: a single one never counts as one.
-FEWEST_SILENT = 2
 # An event loop that lags more than this may have failed to read answers that arrived in time. Chosen: well over the
 # pauses of a garbage collection, well under the timeout of a call.
 LATE_SECONDS = 0.5
-
 # Interval of the checks whether the loop lags.
-HEARTBEAT_SECONDS = 0.25
-# Failures in a row beyond this number do not make a ban longer: by then it lasts over an hour.
-MAX_BACKOFF_STEPS = 10
+HEARTBEAT_SECONDS = LATE_SECONDS / 2
 
 
 class Blacklist:
@@ -101,9 +96,8 @@ class Blacklist:
         if peer in self or self.base_time == 0:
             return
         record = self._book[peer]
-        record.avoided_until = get_dht_time() + self.base_time * self.backoff_rate ** min(
-            record.unanswered, MAX_BACKOFF_STEPS
-        )
+        growth = self.backoff_rate ** min(record.unanswered, 10)  # by then it lasts over an hour
+        record.avoided_until = get_dht_time() + self.base_time * growth
         record.unanswered += 1
 
     def register_success(self, peer: PeerID) -> None:
@@ -233,7 +227,8 @@ class Connectivity:
             self._silent_since, self._silence_noted_at, self._has_asked_again = asked_at, now, False
         elif asked_at >= self._silence_noted_at:
             self._has_asked_again = True
-        if self._silent < FEWEST_SILENT or 2 * self._silent <= len(self._outcomes):
+        # A single silent peer never counts as an outage.
+        if self._silent < 2 or 2 * self._silent <= len(self._outcomes):
             return True
         record = self._book[peer]
         if record.excused_since is None:

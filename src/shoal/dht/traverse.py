@@ -31,6 +31,7 @@ import msgspec
 
 from shoal.base.clock import SwarmClock, get_clock
 from shoal.base.logs import Seldom
+from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
 from shoal.dht.records import (
     MAX_KEYS_PER_FIND,
@@ -76,7 +77,7 @@ MAX_REQUESTS_PER_BEAM = 10
 
 # A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
 # Three times the default beam.
-LEAST_KEPT = 60
+LEAST_KEPT = 3 * NodeConfig.bucket_size
 
 # A request is suspicious only after this many times the mean response time. Chosen, like the next one.
 STALLED_OVER_MEAN = 3.0

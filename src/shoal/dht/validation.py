@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from shoal.base.bounded import Bounded
-from shoal.base.clock import DHTExpiration, get_dht_time
+from shoal.base.bounded import MOST, Bounded
+from shoal.base.clock import TOLERANCE_SECONDS, DHTExpiration, get_dht_time
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.storage import StoredValue, Subkey
@@ -183,8 +183,6 @@ MAX_SUBKEY_BYTES = 2**12
 MAX_LIFETIME_SECONDS = 86400.0
 # shoal's own records (progress, averagers, donors) are renewed every few seconds or minutes; they live an hour at most.
 SHORT_LIFETIME_SECONDS = 3600.0
-# How far the clocks of two peers may differ before their records are refused: 20 times what joining allows.
-_TOLERANCE_SECONDS = 60.0
 
 
 class RecordError(ValueError):
@@ -216,7 +214,7 @@ class AcceptedRecords:
         size: number of records.
     """
 
-    def __init__(self, size: int = 4096) -> None:
+    def __init__(self, size: int = MOST) -> None:
         self._records: Bounded[bytes, None] = Bounded(size)
 
     def add(self, record: DHTRecord) -> None:
@@ -388,7 +386,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
-    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * _TOLERANCE_SECONDS:
+    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * TOLERANCE_SECONDS:
         raise RecordError(
             Reason.TOO_LONG, f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}"
         )
@@ -397,7 +395,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
 
 def is_short_lived(expiration_time: float) -> bool:
     """Whether a record of shoal's own may expire then; others are ignored."""
-    return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + _TOLERANCE_SECONDS
+    return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + TOLERANCE_SECONDS
 
 
 def check_subkey(subkey: Subkey, packed: bytes) -> None:

@@ -13,7 +13,7 @@ from shoal.peers.identity import PeerID
 
 FAILURES_TO_LOSE_SHARE = 3
 """This many in a row are no chance."""
-# The part of the time that may be wasted on retrying a peer that has failed.
+# The part of the time that may be wasted on retrying a peer that has failed. Chosen, like the next two.
 SHARE_WASTED = 0.05
 MAX_REST_SECONDS = 3600.0
 # The least that a failure is said to cost: even one that takes no time, such as a broken connection, earns a rest.

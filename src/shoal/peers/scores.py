@@ -31,11 +31,11 @@ from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-# A first failure that costs less is not worth a line: peers come and go.
+# A first failure that costs less is not worth a line: peers come and go. Chosen, like the next two.
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# Hosts of strangers whose demands are counted; those seen last are kept. Not measured.
+# Hosts of strangers whose demands are counted; those seen last are kept.
 MAX_STRANGERS = 256
 
 
