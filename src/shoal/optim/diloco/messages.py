@@ -22,6 +22,10 @@ from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer
 from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
 
+STATISTICS = b"inner"
+"""The name of the part of the state that has the statistics of the inner optimizers."""
+EXTRA = b"extra"
+"""That of the part that has the extra tensors."""
 # Bytes of a hash that name a member of a round, and the most bytes of names in an update.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 # The most bytes that name a round.
