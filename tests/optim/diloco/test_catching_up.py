@@ -123,8 +123,8 @@ def test_updates_travel_as_plain_values():
     }
     state = answer(kept)
     metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
-    found, whole = parse_answer(metadata, state.tensors, 3)
-    assert (list(found), whole) == ([0], {})
+    found = parse_answer(metadata, state.tensors, 3)
+    assert list(found) == [0]
     assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
     wanted = {1: Wanted(7), 0: Wanted(2, Entry(4, LINK, 9))}
@@ -150,26 +150,18 @@ def test_a_malformed_request_asks_for_nothing(part):
     "metadata",
     [
         None,
-        {"updates": 3, "states": []},
-        {"updates": [], "states": 3},
-        {"updates": [], "states": [[1, {}, 1]]},
-        {"updates": [], "states": [[0, {}, 3]]},
-        {"updates": [], "states": [[0, {}, 0]]},
-        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)], "states": []},
+        {"updates": 3},
+        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]]},
+        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)]},
     ],
     ids=[
         "none",
         "no list",
-        "none whole",
-        "whole fragment",
-        "too few whole",
-        "nothing whole",
         "fragment",
         "hash",
         "round",
@@ -180,7 +172,7 @@ def test_a_malformed_request_asks_for_nothing(part):
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(metadata):
-    with pytest.raises(ValueError, match=r"no (update|outer)|updates must"):
+    with pytest.raises(ValueError, match=r"no update|updates must"):
         parse_answer(metadata, [torch.zeros(2), torch.zeros(2)], 1)
 
 
@@ -190,6 +182,12 @@ def giving(*peers):
     return OuterDonor(
         SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(())
     )
+
+
+def no_updates(part, timeout):
+    fetching = concurrent.futures.Future()
+    fetching.set_result(State(*answer({})[:2]))
+    return fetching
 
 
 def rounds_of(peer, ask):
@@ -217,26 +215,10 @@ def test_a_donor_without_known_updates_refuses():
     alone(0, a)
     wanted = {0: Wanted(0, a.updates.journal.newest)}
     assert giving(b).part(request_for(wanted)) is None
-    found, whole = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
+    found = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
     assert [each.version for each in found[0]] == [1]
-    assert not whole
     state = giving(b).part(request_for({0: Wanted(0)}))
-    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {}), "nobody knows whether there is anything"
-
-
-def test_a_donor_without_updates_gives_outer_parameters():
-    a, b = Peer(A), Peer(B)
-    for slot in range(4):
-        a.train()
-        alone(slot, a)
-    assert a.updates.journal.since(0) == []
-    state = giving(a).part(request_for({0: Wanted(0, a.updates.journal.entries[-2])}))
-    found, whole = parse_answer(state.metadata, state.tensors, 1)
-    assert b.updates.make_up(found.get(0, ()), whole[0]) == 4
-    assert torch.equal(a.outer, b.outer)
-    a.train()
-    alone(4, a)
-    assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
+    assert parse_answer(state.metadata, state.tensors, 1) == {}, "nobody knows whether there is anything"
 
 
 def test_too_old_updates_are_not_denied():
@@ -246,7 +228,7 @@ def test_too_old_updates_are_not_denied():
         alone(slot, peer)
     assert giving(peer).part(request_for({0: Wanted(0)})) is None
     state = giving(peer).part(request_for({0: Wanted(4)}))
-    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {})
+    assert parse_answer(state.metadata, state.tensors, 1) == {}
 
 
 def test_an_older_state_is_refused(caplog):
@@ -267,11 +249,6 @@ def test_an_older_state_is_refused(caplog):
                 return state
         return None
 
-    def no_updates(part, timeout):
-        fetching = concurrent.futures.Future()
-        fetching.set_result(State(*answer({})[:2]))
-        return fetching
-
     rounds = rounds_of(peer, no_updates)
     rounds.has_trained, rounds.counter.slot, rounds.lock = False, 0, threading.RLock()
     rounds.averager.load_state_from_peers = download
@@ -283,38 +260,26 @@ def test_an_older_state_is_refused(caplog):
 
 
 def test_a_loser_takes_over_the_winning_branch(caplog):
-    """What most others have may be of its own lineage, such as that of newcomers to which it has given it."""
-    winner, loser, newcomer = Peer(A), Peer(B), Peer(A)
+    winner, loser = Peer(A), Peer(B)
     for peer in (winner, loser):
         peer.train()
         alone(0, peer)
-    newcomer.updates.take_over(*loser.updates.dump(), is_new=True)
     winner.train()
     alone(1, winner)
     loser.train()
-    asked = []
-
-    def ask(part, timeout):
-        asked.append(part)
-        states = [giving(peer).part(part) for peer in (newcomer, winner)]
-        assert states[0] is None, "it has nothing of what goes on"
-        fetching = concurrent.futures.Future()
-        fetching.set_result(State(*states[1][:2]))
-        return fetching
-
-    of_loser, of_winner, of_newcomer = (peer.updates.statement(2) for peer in (loser, winner, newcomer))
+    of_loser, of_winner = (peer.updates.statement(2) for peer in (loser, winner))
     loser.updates.begin(2)
     assert loser.updates.judge([of_loser, of_winner], 0, b"first") is False
     assert list(land([loser], [0.0], loser.vector)) == [None]
     assert loser.updates.standing is Relation.ELSEWHERE
-    assert loser.updates.heard_of == winner.updates.journal.newest
-    loser.updates.begin(3)
-    assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") is False, "it knows of a newer one"
-    loser.updates.give_up()
-    assert CatchingUp(rounds_of(loser, ask)).run()
-    assert len(asked) == 1
+    rounds = rounds_of(loser, no_updates)
+    rounds.lock, rounds.averager.leave_out = threading.RLock(), None
+    donor = giving(winner)
+    donor.counter.go_to(3)
+    rounds.averager.load_state_from_peers = lambda timeout, skip: State(*donor.everything()[:2])
+    assert CatchingUp(rounds).run()
     assert loser.updates.journal.entries == winner.updates.journal.entries
-    assert torch.equal(loser.model, winner.outer), "it begins anew"
+    assert torch.equal(loser.model, winner.outer), "it starts over"
     assert "up to 1 updates of this peer are lost" in caplog.text
 
 
@@ -384,7 +349,7 @@ def test_a_counted_message_does_not_count_again(mixing, delay, codec):
     before = b.model
     kept = a.updates.journal.since(0)
     described = answer({0: kept})
-    found, _ = parse_answer(described.metadata, described.tensors, 1)
+    found = parse_answer(described.metadata, described.tensors, 1)
     assert b.updates.make_up(found[0]) == 1
     assert torch.equal(a.outer, b.outer)
     assert b.updates.contribution.effort.steps == 1

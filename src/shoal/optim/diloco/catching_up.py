@@ -19,17 +19,15 @@ from shoal.averaging.state.download import State
 from shoal.base.logs import Seldom
 from shoal.errors import ShoalError
 from shoal.optim.diloco.contribution import PARAMETERS
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
 from shoal.optim.diloco.messages import (
     EXTRA,
     STATISTICS,
-    OuterParameters,
     Wanted,
     parse_answer,
     request_for,
 )
 from shoal.optim.diloco.rounds import OuterRounds
-from shoal.optim.history.journal import MOST, Update
+from shoal.optim.history.journal import Update
 from shoal.optim.history.window import Relation, window_of
 from shoal.optim.recovery.download import check, first_accepted, refusing_nonsense
 from shoal.optim.recovery.when import needs_state
@@ -58,9 +56,13 @@ class CatchingUp:
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
         rounds = self._rounds
-        has_lost = any(each.standing is Relation.ELSEWHERE for each in rounds.fragments)
-        must_download = has_lost or self._in_vain >= MOST_IN_VAIN
+        must_download = self._has_lost or self._in_vain >= MOST_IN_VAIN
         return needs_state(rounds.counter.slot, rounds.tracker.global_epoch, self._most_behind, has_lost=must_download)
+
+    @property
+    def _has_lost(self) -> bool:
+        """Whether others continue from outer parameters that this peer does not have."""
+        return any(each.standing is Relation.ELSEWHERE for each in self._rounds.fragments)
 
     @property
     def _most_behind(self) -> int:
@@ -72,13 +74,12 @@ class CatchingUp:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self._rounds
         rounds.end_flights()
-        lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
-        if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
+        if not rounds.has_trained or self._has_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if self._settings.average != PARAMETERS:  # there each peer has outer parameters of its own
             behind = {each.number for each in rounds.fragments if each.standing is Relation.BEHIND}
             missed = self._missed()
-            if missed is None or not (lost or behind or missed):
+            if missed is None or not (behind or missed):
                 return self.download()
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
@@ -88,21 +89,6 @@ class CatchingUp:
         with rounds.tracker.pause_updates():
             self._go_along()
         return True
-
-    def _go_over(self, lost: Sequence[FragmentUpdates]) -> bool:
-        """Take over the outer parameters of the winning branch; returns whether others have given all of them."""
-        versions = max(each.state.version for each in lost)
-        with self._rounds.tracker.pause_updates():
-            self._make(self._begin_to_fetch([each.number for each in lost]))
-        if any(each.standing is Relation.ELSEWHERE for each in lost):
-            return False
-        self._tell_what_is_lost(versions)
-        return True
-
-    @staticmethod
-    def _tell_what_is_lost(versions: int) -> None:
-        if versions:
-            logger.warning("the swarm has other parameters: up to %d updates of this peer are lost", versions)
 
     def _missed(self) -> set[int] | None:
         """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
@@ -129,22 +115,19 @@ class CatchingUp:
         fragments = [self._rounds.fragments[number] for number in numbers]
         for each in fragments:
             each.may_lack_updates = False
-        # A peer that has lost does not continue what it has: no updates would do.
-        versions = [MOST if each.standing is Relation.ELSEWHERE else each.state.version for each in fragments]
-        pairs = zip(fragments, versions, strict=True)
-        part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
+        part = request_for({each.number: Wanted(each.state.version, each.heard_of) for each in fragments})
         return self._rounds.averager.load_part_from_peers(part, self._settings.load_state_timeout)
 
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
         """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
         fragments, found, made = self._rounds.fragments, self._tried(fetching.result), 0
-        updates, whole = dict[int, list[Update]](), dict[int, OuterParameters]()
+        updates = dict[int, list[Update]]()
         try:
             if found is not None:
                 with refusing_nonsense():
-                    updates, whole = parse_answer(found[0], found[1], len(fragments))
+                    updates = parse_answer(found[0], found[1], len(fragments))
             for each in fragments:
-                made += each.make_up(updates.get(each.number, ()), whole.get(each.number))
+                made += each.make_up(updates.get(each.number, ()))
         except ValueError as e:
             self._warn_seldom("the updates of another peer make no sense: %s", e)
         if made:
@@ -295,7 +278,8 @@ class CatchingUp:
                 for undo in put_back:
                     undo()
                 raise
-        self._tell_what_is_lost(max(lost))
+        if any(lost):
+            logger.warning("the swarm has other parameters: up to %d updates of this peer are lost", max(lost))
         rounds.go_to(max(slot, rounds.counter.slot))
         rounds.has_trained = True
         return len(tensors) - len(left)

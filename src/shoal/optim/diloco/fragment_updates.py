@@ -13,7 +13,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from shoal.errors import AllreduceException
 from shoal.optim.diloco.contribution import PARAMETERS, Contribution, Effort, discount
 from shoal.optim.diloco.fragments import Fragment, shift
 from shoal.optim.diloco.messages import (
-    OuterParameters,
     OuterStatement,
     has_counted,
     has_other_bits,
@@ -36,10 +35,9 @@ from shoal.optim.diloco.messages import (
 )
 from shoal.optim.diloco.outer_state import OuterState
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.history.fork_choice import choose_version, compare
+from shoal.optim.history.fork_choice import choose_version
 from shoal.optim.history.journal import MOST, Entry, Journal, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
-from shoal.optim.recovery.download import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -558,13 +556,11 @@ class FragmentUpdates:
         return flight.control is None or flight.control.began_allreduce
 
     @torch.no_grad()
-    def make_up(self, updates: Iterable[Update] = (), whole: OuterParameters | None = None) -> int:
+    def make_up(self, updates: Sequence[Update] = ()) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
             updates: from others. Those that do not continue this peer's own ones are left out.
-            whole: the outer parameters of another peer, see :meth:`dump`. They are taken over if they continue this
-                peer's own ones, or if this peer has lost and they are of the winning branch.
 
         Returns:
             How many were made.
@@ -572,30 +568,16 @@ class FragmentUpdates:
         Raises:
             ValueError: something does not fit. Updates before it have been made.
         """
-        theirs: tuple[Entry, ...] = ()
-        if whole is not None:
-            with refusing_nonsense():
-                self.check(*whole)
-            theirs = parse_entries(whole[0]["chain"])
-            if self.standing is Relation.ELSEWHERE and self.heard_of in theirs:
-                self.take_over(*whole, is_new=False)
-                return 1
-        before, updates = self.state.version, list(updates)
+        before, flight = self.state.version, self.flight
         if self.is_being_updated:
             self.may_lack_updates = True
             return 0
-        follows = bool(theirs) and compare(self.journal.entries[-1:], theirs) is Relation.BEHIND
-        flight = self.flight
         if flight is not None and flight.control is not None and flight.standing is Relation.WITH:
-            if not follows and not any(map(self.journal.continues, updates)):
+            if not any(map(self.journal.continues, updates)):
                 return 0
             flight.control.cancel()  # it looks for a group to update what the others no longer have
             self.give_up()
             self.may_lack_updates = False
-        if whole is not None and follows:
-            standing = self.standing
-            self.take_over(*whole, is_new=False)
-            self.standing = standing  # there may be newer updates
         self.journal.receive(updates)
         while (each := self.journal.take_next()) is not None:
             mean = unpacked(each.tensors, self.fragment.length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from shoal.optim.diloco.fragment_updates import FragmentUpdates
 from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
 from shoal.optim.diloco.fragments import ExtraTensors, Fragment
 from shoal.optim.diloco.inner import InnerOptimizers
-from shoal.optim.diloco.messages import EXTRA, STATISTICS, OuterParameters, OuterStatement, answer, parse_request
+from shoal.optim.diloco.messages import EXTRA, STATISTICS, OuterStatement, answer, parse_request
 from shoal.optim.diloco.slots import SlotCounter
 from shoal.optim.history.journal import SHARE_FOR_NEWCOMERS, Update
 from shoal.optim.setup.optimizer_state import statistics_of
@@ -87,21 +86,18 @@ class OuterDonor:
                 return OwnedState(described, copies, infos)
         if part == EXTRA:
             return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole, is_far_behind = dict[int, list[Update]](), dict[int, OuterParameters](), False
+        found, is_far_behind = dict[int, list[Update]](), False
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
-            for number, (version, known) in wanted.items():
+            for number, (version, _) in wanted.items():
                 each = self.fragments[number]
                 if updates := each.journal.since(version):
                     found[number] = updates
-                elif known is not None and known in each.journal.entries:
-                    metadata, tensors = each.dump()
-                    whole[number] = metadata, copies_of(tensors)
                 else:
                     is_far_behind |= version < each.state.version
-        if not found and not whole and (is_far_behind or any(known is not None for _, known in wanted.values())):
+        if not found and (is_far_behind or any(known is not None for _, known in wanted.values())):
             return None
-        return answer(found, whole)
+        return answer(found)
 
     def check(self, part: bytes, given: Sequence[TensorMetadata]) -> None:
         """Check what another peer offers of a part of the state, before it is downloaded. Called in the event loop.
@@ -122,8 +118,7 @@ class OuterDonor:
         else:
             # A donor keeps at most this many bytes of updates, or the latest one.
             vectors = 4 * sum(fragment.fragment.length for fragment in self.fragments)
-            whole = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own)
-            check_bytes(given, whole + SHARE_FOR_NEWCOMERS * vectors)
+            check_bytes(given, SHARE_FOR_NEWCOMERS * vectors)
 
 
 def tag_of(fragment: int) -> str:
