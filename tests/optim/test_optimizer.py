@@ -820,8 +820,8 @@ def test_what_donors_say_about_themselves_does_not_count(make_trainers, averager
     liar.opt.state_averager.state_sharing_priority = 1e12
     in_parallel(lambda: first.train_until(3), lambda: liar.train_until(3))
     liar.opt.state_averager.state_sharing_priority = 1e12
-    sharing = first.opt.state_averager.node.state_sharing
+    downloads = first.opt.state_averager.node.state_downloads
     wait_until(lambda: first.opt.tracker.board.time_of_record(liar.opt.dht.peer_id.to_bytes()), "they know each other")
-    [(rank, peer)] = first.opt.dht.portal.call(sharing.find_donors())
+    [(rank, peer)] = first.opt.dht.portal.call(downloads.find_donors())
     assert peer == liar.opt.dht.peer_id
     assert -rank <= 4

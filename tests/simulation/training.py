@@ -278,7 +278,7 @@ class Trainer:
             if gives_way:  # if both sides do, neither may get the state of the other
                 sharing.set(allowed=False)
             try:
-                state = await sharing.download()
+                state = await self.averager.state_downloads.download()
             except ShoalError:
                 state = None
             if gives_way:

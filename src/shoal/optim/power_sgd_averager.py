@@ -20,6 +20,7 @@ from shoal.averaging.control import AveragingMode, RoundResult
 from shoal.averaging.finite import without_overflow
 from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import Layout, OwnedState, State, layout_of
+from shoal.averaging.state.newcomer import CheckTensors
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorRole
@@ -322,8 +323,8 @@ class LowRankAverager(GradientAverager):
     def _expected_layout(self) -> Layout | None:
         return layout_of(self.get_buffers()) if self._gives_the_state_of(LowRankAverager) else None
 
-    async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
-        state = await super()._download_state(skip)
+    async def _download_state(self, skip: Collection[PeerID], check: CheckTensors | None) -> State | None:
+        state = await super()._download_state(skip, check)
         if state is not None:
             try:
                 await run_in_worker(self.set_buffers, state.tensors)

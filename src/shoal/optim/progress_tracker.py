@@ -566,8 +566,7 @@ class ProgressTracker(Facade):
         """
         guard, trust = self.board.guard, averager.trust
         guard.full_group = averager.config.target_group_size
-        averager.state_sharing.rank_donors = self.rank_donors
-        trust.depth = averager.state_sharing.depth = self._depth
+        trust.rank_donors, trust.depth = self.rank_donors, self._depth
         if trains_one:
             trust.admits = self.trains_the_same_model
             trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())

@@ -287,6 +287,8 @@ class _ChunkMemory(NamedTuple):
 class Download:
     """One version of the state on its way here.
 
+    Each chunk is in one of the states that its fields list: to be asked for, asked for, being written, or here.
+
     Args:
         header: the description by the chosen donor, which also gives the metadata.
         hashes: the hashes of all chunks, from the same donor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import average_once
 from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import OwnedState, State
-from shoal.averaging.state.multi_source import MAX_VOTERS
+from shoal.averaging.state.newcomer import MAX_VOTERS, CheckTensors
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
@@ -63,7 +64,7 @@ class OuterAverager(DecentralizedAverager):
         contributors: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
         get_part: a part of the state by its name, or ``None`` to refuse it, likewise.
-        check: see :attr:`~shoal.averaging.state.donor.StateSharing.check`.
+        check: refuses the tensors of a part, by its name, before they are downloaded. All of the state has no name.
         options: of :class:`~shoal.averaging.DecentralizedAverager`.
     """
 
@@ -135,9 +136,11 @@ class OuterAverager(DecentralizedAverager):
     def get_current_state(self) -> OwnedState:
         return self._get_state()
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        super().run_in_background(await_ready=True, timeout=timeout)
-        self.node.state_sharing.get_part, self.node.state_sharing.check = self._get_part, self._check
+    def get_part(self, part: bytes) -> OwnedState | None:
+        return self._get_part(part)
+
+    def _check_of_downloads(self) -> CheckTensors:
+        return functools.partial(self._check, b"")
 
     def load_part_from_peers(
         self, part: bytes, timeout: float, *, differs: bool = False
@@ -151,7 +154,8 @@ class OuterAverager(DecentralizedAverager):
 
     async def _load_part(self, part: bytes, timeout: float, most_voters: int) -> State | None:
         async with asyncio.timeout(timeout):
-            return await self.node.state_sharing.download(part=part, most_voters=most_voters)
+            check = functools.partial(self._check, part)
+            return await self.node.state_downloads.download(part=part, most_voters=most_voters, check=check)
 
 
 def _read(packed: bytes) -> OuterStatement | None:
