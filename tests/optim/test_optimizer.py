@@ -17,13 +17,13 @@ from shoal.averaging import AveragingStage, StepControl
 from shoal.dht import DHT
 from shoal.optim import Optimizer, searches
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.joint_optimizer import let_go
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery import when
 from shoal.optim.recovery.when import Synchronization
-from shoal.optim.searches import let_go
 from shoal.p2p import PeerID
 from shoal.testing import Host, Network, run
 from tests.device import chosen_device

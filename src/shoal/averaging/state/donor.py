@@ -58,8 +58,6 @@ _FAST, _SECONDS_TO_BE_FAST = 2e7, 1.0
 _PART_OF_SHARE = 0.25
 # Within this many seconds, a newcomer that has got the state tells others that it takes part.
 _ARRIVAL_SECONDS = 10.0
-# The seconds after which a newcomer that finds no place is told to come again, at least and at most.
-_SOONEST, _LATEST = 1.0, 30.0
 
 
 class StateSharing:
@@ -338,7 +336,7 @@ class UploadSlot:
             return 0.0
         left, since = self._chunks - len(self._given), now - self._began_at
         # The newcomer is either done by then, or old enough to be judged and to lose its place.
-        return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or _LATEST)
+        return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or SECONDS_TO_JUDGE)
 
 
 class UploadSlots:
@@ -434,4 +432,4 @@ class UploadSlots:
 
     def again_in(self, now: float) -> float:
         """The seconds after which a newcomer that found no place should come again."""
-        return max(_SOONEST, min(_LATEST, *(place.seconds_left(now) for place in self), _LATEST))
+        return min([SECONDS_TO_JUDGE, *(place.seconds_left(now) for place in self)])

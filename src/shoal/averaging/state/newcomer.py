@@ -40,7 +40,15 @@ from shoal.averaging.messages import (
     StateRefused,
     reason_of,
 )
-from shoal.averaging.state.download import Download, GivenState, RateMeter, UnusableStateError, open_state, version_of
+from shoal.averaging.state.download import (
+    SPEED_SECONDS,
+    Download,
+    GivenState,
+    RateMeter,
+    UnusableStateError,
+    open_state,
+    version_of,
+)
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, one_line
 from shoal.base.tasks import cancel_and_wait, first_completed, run_in_worker
@@ -69,9 +77,10 @@ VOTE_SECONDS, VOTE_BYTES_PER_SECOND = 1.0, 50e6
 LEAST_SHARE_OF_VOTES = 1 / 3
 # With fewer hosts on one side nobody knows which one is right.
 LEAST_HOSTS_TO_TELL = 3
-# A download that is expected to take this many seconds more is slow: another donor then costs less than waiting. It is
-# looked at once a second.
-SLOW_SECONDS, CHECK_SECONDS = 10.0, 1.0
+# A download that is expected to take longer than it was measured is slow: another donor then costs less than waiting.
+SLOW_SECONDS = SPEED_SECONDS
+# How often it is looked at.
+CHECK_SECONDS = 1.0
 # Busy donors are asked again after a second at the earliest, and for a minute in all: then the swarm has moved on.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 # The speed of an unknown donor, in bytes per second.
@@ -80,8 +89,6 @@ ASSUMED_SPEED = 1e6
 REFUSAL_SECONDS = 600.0
 # One that offers what this peer can never use is not asked at all for a minute, the time of two declarations.
 REST_SECONDS = 60.0
-# As many peers as a search for a group remembers former members.
-_MAX_REMEMBERED = 1024
 
 
 class DonorLeft(Enum):
@@ -118,8 +125,8 @@ class DonorMemory:
     """What this peer has seen of donors in all its downloads."""
 
     def __init__(self) -> None:
-        self._donors = Bounded[PeerID, KnownDonor](_MAX_REMEMBERED)
-        self._unwanted = Bounded[bytes, None](_MAX_REMEMBERED)
+        self._donors = Bounded[PeerID, KnownDonor]()
+        self._unwanted = Bounded[bytes, None]()
 
     def of(self, peer: PeerID) -> KnownDonor:
         """What is known of a donor, to be read."""

@@ -31,7 +31,7 @@ from shoal.optim.diloco.messages import OuterParameters, Wanted, answer, parse_a
 from shoal.optim.diloco.slots import SlotCounter
 from shoal.optim.history.journal import MOST, SHARE_FOR_NEWCOMERS, Update
 from shoal.optim.history.window import Relation, window_of
-from shoal.optim.recovery.download import first_accepted, refusing_nonsense
+from shoal.optim.recovery.adopt import first_accepted, refusing_nonsense
 from shoal.optim.recovery.when import needs_state
 from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.training_state import OlderStateError

@@ -39,7 +39,7 @@ from shoal.optim.diloco.outer_state import OuterState
 from shoal.optim.history.fork_choice import choose_version, compare
 from shoal.optim.history.journal import MOST, Entry, Journal, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
-from shoal.optim.recovery.download import refusing_nonsense
+from shoal.optim.recovery.adopt import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from shoal.optim.diloco.inner import InnerOptimizers
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import SlotCounter, group_of
-from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
+from shoal.optim.joint_optimizer import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
