@@ -15,7 +15,7 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.dht import DHT
-from shoal.optim import Optimizer, searches
+from shoal.optim import Optimizer, joint_optimizer
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.joint_optimizer import let_go
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
@@ -655,7 +655,7 @@ def test_a_silent_peer_delays_shutdown_one_round(monkeypatch):
         waits.append(({*futures}, timeout))
         now[0] += timeout
 
-    monkeypatch.setattr(searches.concurrent.futures, "wait", wait)
+    monkeypatch.setattr(joint_optimizer.concurrent.futures, "wait", wait)
     monkeypatch.setattr(when.time, "monotonic", lambda: now[0])
     controls = [StepControl(scheduled_time=0.0, deadline=1e12) for _ in range(3)]
     for control in controls[:2]:
