@@ -19,8 +19,7 @@ from shoal.compression import CompressionInfo, NoCompression
 from shoal.dht import DHTNode, ValueWithExpiration
 from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Multiaddr
-from shoal.testing.host import Host
-from shoal.testing.network import Network
+from shoal.testing.network import Host, Network
 from shoal.testing.swarm import INITIAL_PEERS, Swarm
 
 # How many times a newcomer tries to join: links may fail.
