@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from shoal.base import standby
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
-from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, order_of, pack_bits, parse_state, shuffler, unpack_bits
+from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, PassName, order_of, pack_bits, parse_state, unpack_bits
 from shoal.data.leases import WAITING, Leases
+from shoal.data.shuffled import shuffler
 from shoal.dht import DHT
 from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
@@ -85,13 +86,13 @@ class SharedPass(Facade, Sampler[list[int]]):
         drawn_ahead: int = 0,
     ) -> None:
         check_dht(dht)
-        self.is_stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
-        if self.is_stream and not hasattr(dataset, "__iter__"):
+        is_stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+        if is_stream and not hasattr(dataset, "__iter__"):
             raise TypeError(f"dataset must have len() and [], or be iterable, got a {type(dataset).__name__}")
         for name, value, least in (("batch_size", batch_size, 1), ("chunk", chunk, 1), ("drawn_ahead", drawn_ahead, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
-        self.samples = None if self.is_stream else len(dataset)
+        self.samples = None if is_stream else len(dataset)
         if self.samples == 0:
             raise ValueError("the data set is empty")
         if chunk > LONGEST_CHUNK:
@@ -101,10 +102,9 @@ class SharedPass(Facade, Sampler[list[int]]):
                 f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: take larger ones"
             )
         self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
-        self.shuffle, self.seed, self.drawn_ahead = shuffle and not self.is_stream, seed, drawn_ahead
+        self.shuffle, self.seed, self.drawn_ahead = shuffle and not is_stream, seed, drawn_ahead
         self.number = 0
         """The pass that comes next, or is under way."""
-        self._order = order_of(run_id, seed) if self.shuffle else ""
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self._last: _Batches | None = None
@@ -112,6 +112,15 @@ class SharedPass(Facade, Sampler[list[int]]):
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
         self._portal = Portal("SharedPass")
         self._portal.on_close(self._close)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set has no indices."""
+        return self.samples is None
+
+    @property
+    def _order(self) -> str:
+        return order_of(self.run_id, self.seed) if self.shuffle else ""
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +218,7 @@ class SharedPass(Facade, Sampler[list[int]]):
     def mark(self, chunks: Iterable[int]) -> None:
         """These chunks are done. Without any, it is a sign of life."""
         leases = self.leases()
-        leases.signs += 1
+        leases.note_life()
         if done := list(chunks):
             self._in_loop(leases.finish, *done)
 
@@ -260,17 +269,8 @@ class SharedPass(Facade, Sampler[list[int]]):
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
     async def _begin(self) -> Leases:
-        node = self._dht.node
-        leases = Leases(
-            node,
-            self.run_id,
-            number=self.number,
-            samples=self.samples,
-            chunk=self.chunk,
-            in_order=self.is_stream,
-            order=self._order,
-            rng=random.Random(f"{tag_of(node.peer_id)!r}/{self.number}"),
-        )
+        name = PassName(self.run_id, self.number, self.samples, self.chunk, self._order)
+        leases = Leases(self._dht.node, name, random.Random(f"{tag_of(self._dht.peer_id)!r}/{self.number}"))
         leases.add_done(self._loaded)
         return leases
 
