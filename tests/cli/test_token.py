@@ -79,7 +79,7 @@ def test_run_among_friends_from_the_first_token_to_the_last(tmp_path: Path, caps
 
             out, errors = output_of(capsys, "revoke", key[1], "--via", address, "--token", str(secret))
             assert out == "List 1 is on its way: 1 key revoked.\n"
-            assert "begin anew with `shoal token new`" in errors
+            assert "start over with `shoal token new`" in errors
             assert (tmp_path / "friends.token.revoked").is_file()
             assert friend.p2p.membership is not None
             while friend.p2p.membership.serial == 0:  # the test's time limit is the limit
