@@ -137,7 +137,10 @@ def test_it_says_what_is_missing(capsys):
     for name in ("my.run", ""):
         with pytest.raises(SystemExit):
             main(["monitor", nobody, "--run", name])
-        assert f"must be the run_id of the optimizers, which has no dots, got {name or repr(name)}" in capsys.readouterr().err
+        assert (
+            f"must be the run_id of the optimizers, which has no dots, got {name or repr(name)}"
+            in capsys.readouterr().err
+        )
 
 
 def test_the_usual_port_may_be_taken():

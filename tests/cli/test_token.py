@@ -18,8 +18,7 @@ from shoal.access.membership import TOLERANCE_SECONDS
 from shoal.access.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
 from shoal.base.clock import ProcessClock
 from shoal.cli.__main__ import main
-from shoal.cli.doctor.findings import Severity
-from shoal.cli.doctor.token import look_at_token
+from shoal.cli.doctor.findings import Severity, look_at_token
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.p2p import Identity
 from tests.cli.test_dht_command import bootstrap

@@ -21,13 +21,12 @@ from shoal.cli.doctor.findings import (
     describe_listening,
     fail,
     look_at_machine,
+    look_at_token,
     ok,
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.doctor.reach import look_around, look_at_reach
-from shoal.cli.doctor.relay import is_relay, look_at_relay
-from shoal.cli.doctor.token import look_at_token
+from shoal.cli.doctor.reach import is_relay, look_around, look_at_reach, look_at_relay
 from shoal.errors import P2PDaemonError
 from shoal.net.pasted import Target, describe_target, wants_local
 from shoal.p2p import P2P, PeerID
