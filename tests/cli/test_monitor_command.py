@@ -115,8 +115,8 @@ def test_a_mistyped_run_is_told_which_runs_there_are(monkeypatch):
     with training("digits") as dht, shoal.DHT(dht.get_visible_maddrs(), start=True, client_mode=True) as watching:
         wait_until(lambda: watching.get(KEY, latest=True), "the run is listed")
         with Monitor(watching, "digit") as monitor:
-            wait_until(lambda: monitor.view.events, "the user is told something")
-            [event] = monitor.view.events
+            wait_until(lambda: monitor.view.events.since(), "the user is told something")
+            [event] = monitor.view.events.since()
             assert event.text == "1 peer here trains 'digits', none 'digit'. Check --run; private runs are not listed"
 
 

@@ -168,9 +168,51 @@ class Event:
     """How many events there were before it."""
 
 
+class EventLog:
+    """What has happened, the latest of it. Epochs have a place of their own, so that they do not push out the rest."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many events there ever were."""
+        self._rare: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._epochs: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._at_once: Counter[str] = Counter()
+
+    def add(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
+        """Something has happened. Of many events of one kind in one second, the rest is only counted."""
+        self._at_once[kind] += 1
+        if self._at_once[kind] <= MAX_EVENTS_AT_ONCE:
+            event = Event(now, kind, text, "" if peer is None else str(peer), self.count)
+            (self._epochs if kind == "epoch" else self._rare).append(event)
+            self.count += 1
+
+    def tick(self, now: float) -> None:
+        """A second is over: say how many events were left out."""
+        crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._at_once.items()}
+        self._at_once.clear()
+        for kind, count in crowds.items():
+            if count > 0:
+                self.add(now, kind, f"and {count} more of this kind ({kind})")
+
+    @property
+    def rare(self) -> list[Event]:
+        """All but epochs."""
+        return list(self._rare)
+
+    def since(self, number: int = 0) -> list[Event]:
+        """The events from this number on that are still remembered, the oldest first."""
+        found = [event for event in (*self._rare, *self._epochs) if event.number >= number]
+        return sorted(found, key=lambda event: event.number)
+
+    def latest(self, count: int) -> list[Event]:
+        """The latest epochs and the latest other events, this many of each."""
+        found = [*list(self._rare)[-count:], *list(self._epochs)[-count:]]
+        return sorted(found, key=lambda event: event.number)
+
+
 @dataclass(frozen=True)
 class Summary:
-    """The swarm at one moment."""
+    """The swarm at one moment. It is one flat record because the page, the history and exporters read it by name."""
 
     time: float
     epoch: int
@@ -229,8 +271,7 @@ class RunView:
     peers: dict[PeerID, PeerView] = field(default_factory=dict)
     goal_epochs: int = 0
     """The epoch at which the run is to end; 0 if that is not known."""
-    number_of_events: int = 0
-    """That there ever were."""
+    events: EventLog = field(default_factory=EventLog)
     history: History = field(default_factory=lambda: History(SERIES))
     summary: Summary | None = None
     """Of the last tick."""
@@ -243,14 +284,10 @@ class RunView:
     is_full: bool = False
     """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    # Epochs are many: they have a place of their own, so that they do not push out what is rare.
-    _news: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    _epochs_told: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     # Since when the swarm was at which epoch, and the samples of each peer: before its last start, and since.
     _epochs: list[tuple[float, int]] = field(default_factory=list)
     _samples: dict[PeerID, tuple[int, int]] = field(default_factory=dict)
     _epoch: int = 0
-    _told_at_once: Counter[str] = field(default_factory=Counter)
 
     # --- news ---------------------------------------------------------------------------------------------------------
 
@@ -262,11 +299,11 @@ class RunView:
             if len(self.peers) >= MAX_PEERS:
                 if not self.is_full:
                     self.is_full = True
-                    self._tell(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
+                    self.events.add(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
                 return
             self.peers[peer] = view = PeerView(peer, record, expiration, change=self.change)
             if self.is_complete:
-                self._tell(now, "joined", f"{view.name} has joined at epoch {record.epoch}", peer)
+                self.events.add(now, "joined", f"{view.name} has joined at epoch {record.epoch}", peer)
         elif record.time <= view.record.time:
             return
         elif record.time <= view.lost_at:
@@ -274,7 +311,7 @@ class RunView:
         else:
             if view.state.is_gone:
                 view.answers = None
-                self._tell(now, "returned", f"{view.name} is back at epoch {record.epoch}", peer)
+                self.events.add(now, "returned", f"{view.name} is back at epoch {record.epoch}", peer)
                 view.state, view.gone_since = PeerState.TRAINING, math.inf
             view.record, view.expiration, view.change = record, expiration, self.change
 
@@ -296,16 +333,18 @@ class RunView:
         view.received_per_second = max(0, report.bytes_received - before.bytes_received) / seconds
         if report.rounds_failed > before.rounds_failed:
             times = counted(report.rounds_failed - before.rounds_failed, "round")
-            self._tell(now, "failed", f"{view.name}: {times} failed: {one_line(report.failure) or 'no reason'}", peer)
+            self.events.add(
+                now, "failed", f"{view.name}: {times} failed: {one_line(report.failure) or 'no reason'}", peer
+            )
         for kind, count in report.troubles.items():
             if count > before.troubles.get(kind, 0):
-                self._tell(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
+                self.events.add(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
 
     def hear_of_runs(self, runs: Sequence[str], now: float) -> None:
         """Nobody was found in this run, but in these, in words."""
         name = one_line(self.run)
         others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
-        self._tell(now, "trouble", f"{others}. Check --run; private runs are not listed")
+        self.events.add(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
         """A peer has withdrawn its record. That counts also if it seemed to be lost."""
@@ -346,20 +385,13 @@ class RunView:
 
     def _leave(self, view: PeerView, state: PeerState, text: str, now: float) -> None:
         view.state, view.gone_since, view.change = state, now, self.change
-        self._tell(now, state.value, text, view.peer)
-
-    def _tell(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
-        self._told_at_once[kind] += 1
-        if self._told_at_once[kind] <= MAX_EVENTS_AT_ONCE:
-            event = Event(now, kind, text, "" if peer is None else str(peer), self.number_of_events)
-            (self._epochs_told if kind == "epoch" else self._news).append(event)
-            self.number_of_events += 1
+        self.events.add(now, state.value, text, view.peer)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Summary:
         """A second has passed: see who is gone, and note the state of the swarm in the history."""
-        self._say_what_was_left_out(now)
+        self.events.tick(now)
         self.change += 1
         epoch = self._epoch_of_swarm()
         self._note_epoch(epoch, now)
@@ -374,12 +406,12 @@ class RunView:
         self.summary = summary = self._summarize(epoch, now)
         if epoch > self._epoch:
             if self._epoch and self.is_complete:
-                self._tell(now, "epoch", _words_of_epoch(summary))
+                self.events.add(now, "epoch", _words_of_epoch(summary))
                 if self._epoch < self.goal_epochs <= epoch:
-                    self._tell(now, "goal", f"the run has reached its goal, epoch {self.goal_epochs}")
+                    self.events.add(now, "goal", f"the run has reached its goal, epoch {self.goal_epochs}")
             self._epoch = epoch
-        elif self._has_begun_anew():
-            self._tell(now, "trouble", f"the run has gone back from epoch {self._epoch} to {epoch}")
+        elif self._has_started_over():
+            self.events.add(now, "trouble", f"the run has gone back from epoch {self._epoch} to {epoch}")
             self._epoch = epoch
         self.history.add(now, {**summary.values(), **_figures_over_time(summary)})
         return summary
@@ -429,13 +461,6 @@ class RunView:
                 found.append(view.peer)
         return found
 
-    def _say_what_was_left_out(self, now: float) -> None:
-        crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._told_at_once.items()}
-        self._told_at_once.clear()
-        for kind, count in crowds.items():
-            if count > 0:
-                self._tell(now, kind, f"and {count} more of this kind ({kind})")
-
     def _judge(self, view: PeerView, epoch: int, now: float) -> None:
         if view.expiration <= now:
             age = now - view.record.time
@@ -452,7 +477,7 @@ class RunView:
         if view.report is not None and now - view.report.time > REPORT_SECONDS:
             view.report, view.change = None, self.change
 
-    def _has_begun_anew(self) -> bool:
+    def _has_started_over(self) -> bool:
         """Whether no peer is near the epoch that was told last, as when all were stopped and started again."""
         epochs = [view.epoch for view in self.peers.values() if not view.state.is_gone]
         return bool(epochs) and max(epochs) < self._epoch - 1
@@ -501,25 +526,6 @@ class RunView:
     def rows_since(self, change: int) -> list[list[Any]]:
         """The rows of all peers that have changed since then, each with the values of :data:`COLUMNS`."""
         return [row_of(view) for view in self.peers.values() if view.change >= change]
-
-    @property
-    def events(self) -> list[Event]:
-        """All that are still remembered, the oldest first."""
-        return sorted([*self._news, *self._epochs_told], key=lambda event: event.number)
-
-    def latest_events(self, count: int) -> list[Event]:
-        """The latest epochs and the latest other events, this many of each."""
-        latest = [*list(self._news)[-count:], *list(self._epochs_told)[-count:]]
-        return sorted(latest, key=lambda event: event.number)
-
-    @property
-    def news(self) -> list[Event]:
-        """The same without epochs, which would bury the rest."""
-        return list(self._news)
-
-    def events_since(self, number: int) -> list[Event]:
-        """The events from this number on that are still remembered."""
-        return [event for event in self.events if event.number >= number]
 
 
 COLUMNS = (

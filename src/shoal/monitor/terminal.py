@@ -199,7 +199,7 @@ def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDT
     from rich.text import Text
 
     with view.lock:
-        events = view.news[-EVENT_LINES:]
+        events = view.events.rare[-EVENT_LINES:]
         rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
         parts: list[RenderableType] = [
@@ -249,7 +249,7 @@ class Lines:
     def show(self, view: RunView) -> None:
         """Print what is new."""
         with view.lock:
-            events, self._told = view.events_since(self._told), view.number_of_events
+            events, self._told = view.events.since(self._told), view.events.count
             line = headline(view.run, view.summary)
         for event in events:
             if event.kind != "epoch":
