@@ -159,7 +159,7 @@ def test_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     old = secret.invite(ROLES_BY_NAME["relay"], int(time.time()) - 5)
     shown, errors = output_of(capsys, "show", old.text, status=1)
     assert "EXPIRED" in shown
-    assert "ask who has invited you" in errors
+    assert "ask the person who invited you" in errors
 
 
 SECRET = Token.new_run("friends")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows a run while it trains: its peers, how fast they are, their losses if they report them, what has failed and why.
-It joins as an observer for whom nobody waits, and changes nothing.
+It joins as an observer that nobody waits for, and changes nothing.
 """
 EPILOG = """\
 Peers report their own figures with optimizer.report(loss=loss). Without that, only their progress is seen.
@@ -87,7 +87,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     addresses = [*arguments.addresses, *arguments.initial_peers]
     if not addresses:
         raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
-    if importlib.util.find_spec("torch") is None:  # before it joins in vain
+    if importlib.util.find_spec("torch") is None:  # before it joins for nothing
         raise torch_is_missing()
     dht = stack.enter_context(
         DHT(

@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
     days = value(f"a number of days up to {MAX_DAYS:g}", float, lambda days: 0 < days <= MAX_DAYS)
     invite.add_argument("--days", type=days, default=30.0, help="how long it is good (default: 30)")
     invite.add_argument("--peer", metavar="PEER_ID", help="for this peer alone; it needs its identity file, too")
-    invite.add_argument("--name", default="", metavar="TEXT", help="whom it is for; peers that meet the guest see it")
+    invite.add_argument("--name", default="", metavar="TEXT", help="the guest's name; peers that meet the guest see it")
     add_token(invite, "of the run, or an invitation that is to be passed on")
     add_option(invite, "identity-path", type=Path, metavar="FILE", help="the key of this peer, if the token is a badge")
     _add_output(invite)
@@ -173,7 +173,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print(*_describe(token), sep="\n")
     badge = token.content
     if badge is not None and badge.expires <= get_dht_time():
-        print("shoal token: it has expired: ask who has invited you for a new one", file=sys.stderr)
+        print("shoal token: it has expired: ask the person who invited you for a new one", file=sys.stderr)
         return 1
     return 0
 

@@ -100,7 +100,7 @@ class _Loop:
         self.begun.difference_update(chunks)
 
     def begin_again(self) -> None:
-        """What was begun and is not done comes once more."""
+        """What was begun and is not done comes again."""
         self.ready.extendleft(sorted(self.begun, reverse=True))
         self.begun.clear()
 
@@ -276,7 +276,7 @@ class Leases:
                 self.note_life()
 
     def finish(self, *chunks: int) -> None:
-        """These chunks are done; those that end with one batch are told at once."""
+        """These chunks are done. Give those that end with one batch together: it is one message."""
         self.note_life()
         done = [chunk for chunk in chunks if chunk < self._chunks.count]  # a stream may have ended before
         if not done:
@@ -289,7 +289,7 @@ class Leases:
         self._wake.set()
 
     def begin_again(self) -> None:
-        """What was begun and is not done comes once more."""
+        """What was begun and is not done comes again."""
         self._loop.begin_again()
 
     def end_at(self, samples: int) -> None:

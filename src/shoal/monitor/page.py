@@ -1,9 +1,9 @@
 """The page: a small web server that shows a run, live.
 
-All of its addresses only let read: the page and its files; ``/history`` with the figures over time; ``/peer`` with all
-that is known of one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
-``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes
-each second. Whatever browsers ask for at the same moment is encoded once.
+All of its addresses are read-only: the page and its files; ``/history`` with the figures over time; ``/peer`` with
+everything known about one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
+``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by what changes each
+second. What several browsers ask for at the same moment is encoded once.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Page:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        if self._streams >= MAX_STREAMS:  # many have asked at once: the browser gets an empty stream, and tries again
+        if self._streams >= MAX_STREAMS:  # many asked at once: the browser gets an empty stream, and tries again
             return
         self._streams += 1
         stay()
@@ -228,7 +228,7 @@ def _in_words(time: float | None) -> str:
 
 
 def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
-    """A table for other programs. A text that a spreadsheet would take for a formula is quoted: peers choose texts."""
+    """A table for other programs. Text that a spreadsheet would take for a formula is quoted: peers choose it."""
 
     def cell(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -1,8 +1,8 @@
 """What an observer knows of a run: its peers, what has happened, and the swarm as a whole, now and over time.
 
-Everything here follows from records that peers have published, by pure computation. Records are claims: any of them may
-be a lie. So the epoch of the swarm is a median, no peer counts for more than a hundred others in sums and means, and
-beside each mean stands the median.
+Everything here is computed from the records that peers have published. Records are claims, and any of them may be a
+lie. So the epoch of the swarm is a median, no peer counts for more than a hundred others in sums and means, and each
+mean comes with the median.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shoal.p2p import PeerID
 
 # Peers renew their records of progress every half minute, which then live a minute.
 SILENT_SECONDS = 45.0
-# For how long peers that are gone are shown.
+# For how long a peer that is gone is still shown.
 SECONDS_SHOWN = 300.0
-# A report that is older says nothing about the present.
+# A report older than this says nothing about the present.
 REPORT_SECONDS = 90.0
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
-# Figures of the user's, other than the loss, that are remembered over time.
+# How many of the user's figures, besides the loss, are remembered over time.
 MAX_FIGURES_OVER_TIME = 12
-# Peers whose samples are remembered after they are gone.
+# How many peers' samples are remembered after they are gone.
 MAX_COUNTED = 50_000
-# For so long it is remembered when the swarm reached which epoch; the pace of the run follows from the same time.
+# For how long it is remembered when the swarm reached which epoch. The pace of the run is that of the same time.
 SECONDS_OF_EPOCHS = 600.0
 # Of one kind in one second.
 MAX_EVENTS_AT_ONCE = 8
@@ -56,7 +56,7 @@ class PeerState(Enum):
 
     TRAINING = "training"
     BEHIND = "behind"
-    """It was more than an epoch behind the swarm when it last told its epoch."""
+    """It was more than an epoch behind the swarm when it last reported."""
     SILENT = "silent"
     """It has not renewed its record in time, or does not answer."""
     LOST = "lost"
@@ -86,9 +86,9 @@ class PeerView:
     """NaN until it has reported twice."""
     received_per_second: float = math.nan
     figures: dict[str, float] = field(default_factory=dict)
-    """The user's figures, each as it was told last."""
+    """The user's figures, each as last reported."""
     lost_at: float = -math.inf
-    """DHT time at which it was found to have ended; what it told before that is no sign of life."""
+    """DHT time at which it was found to have ended; what it published before that is no sign of life."""
     answers: bool | None = None
     """Whether it answers the monitor's own calls; ``None`` if it was not called."""
     _figures_told: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class PeerView:
 
     @property
     def name(self) -> str:
-        """What it calls itself, and the end of its id: anybody can take any name."""
+        """What it calls itself, and the end of its id: any peer can take any name."""
         told, end = self.told_name, short_id(str(self.peer))
         return f"{told} ({end})" if told else end
 
@@ -110,7 +110,7 @@ class PeerView:
 
     @property
     def told_at(self) -> float:
-        """DHT time at which it told that epoch."""
+        """DHT time at which it reported that epoch."""
         told: list[ProgressRecord | PeerReport] = [self.record, *([] if self.report is None else [self.report])]
         return max(each.time for each in told if each.epoch == self.epoch)
 
@@ -120,9 +120,9 @@ class PeerView:
         return max(self.record.time, -math.inf if self.report is None else self.report.time)
 
     def take(self, report: PeerReport) -> None:
-        """It has reported. Figures that are not in each report, such as those of a test, stay for a while.
+        """Note a report. Figures that are not in every report, such as those of a test, stay for a while.
 
-        The loss does not: it is missing where it is no number any more.
+        The loss does not: it is left out of a report when it is no longer a number.
         """
         self.report = report
         self._figures_told.update(dict.fromkeys(report.metrics, report.time))
@@ -217,24 +217,24 @@ class Summary:
     time: float
     epoch: int
     peers: int
-    """That are there."""
+    """How many are there."""
     clients: int
     states: Mapping[str, int]
     throughput: float
-    """Samples per second of all together."""
+    """Samples per second of all peers together."""
     means: Mapping[str, float]
     """Of the users' figures, weighted by samples."""
     medians: Mapping[str, float]
     """The same, each peer counted once."""
     step: float
-    """Seconds from one joint step to the next; the median over peers, as the parts below. NaN if nobody reports it."""
+    """Seconds from one joint step to the next; the median over peers, as the parts below. NaN if no peer reports it."""
     computing: float
     waiting: float
-    """For others, and for a group."""
+    """For other peers, and for a group."""
     averaging: float
-    """Of the time in which peers do not compute."""
+    """The rest of the time in which peers do not compute."""
     sent: float
-    """Bytes per second of all together; NaN if nobody has told it yet."""
+    """Bytes per second of all together; NaN if no peer has reported it yet."""
     received: float
     failed: int
     """Rounds that have failed, as the peers have counted them."""
@@ -243,13 +243,13 @@ class Summary:
     reporting: int
     """Peers that report."""
     batch: float = math.nan
-    """Samples that the last step had, of all peers together; the median over peers. NaN if nobody tells it."""
+    """Samples that the last step had, of all peers together; the median over peers. NaN if no peer reports it."""
     target: float = math.nan
-    """How many it should have had."""
+    """How many samples it should have had."""
     samples: float = math.nan
-    """All that peers have processed, those that are gone included, as far as the monitor has seen their reports."""
+    """All that peers have reported to the monitor, including peers that are gone."""
     age: float = math.nan
-    """Seconds since the oldest peer of the run began. NaN if nobody tells it."""
+    """Seconds since the oldest peer of the run began. NaN if no peer reports it."""
     goal: int = 0
     """The epoch at which the run is to end; 0 if the monitor was not told."""
     left: float = math.nan
@@ -280,7 +280,7 @@ class RunView:
     is_complete: bool = False
     """Whether all records have been read once. Until then, peers that are seen first have not just joined."""
     removed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PEERS))
-    """Peers that are not shown any more, each with the number of the change."""
+    """Peers that are no longer shown, each with the number of the change."""
     is_full: bool = False
     """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -341,7 +341,7 @@ class RunView:
                 self.events.add(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
 
     def hear_of_runs(self, runs: Sequence[str], now: float) -> None:
-        """Nobody was found in this run, but in these, in words."""
+        """No peer was found in this run; these runs were found, in words."""
         name = one_line(self.run)
         others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
         self.events.add(now, "trouble", f"{others}. Check --run; private runs are not listed")
@@ -390,7 +390,7 @@ class RunView:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Summary:
-        """A second has passed: see who is gone, and note the state of the swarm in the history."""
+        """Called once a second: see which peers are gone, and note the state of the swarm in the history."""
         self.events.tick(now)
         self.change += 1
         epoch = self._epoch_of_swarm()
@@ -431,17 +431,17 @@ class RunView:
         return self._epochs[max(0, at - 1)][1]
 
     def _seconds_left(self, epoch: int, step: float, now: float) -> float:
-        """Until the goal. The pace is that of the last minutes, or else the time of a step."""
+        """Until the goal, at the pace of the last minutes, or else by the time of a step."""
         if not self.goal_epochs or not epoch:
             return math.nan
         if epoch >= self.goal_epochs:
             return 0.0
-        # Nobody knows when the epoch began at which the monitor came.
+        # When the first epoch that the monitor has seen began is not known.
         known = [(began, each) for began, each in self._epochs if began > -math.inf]
         if len(known) < 2:
             return (self.goal_epochs - epoch) * step
         (began, first), (latest, last) = known[0], known[-1]
-        # An epoch that takes longer than those before counts, too, while it lasts.
+        # An unusually long epoch counts while it lasts, too.
         pace = max((latest - began) / (last - first), (now - began) / (last - first + 1))
         return (self.goal_epochs - epoch - 1) * pace + max(0.0, pace - (now - latest))
 
@@ -455,7 +455,7 @@ class RunView:
             if view.answers or 2 * missed[end := end_of_id(view.peer)] < len(reports):
                 continue
             others = [report for report in reports if report is not view.report]
-            # What others told before its last sign of life does not count.
+            # What others reported before its last sign of life does not count.
             votes = sum(end in report.lost and report.time > view.last_sign for report in others)
             if 2 * votes > len(others):
                 found.append(view.peer)
@@ -469,7 +469,7 @@ class RunView:
         state = PeerState.TRAINING
         if now - view.record.time > SILENT_SECONDS or view.answers is False:
             state = PeerState.SILENT
-        # What it told a while ago does not say that it is behind now.
+        # That it was behind a while ago does not mean that it is behind now.
         elif view.epoch < min(epoch, self._epoch_at(view.told_at)) - 1:
             state = PeerState.BEHIND
         if state is not view.state:
@@ -532,7 +532,7 @@ COLUMNS = (
     *("peer", "state", "epoch", "samples", "samples/s", "loss", "sent", "received", "group", "step"),
     *("joint", "averaging", "rounds", "failed", "link", "version", "failure", "name"),
 )
-"""What a row tells of a peer."""
+"""What a row says about a peer."""
 
 
 def row_of(view: PeerView) -> list[Any]:
@@ -566,7 +566,7 @@ def row_of(view: PeerView) -> list[Any]:
 
 
 def details_of(view: PeerView, now: float) -> dict[str, Any]:
-    """All that is known of a peer, beyond its row."""
+    """Everything known about a peer, beyond its row."""
     report = view.report
     told: dict[str, Any] = {
         "peer": str(view.peer),
@@ -603,7 +603,7 @@ def _words_of_epoch(summary: Summary) -> str:
 
 
 def _limited(values: list[float]) -> list[float]:
-    """The values, none of which is larger than a hundred times the median: one peer may claim anything."""
+    """The values, clipped to a hundred times the median: one peer may claim anything."""
     positive = [value for value in values if value > 0]
     if not positive:
         return values

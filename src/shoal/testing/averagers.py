@@ -72,7 +72,7 @@ async def _some_addresses(network: Network, nodes: Sequence[DHTNode]) -> list[Mu
 
 
 async def start_dht_node(network: Network, host: Host, swarm: Sequence[DHTNode], **options: Any) -> DHTNode:
-    """Start a node on a host; it joins by way of a few random nodes.
+    """Start a node on a host; it joins through a few random nodes.
 
     Args:
         swarm: the nodes that it may choose from; the list may grow meanwhile.
@@ -97,7 +97,7 @@ class SharedTable:
     """A cheap stand-in for the DHT, for tests of other things: all peers share one dictionary.
 
     Args:
-        delay: seconds that a request takes to the table; the answer takes as long.
+        delay: seconds that a request takes; the answer takes as long.
     """
 
     def __init__(self, delay: float = 0.0) -> None:

@@ -482,7 +482,7 @@ class Network(MemoryNetwork):
             await cancel_and_wait(*knocking)
 
     async def _knock(self, here: Host, internet: Internet[Host], port: PunchPort, candidate: Multiaddr) -> None:
-        """Try to connect to a candidate again and again."""
+        """Keep trying to connect to a candidate."""
         to = endpoint_of(candidate)
         while (packet := internet.depart(here, endpoint_of(port.address)[1], to)) is not None:
             delay = self.delay_between(here, internet.host_towards(packet))
@@ -534,11 +534,11 @@ class _Route:
 
     Attributes:
         host: its destination.
-        context: of whoever listens there.
+        context: that of the listener there.
         inside: the destination's address as that host knows it.
         local: the port from where it starts, on networks with addresses.
         seen: that port as the destination sees it.
-        routers: all that it passes.
+        routers: the routers that it passes.
     """
 
     host: Host

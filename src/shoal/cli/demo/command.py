@@ -173,7 +173,7 @@ class Demo:
                 return
             self.story.repeats += 1
             last = max(peer.finished.epoch for peer in self.story.living if peer.finished) + 1
-            self._viewer.say("Parameters differ: the last averaging missed somebody. One more epoch.")
+            self._viewer.say("Parameters differ: the last averaging missed a peer. One more epoch.")
 
     # Listening
 
@@ -347,7 +347,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM take effect after this block. Inside it they could leave a process that nobody ends."""
+    """Let SIGINT and SIGTERM take effect after this block. Inside it they could leave a process running."""
     came: list[int] = []
     handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _SIGNALS}
     try:

@@ -208,7 +208,7 @@ def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
 
 
 async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[str | None, Finding | None]:
-    """Check the user's token alone; returns the token to go on with, and the finding if there is a token.
+    """Check the user's token alone; returns the token for the other checks, and the finding if there is a token.
 
     Args:
         token: what the user has given; ``None``: what the environment says.
@@ -219,7 +219,7 @@ async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[
     try:
         membership = await Membership.chosen(token, identity, clock, Metrics())
     except P2PDaemonError as error:
-        # The other checks go on as those of a stranger.
+        # The other checks continue, as those of a stranger.
         return "", fail(TOKEN, str(error), "give a usable one with --token, or unset SHOAL_TOKEN for an open run")
     if membership is None:
         return token, None
@@ -229,7 +229,7 @@ async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[
     if left <= 0:
         return token, fail(TOKEN, f"expired: {text}", ADVICE)
     if left < DAYS_TO_RENEW * DAY:
-        return token, warn(TOKEN, f"{text}, which is soon", "ask who has invited you for a new one")
+        return token, warn(TOKEN, f"{text}, which is soon", "ask the person who invited you for a new one")
     return token, ok(TOKEN, text)
 
 
