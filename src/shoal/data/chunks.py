@@ -231,7 +231,7 @@ class Block:
         return any(chunk in self._held[owner][0] and rank(owner, number) < own for owner in self.holders(now))
 
 
-class Chunks:
+class DataChunks:
     """What this peer knows of all chunks of a pass. A finished block shrinks to one bit.
 
     Args:

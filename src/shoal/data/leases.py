@@ -28,7 +28,7 @@ from shoal.data.chunks import (
     LEASE_SECONDS,
     MAX_HELD,
     BlockRecord,
-    Chunks,
+    DataChunks,
     PassName,
     PassRecord,
     pack_bits,
@@ -66,7 +66,7 @@ class _Loop:
 
     def __init__(self, now: float) -> None:
         self.ready: deque[int] = deque()
-        """Chunks that are held and not begun."""
+        """DataChunks that are held and not begun."""
         self.claimed: list[int] = []
         """Not held yet: others may claim them too."""
         self.begun: set[int] = set()
@@ -77,7 +77,7 @@ class _Loop:
         self.is_abandoned = False
         """It seems to be gone, so what it has begun is given to others."""
         self.pace = 0.0
-        """Chunks per second, smoothed."""
+        """DataChunks per second, smoothed."""
         self._last_done = math.nan
         self._seen = 0, now
 
@@ -224,7 +224,7 @@ class Leases:
         self.found_at = name.number
         """At which pass the others were when this peer came."""
         self._rng, self._records = rng, _Records(node, name)
-        self._chunks = Chunks(name.samples, name.chunk, self._records.tag)
+        self._chunks = DataChunks(name.samples, name.chunk, self._records.tag)
         self._loop = _Loop(asyncio.get_running_loop().time())
         self._next_look = 0.0
         self._is_idle = False  # others hold all that is left
