@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from shoal.averaging.groups.settings import Trust
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
+from shoal.base.tasks import wait_at_most
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
@@ -101,11 +102,14 @@ class TrackedTrust(Trust):
         limits_weights: the weight of a member is its number of samples, and the guard may limit it.
     """
 
-    def __init__(self, tracker: ProgressTracker, *, limits_weights: bool) -> None:
+    def __init__(self, tracker: ProgressTracker, *, limits_weights: bool = False) -> None:
         self._tracker, self._guard, self._limits_weights = tracker, tracker.board.guard, limits_weights
 
     def largest_weight(self, peer: PeerID) -> float:
         return self._guard.largest_weight(peer.to_bytes()) if self._limits_weights else math.inf
+
+    def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
+        return self._tracker.rank_donors(donors)
 
     def depth(self) -> int:
         exchange = self._tracker.exchange
@@ -377,6 +381,8 @@ class ProgressTracker(Facade):
         Args:
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
+        if self.board.ends_when_introduced(get_dht_time()):
+            self.await_introduction()
         if not self.board.should_stop(get_dht_time(), patience):
             if self.board.should_ask(get_dht_time()):
                 self._wake(calls=True)
@@ -386,12 +392,26 @@ class ProgressTracker(Facade):
             return self.board.should_stop(get_dht_time(), patience)
         return True
 
+    def await_introduction(self) -> None:
+        """Wait a few seconds at most until others know this peer, which has done its share of the epoch.
+
+        Nobody waits for a peer that is not known yet, so it may not step; and with another batch it would do more than
+        its share.
+        """
+        exchange = self.exchange
+        if exchange is not None and not self.board.introduced:
+            self._run_in_loop(wait_at_most(exchange.introduced, FIRST_LOOK_SECONDS), 2 * FIRST_LOOK_SECONDS)
+
     def _ask_others(self, seconds: float) -> None:
         """Learn how far others are at this moment."""
         exchange = self.exchange
-        if exchange is not None and not self._portal.closed:
-            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):  # what is known has to do
-                self._portal.submit(exchange.ask_all(seconds)).result(2 * seconds)
+        if exchange is not None:
+            self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
+
+    def _run_in_loop(self, work: Coroutine[Any, Any, object], seconds: float) -> None:
+        """Wait for work in the event loop. If it takes longer, what is known has to do."""
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, ReactorError):
+            self._portal.submit(work).result(seconds)
 
     def is_awaited(self, patience: float) -> bool:
         """Whether another peer is ready for the next global step, and waits for this one.
@@ -583,9 +603,7 @@ class ProgressTracker(Facade):
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
         self.board.guard.full_group = averager.config.target_group_size
-        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
-        averager.believe(trust)
-        averager.state_sharing.rank_donors, averager.state_sharing.depth = self.rank_donors, trust.depth
+        averager.believe((GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples))
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 
