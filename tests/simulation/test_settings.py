@@ -37,8 +37,7 @@ class Peer(Tracked):
     def __init__(self, host: Host, p2p: P2P, table: SharedTable, own: RunSettings, run_id: str = "run") -> None:
         super().__init__(host, p2p, table)
         self.error: SettingsMismatch | None = None
-        self.company = self.exchange.company = Company(run_id, own)
-        self.board.strangers = lambda: self.company.strangers
+        self.company = self.board.company = Company(run_id, own)
         board = self.board
 
         def num_peers() -> int:

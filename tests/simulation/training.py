@@ -111,7 +111,6 @@ class SimulatedTracker(ProgressTracker):
         self.fetched_global_progress_this_epoch = SimpleNamespace(set=self._note_fetch, clear=lambda: None)  # type: ignore[assignment]
         self.has_looked = asyncio.Event()
         self._in_pause = False
-        self._company = None
         self.exchange = exchange
         exchange.on_fetch = self._note_fetch
 

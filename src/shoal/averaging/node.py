@@ -169,7 +169,7 @@ class AveragerNode(ServicerBase):
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
-        """What this peer knows about others beyond their own word; may be changed at any time."""
+        """How far this peer trusts others, see :meth:`believe`."""
         self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
@@ -202,6 +202,12 @@ class AveragerNode(ServicerBase):
     def group_bits(self) -> str:
         """The bucket of the only lane, or of the first one."""
         return next(iter(self.lanes.values())).keys.group_bits
+
+    def believe(self, trust: Trust) -> None:
+        """From the next search on, trust others as far as this says."""
+        self.trust = self.state_sharing.trust = self.state_downloads.trust = trust
+        for lane in self.lanes.values():
+            lane.matchmaking.believe(trust)
 
     def stub(self, peer: PeerID) -> StubBase:
         """A stub with which this averager calls another one."""
@@ -289,7 +295,7 @@ class AveragerNode(ServicerBase):
         finally:
             self.rounds.leave_group(group.group_id)
         control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
-        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, get_dht_time())
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, self.p2p.peer_id)
         self._count(control.round)
         return self._gathered(session.group)
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from shoal.averaging.majorities import votes_by_host
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, counted
-from shoal.guard.budget import SHARE_WASTED, Budget
+from shoal.guard.budget import Budget
+from shoal.peers.book import SHARE_WASTED
 from shoal.peers.identity import PeerID
 
 if TYPE_CHECKING:
@@ -161,8 +162,10 @@ class Members:
         self._meets_everybody = self.full_group is None or size <= self.full_group
         went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
         unheard = self._unheard(companions or {})
-        self._note_who_is_missing(members, went_on if not members else (), now, seconds, unheard)
         others = [peer for peer, c in reachable.items() if c.record.epoch == own]
+        # Some have appeared while this peer waited, and kept others waiting.
+        appeared = {peer: reachable[peer].known_since for peer in others if self.counts(peer, now)}
+        self._note_who_is_missing(members, went_on if not members else (), appeared, now, seconds, unheard)
         # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
         self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
         if members:
@@ -177,6 +180,7 @@ class Members:
         self,
         members: Collection[bytes],
         went_on: Collection[bytes],
+        appeared: Mapping[bytes, float],
         now: float,
         seconds: float,
         unheard: Collection[bytes],
@@ -187,7 +191,8 @@ class Members:
         # had no reason to wait for it either.
         if not self._meets_everybody or waited < patience * _SHARE_OF_PATIENCE:
             return
-        missing = sorted(awaited - {*members, *went_on})
+        in_time = {peer for peer, at in appeared.items() if now - at - seconds >= patience * _SHARE_OF_PATIENCE}
+        missing = sorted((awaited | in_time) - {*members, *went_on})
         for peer in missing:
             self._missed[peer] = self._missed.get(peer, 0) + 1
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
