@@ -30,7 +30,6 @@ from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
     GlobalTrainingProgress,
@@ -41,6 +40,7 @@ from shoal.optim.progress.records import (
     count_of_samples,
 )
 from shoal.optim.progress.run_list import RunList
+from shoal.optim.progress.run_settings import Company
 from shoal.p2p import PeerID
 from shoal.peers.book import SHARE_WASTED
 
@@ -211,14 +211,15 @@ class ProgressTracker(Facade):
             functools.partial(make_guard(guard), share=waiting_share),
             rule,
         )
-        # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
-        parse = weakref.WeakMethod(self._parse_swarm_progress_data)
+        if type(self)._parse_swarm_progress_data is not ProgressTracker._parse_swarm_progress_data:
+            # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
+            parse = weakref.WeakMethod(self._parse_swarm_progress_data)
 
-        def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
-            method = parse()
-            return records.summarize() if method is None else method(records)
+            def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
+                method = parse()
+                return records.usual if method is None else method(records)
 
-        self.board.parse_records = parse_records
+            self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
@@ -324,7 +325,7 @@ class ProgressTracker(Facade):
             metadata: the records by peer, each as plain values with its expiration, this peer's own among them once it
                 is published. Only peers that count are there, with what is believed of them.
         """
-        return metadata.summarize()
+        return metadata.usual
 
     @property
     def training_progress_key(self) -> str:

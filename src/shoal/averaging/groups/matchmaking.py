@@ -49,18 +49,15 @@ from shoal.averaging.groups.search import (
     Follower,
     GroupSearch,
     InvitationEnds,
-    InvitationFails,
     Invite,
     Joins,
     Judge,
     Leaves,
-    Misleads,
     OfferEnds,
     Offers,
     Release,
     Remembered,
     Reply,
-    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -281,7 +278,10 @@ class SearchShell:
 
     def _end(self) -> None:
         """Answer all that wait. Nobody may join from now on."""
-        self.on(SearchEnds())
+        for action in self.search.end():
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
         end_invitations(self._calls.invitations, members)
@@ -429,7 +429,7 @@ class SearchShell:
                 return
             around.p2p.metrics.members_untrue += 1
             self.left.append(reply.group.group_id)
-            self.on(Misleads(leader))
+            self.on(Fails(leader, AskFailure.UNTRUE))
             return
         if reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
@@ -482,7 +482,7 @@ class SearchShell:
             logger.debug("could not invite %s: %r", peer, e)
             if (promised := search.looking().get(peer)) is not None:
                 self._note_uncalled(peer, e, promised)
-            self.on(InvitationFails(peer))
+            self.on(InvitationEnds(peer, arrived=False))
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
         """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""

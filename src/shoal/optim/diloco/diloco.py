@@ -31,8 +31,7 @@ from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
-from shoal.optim.progress.company import Company
-from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
+from shoal.optim.progress.run_settings import Company, RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries

@@ -13,7 +13,6 @@ import msgspec
 from shoal.guard.policy import JOIN_SHARE, Members
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
 from shoal.optim.history.journal import Lineage
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import (
     MAX_CALLED,
     Companion,
@@ -27,6 +26,7 @@ from shoal.optim.progress.records import (
     make_room,
     summarize,
 )
+from shoal.optim.progress.run_settings import Company
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
@@ -133,8 +133,8 @@ class ProgressBoard:
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
-        self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] = SwarmRecords.summarize
-        """Makes the progress of the swarm of the records that count. It may read from this board."""
+        self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] | None = None
+        """Makes the progress of the swarm of the records that count, if not as usual. It may read from this board."""
         self.company: Company | None = None
         """The settings of other peers; ``None``: they are not compared."""
         self._foreign_before = frozenset[bytes]()
@@ -674,28 +674,24 @@ class ProgressBoard:
         records = self.guard.limited([c.record for c in valid], now)
         stopped = {c.record.peer_id for c in valid if c.unreachable_since is not None}
 
-        def summary() -> GlobalTrainingProgress:
-            progress = summarize(
-                own,
-                records,
-                published=self.published,
-                target_batch_size=self._target_batch_size,
-                now=now,
-                next_fetch_time=self._global.next_fetch_time,
-                stopped=stopped,
-                is_sketchy=len(valid) > MAX_CALLED,
-                num_others=self.num_others,
-            )
-            present = [own, *(each for each in records if each.peer_id not in stopped)]
-            return self.rule.summary(progress, [each for each in present if each.epoch == progress.epoch], now)
-
-        def read() -> Iterable[tuple[LocalTrainingProgress, float]]:
-            expirations = {c.record.peer_id: c.expiration for c in valid}
-            if self.published:
-                yield own, math.inf
-            yield from ((each, expirations[each.peer_id]) for each in records if each.peer_id not in stopped)
-
-        return self.parse_records(SwarmRecords(read, summary))
+        progress = summarize(
+            own,
+            records,
+            published=self.published,
+            target_batch_size=self._target_batch_size,
+            now=now,
+            next_fetch_time=self._global.next_fetch_time,
+            stopped=stopped,
+            is_sketchy=len(valid) > MAX_CALLED,
+            num_others=self.num_others,
+        )
+        present = [each for each in records if each.peer_id not in stopped]
+        usual = self.rule.summary(progress, [each for each in (own, *present) if each.epoch == progress.epoch], now)
+        if self.parse_records is None:
+            return usual
+        expirations = {c.record.peer_id: c.expiration for c in valid}
+        told = [(each, expirations[each.peer_id]) for each in present]
+        return self.parse_records(SwarmRecords([(own, math.inf), *told] if self.published else told, usual))
 
     def call_watchers(self) -> None:
         """Tell the watchers that something has changed."""
