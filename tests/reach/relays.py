@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shoal.net.memory import MemoryNetwork
@@ -13,27 +14,6 @@ from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
 
 HERE = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
-
-
-class Known:
-    """A directory with some peers that may be relays.
-
-    Args:
-        relays: these.
-        find: called with a peer whose addresses are looked for.
-    """
-
-    def __init__(self, relays: Sequence[PeerID] = (), find: Callable[[PeerID], object] = lambda _: None) -> None:
-        self._relays, self._find = relays, find
-
-    async def find_addresses(self, peer: PeerID) -> None:
-        self._find(peer)
-
-    def known_peers(self) -> Sequence[PeerID]:
-        return self._relays
-
-    def note_reach(self) -> None:
-        """Nothing follows from it."""
 
 
 class Relayed(Peers):
@@ -91,11 +71,32 @@ class Relayed(Peers):
         await super().__aexit__(*exc_info)
 
 
+class Told:
+    """A directory that knows some peers.
+
+    Args:
+        nodes: peers that others can dial.
+        find: looks for the addresses of a peer.
+    """
+
+    def __init__(self, nodes: Sequence[PeerID] = (), find: Callable[[PeerID], object] = lambda peer: None) -> None:
+        self.nodes, self._find = nodes, find
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        self._find(peer)
+
+    def dialable_peers(self) -> Sequence[PeerID]:
+        return self.nodes
+
+    def note_reachability(self) -> None:
+        pass
+
+
 def introduce(p2p: P2P, *relays: P2P) -> None:
     """Tell a peer which relays there are."""
     for relay in relays:
         p2p.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
-    p2p.directories = [Known([relay.peer_id for relay in relays])]
+    p2p.directory = Told([relay.peer_id for relay in relays])
 
 
 def tell(caller: P2P, guest: P2P) -> list[Multiaddr]:
@@ -116,13 +117,20 @@ async def connect(caller: P2P, relay: P2P, **request: Any) -> Any:
     return answer
 
 
-async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
-    """Ask a relay for a reservation, and give it up at once."""
+@asynccontextmanager
+async def reserving(p2p: P2P, relay: P2P, **request: Any) -> AsyncIterator[Any]:
+    """Ask a relay for a reservation; what the relay answers holds until the end of the block."""
     async with RelayServer.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
         await call.send(Reserve(**request), end=True)
         answer = await call.receive(ReserveAnswer)
         assert answer is not None
+        yield answer
+
+
+async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
+    """Ask a relay for a reservation, and give it up at once."""
+    async with reserving(p2p, relay, **request) as answer:
         return answer
 
 
-__all__ = ["HERE", "Relayed", "Service", "connect", "introduce", "reserve", "square", "tell"]
+__all__ = ["HERE", "Relayed", "Service", "Told", "connect", "introduce", "reserve", "reserving", "square", "tell"]

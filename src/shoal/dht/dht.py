@@ -25,7 +25,7 @@ from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
 from shoal.peers.identity import checked_name, default_name
-from shoal.reach.libp2p_options import Libp2pOptions
+from shoal.reach.manager import Libp2pOptions
 
 T = TypeVar("T")
 

@@ -166,7 +166,7 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
-        self.p2p.directories.append(self)
+        self.p2p.directory = self
         if looks_around:
             self._neighbours = Neighbours(self.protocol, self._server_mode)
             await self._neighbours.start()
@@ -217,8 +217,8 @@ class DHTNode:
         self._reader.refresh_queue.clear()
         if self._neighbours is not None:
             await self._neighbours.close()
-        if self in self.p2p.directories:  # joining may have failed before
-            self.p2p.directories.remove(self)
+        if self.p2p.directory is self:  # there may be another node on this peer by now
+            self.p2p.directory = None
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()
@@ -229,11 +229,11 @@ class DHTNode:
         """Look for the addresses of a peer in the DHT."""
         await self.finder.find(peer)
 
-    def known_peers(self) -> list[PeerID]:
+    def dialable_peers(self) -> list[PeerID]:
         """Those of the routing table: nearly all nodes that others can dial are relays."""
         return [peer for _, peer in self.protocol.routing_table]
 
-    def note_reach(self) -> None:
+    def note_reachability(self) -> None:
         """How others can call this peer has changed: it may become a node, or stop being one."""
         self._server_mode.look()
 

@@ -33,8 +33,7 @@ from shoal.net.addresses import (
     may_be_dialled_for,
 )
 from shoal.net.connection import Call, Connection, Hello
-from shoal.net.connection_pool import ConnectionPool
-from shoal.net.dialler import Dialler
+from shoal.net.connection_pool import ConnectionPool, Dialler
 from shoal.net.limits import HeaderMemory, Limits
 from shoal.net.pasted import short_form
 from shoal.net.server import Server
@@ -54,19 +53,16 @@ INSTANCE_BYTES = 16
 
 
 class Directory(Protocol):
-    """Where a peer looks others up: its node of the DHT, one of :attr:`Endpoint.directories` while it lives."""
+    """Knows peers that this one has not met, as the DHT does."""
 
     async def find_addresses(self, peer: PeerID) -> None:
-        """Look for the addresses of a peer that is to be dialled."""
-        ...
+        """Look up where a peer can be dialled, and add what is found to the endpoint's addresses."""
 
-    def known_peers(self) -> Sequence[PeerID]:
-        """Peers that may be relays."""
-        ...
+    def dialable_peers(self) -> Sequence[PeerID]:
+        """Some peers that others can dial. Nearly all of them are relays."""
 
-    def note_reach(self) -> None:
-        """How others can call this peer has changed."""
-        ...
+    def note_reachability(self) -> None:
+        """Others can call this peer in another way than before."""
 
 
 class Endpoint(ABC):
@@ -105,8 +101,8 @@ class Endpoint(ABC):
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
-        self.directories: list[Directory] = []
-        """Where peers without a known address are looked up before they are dialled."""
+        self.directory: Directory | None = None
+        """Asked about peers without a known address; a DHT node on this peer."""
         self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
@@ -375,19 +371,18 @@ class Endpoint(ABC):
             stream = await self.dialler.dial(peer)
         except NoReservationError:
             # It may have other relays by now. Where it is no more, the dialler has forgotten.
-            if self.is_reachable(peer):
-                raise
-            await self._look_up(peer)
-            if not self.is_reachable(peer):
+            if not await self._look_up(peer):
                 raise
             stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
 
-    async def _look_up(self, peer: PeerID) -> None:
-        for directory in list(self.directories):
-            if not self.is_reachable(peer):
-                await directory.find_addresses(peer)
+    async def _look_up(self, peer: PeerID) -> bool:
+        """Look up a peer without a known address; returns whether there are new ones."""
+        if self.directory is None or self.is_reachable(peer):
+            return False
+        await self.directory.find_addresses(peer)
+        return self.is_reachable(peer)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
         """A call to a peer that should be online has failed. After a few such failures the user is told, once.
