@@ -614,7 +614,7 @@ class DHTProtocol(ServicerBase):
         for batch in split_into_requests(records):
             request = StoreRequest.of_records(batch, self._announced_id)
             response = await self._call(peer, "rpc_store", request, StoreResponse, self.config.wait_timeout)
-            if len(response.accepted) != len(batch):
+            if len(response.refusals) != len(batch):
                 self._note_nonsense(peer, is_walk=True)
                 raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, and tells of others")
             self.note_alive(response.node_id, peer)
