@@ -43,7 +43,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
 from shoal.dht.storage import DHTLocalStorage
-from shoal.dht.validation import Outcome, RecordValidatorBase
+from shoal.dht.validation import CompositeValidator, Outcome, RecordValidatorBase
 from shoal.errors import (
     DHTError,
     DialError,
@@ -359,7 +359,7 @@ class DHTProtocol(ServicerBase):
         return self.records.cache
 
     @property
-    def record_validator(self) -> RecordValidatorBase | None:
+    def record_validator(self) -> CompositeValidator:
         """Decides which records may be stored and believed."""
         return self.records.record_validator
 

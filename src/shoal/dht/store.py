@@ -263,7 +263,7 @@ def make_record(
     subkey: Subkey | None,
     value: DHTValue,
     expiration_time: DHTExpiration,
-    validator: RecordValidatorBase | None,
+    validator: RecordValidatorBase,
 ) -> NewRecord:
     """Pack and sign a value that the application wants to store.
 
@@ -276,9 +276,7 @@ def make_record(
         packed_subkey = MSGPackSerializer.dumps(subkey)
         check_subkey(subkey, packed_subkey)
     expires = _within_a_day(key, check_expiration(expiration_time))
-    packed = MSGPackSerializer.dumps(value)
-    if validator is not None:
-        packed = validator.sign_value(DHTRecord(key_id.to_bytes(), packed_subkey, packed, expires))
+    packed = validator.sign_value(DHTRecord(key_id.to_bytes(), packed_subkey, MSGPackSerializer.dumps(value), expires))
     if len(packed) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the value for key {key!r} takes {len(packed)} bytes, over the limit of {MAX_VALUE_BYTES}: "
