@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
+from shoal.net import transport as transport_module
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
 from shoal.net.tcp import listener as strangers_module
@@ -164,7 +165,7 @@ async def test_a_cookie_is_good_once() -> None:
 
 async def test_a_cookie_is_good_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert COOKIE_SECONDS == 10.0
-    monkeypatch.setattr(sessions_module, "COOKIE_SECONDS", 0.01)
+    monkeypatch.setattr(transport_module, "COOKIE_SECONDS", 0.01)
     async with Circle() as circle:
         cookie = os.urandom(COOKIE_BYTES)
         expected = circle.relay.expect_session(cookie)

@@ -55,7 +55,7 @@ async def test_calls_go_through_a_relay_both_ways(kind: str) -> None:
         for p2p, other in ((first, second), (second, first)):
             assert (p2p.metrics.dials_relayed, p2p.metrics.dials_direct) == (1, 2), "two to the relay"
             assert p2p.metrics.bytes_relayed > 6 * 2**20
-            (accepted,) = p2p.connections_from(other.peer_id)
+            (accepted,) = p2p.server.connections_of(other.peer_id)
             assert accepted.stream.via == relay.peer_id
             assert p2p.address_seen_of(other.peer_id) == ""
             assert p2p.host_seen_of(other.peer_id) == other.peer_id
@@ -230,7 +230,7 @@ def test_a_relay_is_asked_again_if_the_connection_to_it_has_broken_without_a_sig
             assert await square(caller, guest) == 9
             caller.pool.end_idle(guest.peer_id)
             assert caller.pool.count_of(relay.peer_id)
-            for connection in relay.connections_from(caller.peer_id):
+            for connection in relay.server.connections_of(caller.peer_id):
                 assert isinstance(connection.stream, PipeEnd)
                 connection.stream.end()  # the other side does not hear of it
             began = asyncio.get_running_loop().time()
@@ -279,7 +279,7 @@ async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
                     for stream in found:
                         stream.abort()
         await until(lambda: relay.relay.circuit_count == 0)
-        await until(lambda: not guest.connections_from(caller.peer_id))
+        await until(lambda: not guest.server.connections_of(caller.peer_id))
         assert await square(caller, guest) == 9
 
 

@@ -24,7 +24,7 @@ from typing import cast
 
 from shoal.access.badges import MAX_BADGE_BYTES
 from shoal.access.membership import Membership, judge_listener
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet, cancel_and_wait
 from shoal.errors import (
     DialError,
     IdentityMismatchError,
@@ -34,10 +34,10 @@ from shoal.errors import (
     StreamClosedError,
 )
 from shoal.net.transport import (
-    COOKIE_SECONDS,
     HANDSHAKE_TIMEOUT,
     ROUND_TRIP,
     Buffer,
+    ExpectedSessions,
     OnStream,
     Session,
     Stream,
@@ -240,41 +240,6 @@ class MemorySession(Session):
         assert not self._is_taken, "a session is taken over once"
         self._is_taken = True
         return self._end
-
-
-class Expectations:
-    """The cookies that a peer has given away, and who waits for the sessions."""
-
-    def __init__(self) -> None:
-        self._expected: dict[bytes, asyncio.Future[Session]] = {}
-
-    def expect(self, cookie: bytes) -> asyncio.Future[Session]:
-        """See :meth:`Transport.expect_session`."""
-        loop = asyncio.get_running_loop()
-        assert cookie not in self._expected, "a cookie is random and good once"
-        future: asyncio.Future[Session] = loop.create_future()
-        timer = loop.call_later(COOKIE_SECONDS, future.cancel)
-
-        def forget(_: object) -> None:
-            timer.cancel()
-            self._expected.pop(cookie, None)
-
-        self._expected[cookie] = future
-        future.add_done_callback(forget)
-        return future
-
-    def meet(self, cookie: bytes, session: Session) -> None:
-        """Hand a session to the side that expects it; end it if none does."""
-        future = self._expected.pop(cookie, None)
-        if future is None or future.done():
-            session.abort()
-        else:
-            future.set_result(session)
-
-    def clear(self) -> None:
-        """Expect nobody any more."""
-        for future in list(self._expected.values()):
-            future.cancel()
 
 
 # --- handshake --------------------------------------------------------------------------------------------------------
@@ -587,9 +552,9 @@ class MemoryTransport(Transport):
         self._network = network
         self._listening: list[Multiaddr] = []
         self._told: list[Multiaddr] = []
-        self.expectations = Expectations()
+        self.expectations = ExpectedSessions()
         """The sessions that others are to open."""
-        self._work: set[asyncio.Task[None]] = set()
+        self._work = TaskSet()
 
     def supports(self, address: Multiaddr) -> bool:
         return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
@@ -643,9 +608,7 @@ class MemoryTransport(Transport):
         return end
 
     def receive(self, session: Session, on_stream: OnStream) -> None:
-        task = asyncio.get_running_loop().create_task(self._receive(_end_of(session), on_stream))
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._work.start(self._receive(_end_of(session), on_stream))
 
     async def _receive(self, end: PipeEnd, on_stream: OnStream) -> None:
         if await meet_dialler(end, self.identity, self.membership):
@@ -666,8 +629,8 @@ class MemoryTransport(Transport):
 
     async def close(self) -> None:
         self.stop_listening()
-        self.expectations.clear()
-        await cancel_and_wait(*self._work)
+        self.expectations.close()
+        await self._work.cancel()
 
 
 def _end_of(session: Session) -> PipeEnd:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from shoal.base.logs import one_line
+from shoal.base.tasks import has_succeeded
 from shoal.errors import ProtocolError
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
@@ -186,6 +187,59 @@ class Session(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the connection now. Does nothing to a session that has been taken over."""
+
+
+class ExpectedSessions:
+    """Cookies that this peer has given away, and who waits for their sessions."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, asyncio.Future[Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def expect(self, cookie: bytes) -> asyncio.Future[Session]:
+        """A future for the session with this cookie; it is cancelled when the time is up."""
+        if len(cookie) != COOKIE_BYTES:
+            raise ValueError(f"a cookie has {COOKIE_BYTES} bytes, not {len(cookie)}: take os.urandom({COOKIE_BYTES})")
+        if cookie in self._waiting:
+            raise ValueError("this cookie is in use already: make a new one for each session")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Session] = loop.create_future()
+        self._waiting[cookie] = future
+        expiry = loop.call_later(COOKIE_SECONDS, future.cancel)
+
+        def forget(_: asyncio.Future[Session]) -> None:
+            expiry.cancel()
+            if self._waiting.get(cookie) is future:
+                del self._waiting[cookie]
+
+        future.add_done_callback(forget)
+        return future
+
+    def take(self, cookie: bytes) -> asyncio.Future[Session] | None:
+        """Who waits for this cookie; ``None`` if nobody does. A cookie is taken once."""
+        future = self._waiting.pop(cookie, None)
+        return None if future is None or future.done() else future
+
+    def meet(self, cookie: bytes, session: Session) -> None:
+        """Hand a session to the side that waits for it; end it if none does."""
+        future = self.take(cookie)
+        if future is None:
+            session.abort()
+        else:
+            future.set_result(session)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        for future in [*self._waiting.values()]:
+            future.cancel()
+
+
+def abort_late(future: asyncio.Future[Stream]) -> None:
+    """End a stream that comes late: another one was faster, or nobody waits any more."""
+    if has_succeeded(future):
+        future.result().abort()
 
 
 def _ignore() -> None:

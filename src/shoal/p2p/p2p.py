@@ -16,7 +16,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BootstrapError, IdentityTakenError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.endpoint import Endpoint
+from shoal.net.endpoint import Announcement, Endpoint
 from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, Limits, RelayLimits, have_enough_files
 from shoal.net.own_addresses import checked_announcement
 from shoal.net.pasted import Target, read_addresses, wants_local
@@ -264,14 +264,11 @@ class P2P(Endpoint):
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
-    def announced(self, latest: bool = False) -> list[Multiaddr]:
-        return self.outlook.announced(latest)
+    def announce(self, latest: bool = False) -> Announcement:
+        return Announcement(self.outlook.announced(latest), self.outlook.reach.value, self.relay.serves)
 
     def outer_hosts(self) -> set[str]:
         return self.outlook.outer_hosts()
-
-    def describe_reach(self) -> tuple[int, bool]:
-        return self.outlook.reach.value, self.relay.serves
 
     async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
         return await self.circuits.dial_one(address, peer)
@@ -347,7 +344,7 @@ class P2P(Endpoint):
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
-        await cancel_and_wait(*self.late_answers)
+        await self.late_answers.cancel()
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

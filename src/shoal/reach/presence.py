@@ -76,12 +76,12 @@ class Presence(ServicerBase):
             own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER], judge)
             own.book[context.remote_id].reach = request.reach
             own.note_relay(context.remote_id, request.relay)
-        instances = {connection.instance for connection in own.connections_from(context.remote_id)}
+        instances = {connection.instance for connection in own.server.connections_of(context.remote_id)}
         return PresenceReply(
             instance=own.instance,
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
             is_connected=bool(instances - {None, request.instance}),
-            relay=own.describe_reach()[1],
+            relay=own.announce().is_relay,
         )
 
 
@@ -124,9 +124,8 @@ class Announcements:
         handle = Presence.handle_name("rpc_who_am_i", None)
         try:
             async with at_once:
-                addresses = [str(address) for address in endpoint.announced()]
-                reach, relay = endpoint.describe_reach()
-                query = PresenceQuery(instance=endpoint.instance, addresses=addresses, reach=reach, relay=relay)
+                addresses, reach, relay = endpoint.announce()
+                query = PresenceQuery(endpoint.instance, [str(address) for address in addresses], reach, relay)
                 reply = await endpoint.call(
                     peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles
                 )

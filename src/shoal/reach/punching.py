@@ -35,7 +35,7 @@ import msgspec
 
 from shoal.base.backoff import Backoff
 from shoal.base.bounded import Bounded
-from shoal.base.tasks import all_of, cancel_and_wait
+from shoal.base.tasks import all_of, cancel_and_wait, has_succeeded
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.addresses import ip_to_dial, is_global, is_ipv6, is_loopback, is_name
@@ -600,10 +600,6 @@ def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
     return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
 
 
-def _has_succeeded(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
 async def _nothing() -> None:
     """A punch that there is not."""
 
@@ -614,5 +610,5 @@ async def _drop(*work: asyncio.Task[Any]) -> None:
         await cancel_and_wait(*work)
     finally:  # the caller may be cancelled, but the tasks have ended all the same
         for task in work:
-            if _has_succeeded(task) and task.result() is not None:
+            if has_succeeded(task) and task.result() is not None:
                 task.result().abort()

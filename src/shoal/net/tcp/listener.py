@@ -28,9 +28,9 @@ from shoal.metrics import Metrics
 from shoal.net.limits import Limits, more_files
 from shoal.net.tcp.connect import hurry_within_host, set_options
 from shoal.net.tcp.handshake import BUSY_ALERT, HANDSHAKE_TIMEOUT, listener_context, verify_dialler
-from shoal.net.tcp.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
+from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
 from shoal.net.tcp.stream import OwnSocket, TcpStream
-from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
+from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, ExpectedSessions, OnStream, Transport
 
 logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)

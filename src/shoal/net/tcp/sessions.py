@@ -24,7 +24,7 @@ from shoal.net.tcp.stream import (
     is_broken_off,
     reset_connection,
 )
-from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Throttle
+from shoal.net.transport import Session, Throttle
 from shoal.peers.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
@@ -159,45 +159,6 @@ def _look_at_error(operation: asyncio.Task[Any]) -> None:
     """Tell asyncio that somebody has looked at the error of a task, even if nobody waits for it any more."""
     if not operation.cancelled():
         operation.exception()
-
-
-class ExpectedSessions:
-    """Cookies that this peer has given away, and who waits for their sessions."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[bytes, asyncio.Future[Session]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def expect(self, cookie: bytes) -> asyncio.Future[Session]:
-        """A future for the session with this cookie; it is cancelled when the time is up."""
-        if len(cookie) != COOKIE_BYTES:
-            raise ValueError(f"a cookie has {COOKIE_BYTES} bytes, not {len(cookie)}: take os.urandom({COOKIE_BYTES})")
-        if cookie in self._waiting:
-            raise ValueError("this cookie is in use already: make a new one for each session")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Session] = loop.create_future()
-        self._waiting[cookie] = future
-        expiry = loop.call_later(COOKIE_SECONDS, future.cancel)
-
-        def forget(_: asyncio.Future[Session]) -> None:
-            expiry.cancel()
-            if self._waiting.get(cookie) is future:
-                del self._waiting[cookie]
-
-        future.add_done_callback(forget)
-        return future
-
-    def take(self, cookie: bytes) -> asyncio.Future[Session] | None:
-        """Who waits for this cookie; ``None`` if nobody does. A cookie is taken once."""
-        future = self._waiting.pop(cookie, None)
-        return None if future is None or future.done() else future
-
-    def close(self) -> None:
-        """Wait for nothing any more."""
-        for future in [*self._waiting.values()]:
-            future.cancel()
 
 
 class Pause(IntFlag):

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from shoal.access.badges import ANY_ROLE
 from shoal.base.backoff import Backoffs
 from shoal.base.logs import Seldom, quoted
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import cancel_and_wait, has_succeeded
 from shoal.errors import (
     DialError,
     NoRelayError,
@@ -37,7 +37,7 @@ from shoal.errors import (
 from shoal.net.addresses import Judge, may_be_dialled_for
 from shoal.net.connection_pool import CIRCUIT_SECONDS, DIRECT_ONLY, SPARE
 from shoal.net.endpoint import Endpoint
-from shoal.net.transport import Session, Stream, Transport, receive_frame
+from shoal.net.transport import Session, Stream, Transport, abort_late, receive_frame
 from shoal.peers.identity import PeerID, circuit_address, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, Circuit, Puncher
@@ -147,7 +147,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
             await cancel_and_wait(*tasks)
         finally:  # the caller may be cancelled once more, but the tasks have ended all the same
             for task in tasks:
-                if not task.cancelled() and task.exception() is None:
+                if has_succeeded(task):
                     task.result().abort()
         raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
@@ -357,15 +357,15 @@ class OutgoingCircuits:
         try:
             if is_expected:
                 await asyncio.wait([punch], timeout=_head_start(began_at))
-            if not _has_worked(punch):
+            if not has_succeeded(punch):
                 relayed = asyncio.ensure_future(self._relayed(circuit, target))
                 unused.append(relayed)
                 await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
                 if not punch.done():
                     # If the circuit has failed, nothing but the punch is left to wait for.
                     left = 0.0 if is_expected else _head_start(began_at)
-                    await asyncio.wait([punch], timeout=left if _has_worked(relayed) else None)
-            if _has_worked(punch):
+                    await asyncio.wait([punch], timeout=left if has_succeeded(relayed) else None)
+            if has_succeeded(punch):
                 unused.remove(punch)
                 return punch.result()
             stream = await relayed
@@ -374,12 +374,12 @@ class OutgoingCircuits:
             return stream
         finally:
             for each in unused:
-                each.add_done_callback(_abort_late)
+                each.add_done_callback(abort_late)
                 each.cancel()
 
     def _keep_late(self, punch: asyncio.Future[Stream]) -> None:
         """A direct connection that has come too late for the call serves later ones."""
-        if _has_worked(punch):
+        if has_succeeded(punch):
             if self._endpoint.is_alive:
                 self._endpoint.metrics.dials_punched += 1
                 punch.result().is_arranged = True
@@ -445,15 +445,6 @@ class OutgoingCircuits:
 
 def _head_start(began_at: float) -> float:
     return max(HEAD_START, PATIENCE * (asyncio.get_running_loop().time() - began_at))
-
-
-def _has_worked(future: asyncio.Future[Stream]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def _abort_late(future: asyncio.Future[Stream]) -> None:
-    if _has_worked(future):
-        future.result().abort()
 
 
 # --- answering --------------------------------------------------------------------------------------------------------

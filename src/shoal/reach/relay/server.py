@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet, cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.net.addresses import host_charged
 from shoal.net.connection import Call
@@ -156,7 +156,7 @@ class RelayServer(ServicerBase):
         """The rate that all circuits share."""
         self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
         self._observations = TokenBuckets(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
-        self._observing: dict[asyncio.Task[None], None] = {}
+        self._observing = TaskSet()
         self._is_closed = False
 
     @property
@@ -388,7 +388,7 @@ class RelayServer(ServicerBase):
         """The cookies of a new circuit, for each side."""
         transport = self._endpoint.transport
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
-        badge = next((each.stream.badge for each in self._endpoint.connections_from(dialler)), None)
+        badge = next((each.stream.badge for each in self._endpoint.server.connections_of(dialler)), None)
         sessions, host = (expect(cookies[0]), expect(cookies[1])), self._endpoint.host_seen_of(dialler)
         share = self.rate.share(lambda: self._knows(dialler, guest.peer))
         circuit = _Circuit(dialler, host, guest, badge, sessions, share)
@@ -454,9 +454,7 @@ class RelayServer(ServicerBase):
         if not self._observations.take(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
         cookie = self._endpoint.transport.new_cookie()
-        task = asyncio.get_running_loop().create_task(self._observe(self._endpoint.transport.expect_session(cookie)))
-        self._observing[task] = None
-        task.add_done_callback(self._observing.pop)
+        self._observing.start(self._observe(self._endpoint.transport.expect_session(cookie)))
         return OpenObservation(cookie=cookie)
 
     async def _observe(self, expected: asyncio.Future[Session]) -> None:
