@@ -396,7 +396,6 @@ class ReachabilityManager:
         metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
         self._relay.is_public = state is Reachability.PUBLIC
-        reservations.reach = self._circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
         now_told = state, self.announced(), self.reach

@@ -188,8 +188,6 @@ class OutgoingCircuits:
     ) -> None:
         self._endpoint, self._own_relay = endpoint, own_relay
         self.punching, self.public_addresses = punching, public_addresses
-        self.reach = Reach.EASY
-        """What others are told of this peer."""
         self.reversals = Backoffs(FIRST_PAUSE, LONGEST_PAUSE, asyncio.get_running_loop().time)
         """Peers that could not call in reverse."""
 
@@ -246,7 +244,9 @@ class OutgoingCircuits:
             self.reversals.fail(target)
         began_at = asyncio.get_running_loop().time()
         wants_punch = self.punching is not None and not is_own and self.punching.is_worth_it(target)
-        request = Connect(target=target.to_bytes(), count=count, punch=wants_punch, reach=int(self.reach))
+        request = Connect(
+            target=target.to_bytes(), count=count, punch=wants_punch, reach=self._endpoint.announce().reach
+        )
         answer = await self._ask(place, relay, target, request)
         circuits = await open_circuits(
             self._endpoint.transport, relay, [place], answer.cookies[:count], punchable=wants_punch
