@@ -17,10 +17,9 @@ from shoal.net.memory import MemoryNetwork, PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.punching import FIRST_PAUSE, Circuit, Puncher
+from shoal.reach.punching import FIRST_PAUSE, HEAD_START, Circuit, Puncher
 from shoal.reach.relay.circuits import (
     ANSWER_SECONDS,
-    HEAD_START,
     MAX_ANSWERS,
     REVERSE_SECONDS,
     may_be_dialled,

@@ -39,7 +39,8 @@ from shoal.peers.book import PeerBook
 from shoal.peers.identity import PeerID, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
 
-# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
+# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet; RFC 8305
+# recommends it for the addresses of a host.
 DIAL_STAGGER = 0.25
 # The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
 HANDSHAKE_STAGGER = 2.0

@@ -47,10 +47,7 @@ from shoal.peers.scores import PeerScores
 
 logger = logging.getLogger(__name__)
 
-LATE_ANSWER_SECONDS = 30.0
-"""How long a connection that relays have arranged is kept for an answer that comes too late for the caller."""
 AGENT = "shoal"
-INSTANCE_BYTES = 16
 
 
 class Directory(Protocol):
@@ -110,7 +107,7 @@ class Endpoint(ABC):
         self.metrics = metrics
         self.client_mode = False
         self.is_alive = True
-        self.instance = rng.randbytes(INSTANCE_BYTES)
+        self.instance = rng.randbytes(16)
         """Tells this process from another one with the same identity."""
         self.directory: Directory | None = None
         """Asked about peers without a known address; a DHT node on this peer."""
@@ -484,7 +481,7 @@ class Endpoint(ABC):
 
     def _await_later(self, asking: asyncio.Task[Any]) -> None:
         """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
-        end = asyncio.get_running_loop().call_later(LATE_ANSWER_SECONDS, asking.cancel)
+        end = asyncio.get_running_loop().call_later(30.0, asking.cancel)  # longer than most calls may take
 
         def forget(asking: asyncio.Task[Any]) -> None:
             end.cancel()

@@ -39,9 +39,6 @@ from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two comparisons of the clock with those of others, unless it has jumped.
-COMPARE_AGAIN_SECONDS = 10.0
-
 
 class P2P(Endpoint):
     """A peer. Made by :meth:`create`; lives in one event loop.
@@ -316,7 +313,7 @@ class P2P(Endpoint):
         """Ask others for the time, in the background: there is a sign that this peer has it wrong."""
         now = asyncio.get_running_loop().time()
         is_running = self._comparison is not None and not self._comparison.done()
-        if self.is_alive and not is_running and now - self._compared_at >= COMPARE_AGAIN_SECONDS:
+        if self.is_alive and not is_running and now - self._compared_at >= 10.0:
             self._compared_at = now
             self._comparison = asyncio.get_running_loop().create_task(compare_clocks(self))
 

@@ -29,14 +29,8 @@ from shoal.peers.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a start may wait for stale addresses where nobody answers.
-CHECK_SECONDS = 2.0
-
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
-
-COMPARED_CLOCKS = 8
-"""Peers that are asked for the time when the clock of this machine has jumped."""
 
 
 class PresenceQuery(Header):
@@ -152,7 +146,7 @@ async def compare_clocks(endpoint: Endpoint) -> None:
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not ask %s for the time: %s", peer, e)
 
-    await asyncio.gather(*map(compare, endpoint.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
+    await asyncio.gather(*map(compare, endpoint.rng.sample(known, min(len(known), 8))))
 
 
 async def check_identity_is_free(
@@ -173,7 +167,7 @@ async def check_identity_is_free(
     own = [str(address) for address, peer in addresses if peer == endpoint.peer_id]
     checks.append(asyncio.ensure_future(_find_double_at(endpoint, own)))
     try:
-        async with asyncio.timeout(CHECK_SECONDS):
+        async with asyncio.timeout(2.0):
             for check in asyncio.as_completed(checks):
                 where = await check
                 if where is not None:

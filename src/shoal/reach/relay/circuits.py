@@ -40,7 +40,7 @@ from shoal.net.endpoint import Endpoint
 from shoal.net.transport import Session, Stream, Transport, abort_late, receive_frame
 from shoal.peers.identity import PeerID, circuit_address, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, Circuit, Puncher
+from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, Circuit, Puncher, head_start
 from shoal.reach.relay.messages import (
     LOWEST_PORT,
     MAX_AT_ONCE,
@@ -163,10 +163,6 @@ REVERSE_SECONDS = 2.0
 """How long a peer that asked to be called waits, before it goes through the relay after all."""
 ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
-HEAD_START = 0.5
-"""How much longer a direct connection may take than the relayed one, and still be preferred."""
-PATIENCE = 0.75
-"""The same as a share of the time that everything before has taken: on busy machines both take longer."""
 
 
 class OutgoingCircuits:
@@ -444,16 +440,12 @@ class OutgoingCircuits:
 
 
 def _head_start(began_at: float) -> float:
-    return max(HEAD_START, PATIENCE * (asyncio.get_running_loop().time() - began_at))
+    return head_start(asyncio.get_running_loop().time() - began_at)
 
 
 # --- answering --------------------------------------------------------------------------------------------------------
 
 
-# How long each address of a peer that wants to be called in reverse is tried.
-REVERSE_TRY_SECONDS = 0.7
-HTTPS_PORT = 443
-"""The only port of a system service at which peers listen, because some networks let nothing else through."""
 MAX_ANSWERS = 64
 """Requests of relays that are answered at the same time. With more, or if they take too many connections together, the
 oldest of those that take most are given up: honest peers come within a few round trips."""
@@ -579,7 +571,7 @@ class IncomingCircuits:
             wanted = transport.worth_dialling(allowed)
         for address in wanted[:MAX_PLACES]:
             try:
-                async with asyncio.timeout(REVERSE_TRY_SECONDS):
+                async with asyncio.timeout(REVERSE_SECONDS / 3):
                     session = await transport.open_session(address, cookies[0])
             except (DialError, TimeoutError) as e:
                 logger.debug("cannot call %s in reverse: %r", address, e)
@@ -612,7 +604,8 @@ def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: J
     """
     if is_circuit(address):
         return False
-    if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != HTTPS_PORT:
+    # Of the ports of system services, peers listen at that of HTTPS alone: some networks let nothing else through.
+    if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != 443:
         return False
     tellers: Sequence[Multiaddr | None] = places or [None]
     return all(may_be_dialled_for(address, place, is_inside=is_inside, is_here=is_here) for place in tellers)

@@ -47,8 +47,6 @@ from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, Re
 logger = logging.getLogger(__name__)
 
 WANTED = 2
-ASKED = 8
-"""The number of candidates that are considered at a time, the nearest first."""
 SILENCE_SECONDS = 12.0
 # The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
 DOUBTED_SECONDS = 7.0
@@ -278,7 +276,7 @@ class RelayClient:
             return self._has_refused(relay), doubts, self._endpoint.round_trip_to(relay) or math.inf
 
         best = sorted(filter(may_be_asked, {**have_said, **of_table}), key=order)
-        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:ASKED]]))
+        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:8]]))
 
     # --- holding ------------------------------------------------------------------------------------------------------
 

@@ -74,9 +74,6 @@ SILENT_SECONDS = 2.0
 CROWDED_SHARE = 0.5
 """A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
 many of its circuits in use, all peers of one host together may have as many as one peer."""
-# Notices that a guest has not read yet; one that reads nothing is no guest.
-MAX_NOTICES = 64
-OBSERVATIONS_PER_SECOND = 1.0
 OBSERVATION_BURST = 20
 
 
@@ -105,7 +102,8 @@ class _Guest:
     """When its last circuit began or ended."""
     has_others: bool
     """It had another relay when it came, so most likely it has one now."""
-    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
+    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(64))
+    """What it has not read yet; one that reads nothing is no guest."""
     circuits: int = 0
     is_leaving: bool = False
     """It has been sent elsewhere, but is still here."""
@@ -155,7 +153,7 @@ class RelayServer(ServicerBase):
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
         self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
-        self._observations = TokenBuckets(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
+        self._observations = TokenBuckets(1.0, OBSERVATION_BURST)
         self._observing = TaskSet()
         self._is_closed = False
 
