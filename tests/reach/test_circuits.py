@@ -639,15 +639,15 @@ async def test_a_relay_that_ends_all_circuits_early_is_left_for_another_one(
     payload = secrets.token_bytes(2**20)
     async with Relayed(kind) as peers:
         liar, honest = await peers.relay(), await peers.relay()
-        join = liar.transport.join
+        carry, told = liar.relay._carry, liar.metrics
 
-        async def end_early(*args: Any) -> None:
-            carrying = asyncio.ensure_future(join(*args))
-            before = liar.metrics.bytes_carried
-            await until(lambda: liar.metrics.bytes_carried - before >= carried or carrying.done())
+        async def end_early(circuit: Any) -> None:
+            circuits, nbytes = told.circuits_carried, told.bytes_carried
+            carrying = asyncio.ensure_future(carry(circuit))
+            await until(lambda: told.circuits_carried > circuits and told.bytes_carried - nbytes >= carried)
             carrying.cancel()
 
-        monkeypatch.setattr(liar.transport, "join", end_early)
+        monkeypatch.setattr(liar.relay, "_carry", end_early)
         guest, caller = await peers.guest(), await peers.caller()
 
         def add_way(relay: P2P) -> None:

@@ -23,6 +23,7 @@ from shoal.net.transport import (
     COOKIE_BYTES,
     ROUND_TRIP,
     Session,
+    Splice,
     Stream,
     Throttle,
     Transport,
@@ -129,7 +130,7 @@ class Trio:
             expected = self.relay.expect_session(cookie)
             outer.append(await side.transport.open_session(self.address, cookie, punchable=True))
             inner.append(await expected)
-        self.joining.append(asyncio.ensure_future(self.relay.join(inner[0], inner[1], Unlimited(), 100.0)))
+        self.joining.append(asyncio.ensure_future(Splice(inner[0], inner[1], Unlimited(), 100.0).run()))
         seen = [each.remote_address for each in inner]
         relay = self.relay.identity.peer_id
         return Circuit(outer[0], relay, seen[0], seen[1]), Circuit(outer[1], relay, seen[1], seen[0])

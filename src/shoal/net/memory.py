@@ -24,7 +24,7 @@ from typing import cast
 
 from shoal.access.badges import MAX_BADGE_BYTES
 from shoal.access.membership import Membership, judge_listener
-from shoal.base.tasks import TaskSet, cancel_and_wait
+from shoal.base.tasks import TaskSet
 from shoal.errors import (
     DialError,
     IdentityMismatchError,
@@ -41,7 +41,6 @@ from shoal.net.transport import (
     OnStream,
     Session,
     Stream,
-    Throttle,
     Transport,
 )
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
@@ -136,11 +135,11 @@ class PipeEnd(Stream):
             finally:
                 self._reader = None
 
-    async def read_some(self) -> memoryview | None:
-        """The next bytes, as many as have arrived in one piece; ``None`` at the end."""
+    async def read_some(self) -> memoryview:
+        """The next bytes, as many as have arrived in one piece; none at the end."""
         while not self.inbox:
             if self._closed:
-                return None
+                return memoryview(b"")
             self._reader = self._loop.create_future()
             try:
                 await self._reader
@@ -223,8 +222,11 @@ class MemorySession(Session):
         self._end = end
         self._is_taken = False
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: Buffer) -> None:
         await self._end.write(data)
+
+    async def read_some(self) -> Buffer:
+        return await self._end.read_some()
 
     async def read_exactly(self, size: int) -> bytes:
         data = bytearray(size)
@@ -310,42 +312,6 @@ async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership 
         end.abort()
         raise
     return True
-
-
-# --- joining ----------------------------------------------------------------------------------------------------------
-
-
-class MemorySplice:
-    """Copies bytes between two pipes, both ways."""
-
-    def __init__(self, first: PipeEnd, second: PipeEnd, throttle: Throttle, idle_seconds: float) -> None:
-        self._ends = (first, second)
-        self._throttle = throttle
-        self._idle_seconds = idle_seconds
-        self._loop = asyncio.get_running_loop()
-        self._moved_at = self._loop.time()
-
-    async def run(self) -> None:
-        """Copy until one of them ends, or neither moves for some time; end both."""
-        first, second = self._ends
-        ways = [self._loop.create_task(self._copy(*ends)) for ends in ((first, second), (second, first))]
-        try:
-            while (left := self._moved_at + self._idle_seconds - self._loop.time()) > 0:
-                done, _ = await asyncio.wait(ways, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    break
-        finally:
-            await cancel_and_wait(*ways)
-            for end in self._ends:
-                end.close()
-
-    async def _copy(self, source: PipeEnd, target: PipeEnd) -> None:
-        while (data := await source.read_some()) is not None:
-            self._moved_at = self._loop.time()
-            pause = self._throttle.take(len(data))
-            await target.write(data)
-            if pause > 0:
-                await asyncio.sleep(pause)
 
 
 # --- punching ---------------------------------------------------------------------------------------------------------
@@ -598,9 +564,6 @@ class MemoryTransport(Transport):
         self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
     ) -> Session:
         return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
-
-    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
-        await MemorySplice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
 
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
         end = _end_of(session)

@@ -28,7 +28,7 @@ from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
-from shoal.net.transport import Session, send_frame
+from shoal.net.transport import Session, Splice, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import Reach
@@ -411,7 +411,6 @@ class RelayServer(ServicerBase):
 
     async def _carry(self, circuit: _Circuit) -> None:
         """Wait for both sides of a circuit, and copy what they send each other."""
-        transport = self._endpoint.transport
         try:
             async with asyncio.timeout(MEETING_SECONDS):
                 first, second = await asyncio.gather(*circuit.sessions)
@@ -425,7 +424,7 @@ class RelayServer(ServicerBase):
         self._endpoint.metrics.circuits_carried += 1
         try:
             async with asyncio.timeout(self._seconds_left(circuit)):
-                await transport.join(first, second, circuit.share, IDLE_SECONDS)
+                await Splice(first, second, circuit.share, IDLE_SECONDS).run()
         except TimeoutError:
             logger.debug("a badge has expired on a circuit from %s to %s", circuit.dialler, circuit.guest.peer)
 
