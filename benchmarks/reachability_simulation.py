@@ -98,6 +98,27 @@ class Outcome:
         return "\n".join(lines + [f"  {count} × {error}" for error, count in self.errors.most_common(8)])
 
 
+class _Directory:
+    """Stands for the DHT."""
+
+    def __init__(self, swarm: Swarm, p2p: P2P) -> None:
+        self._swarm, self._p2p = swarm, p2p
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        await asyncio.sleep(LOOK_UP_SECONDS)
+        self._p2p.add_addresses(peer, self._swarm.table.get(peer, ()))
+
+    def dialable_peers(self) -> list[PeerID]:
+        known = self._swarm.public
+        chosen = [peer.p2p.peer_id for peer in self._p2p.rng.sample(known, min(RELAYS_KNOWN, len(known)))]
+        for peer in chosen:
+            self._p2p.add_addresses(peer, self._swarm.table.get(peer, ()))
+        return chosen
+
+    def note_reachability(self) -> None:
+        pass
+
+
 class Swarm:
     """Peers that dial each other."""
 
@@ -128,22 +149,10 @@ class Swarm:
             p2p = await host.run(P2P.create(addresses, transport=host.transport(), rng=host.rng))
         except ShoalError:
             return  # its seeds have died meanwhile
-        p2p.find_addresses = functools.partial(self._look_up, p2p)
-        p2p.reservations.candidates = functools.partial(self._relays, p2p)
+        p2p.directory = _Directory(self, p2p)
         self.peers[p2p.peer_id] = peer = Peer(host, p2p, self.now())
         host.spawn(self._declare(peer))
         host.spawn(self._dial_others(peer))
-
-    async def _look_up(self, p2p: P2P, peer: PeerID) -> None:
-        await asyncio.sleep(LOOK_UP_SECONDS)
-        p2p.add_addresses(peer, self.table.get(peer, ()))
-
-    def _relays(self, p2p: P2P) -> list[PeerID]:
-        known = self.public
-        chosen = [peer.p2p.peer_id for peer in p2p.rng.sample(known, min(RELAYS_KNOWN, len(known)))]
-        for peer in chosen:
-            p2p.add_addresses(peer, self.table.get(peer, ()))
-        return chosen
 
     async def _declare(self, peer: Peer) -> None:
         while True:

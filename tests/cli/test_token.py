@@ -14,9 +14,8 @@ import pytest
 
 import shoal
 from shoal.access.badges import ROLES_BY_NAME
-from shoal.access.membership import TOLERANCE_SECONDS
 from shoal.access.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
-from shoal.base.clock import ProcessClock
+from shoal.base.clock import TOLERANCE_SECONDS, ProcessClock
 from shoal.cli.__main__ import main
 from shoal.cli.doctor.findings import Severity
 from shoal.cli.doctor.token import look_at_token

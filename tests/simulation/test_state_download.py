@@ -477,7 +477,7 @@ def test_who_has_all_of_the_state_is_not_blamed_for_being_slow_to_hang_up(caplog
 
 def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them use what they are given, however little that is."""
-    monkeypatch.setattr("shoal.net.pipes.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
+    monkeypatch.setattr("shoal.net.memory.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
 
     async def main() -> None:
         swarm = Swarm()

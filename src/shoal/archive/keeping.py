@@ -27,7 +27,7 @@ from shoal.averaging.state.newcomer import DownloadOptions, StateDownloads
 from shoal.base.logs import counted, one_line
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID, StubBase
 

@@ -30,7 +30,7 @@ from shoal.data.chunks import PassState
 from shoal.data.kept import tell_pass
 from shoal.data.leases import RECORD_SECONDS
 from shoal.errors import ArchiveError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID

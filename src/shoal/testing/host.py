@@ -18,9 +18,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import SimulationError
-from shoal.net.memory import MemoryTransport
+from shoal.net.memory import MemoryTransport, Piece, PipeEnd
 from shoal.net.own_addresses import ROUTED, OwnAddress, OwnAddresses
-from shoal.net.pipes import Piece, PipeEnd
 from shoal.net.transport import COOKIE_BYTES, OnStream
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr

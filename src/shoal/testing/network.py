@@ -26,9 +26,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
-from shoal.net.memory import MemoryNetwork, MemoryTransport
-from shoal.net.memory_sessions import MemorySession
-from shoal.net.pipes import PipeEnd
+from shoal.net.memory import MemoryNetwork, MemorySession, MemoryTransport, PipeEnd
 from shoal.net.transport import Session, Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr

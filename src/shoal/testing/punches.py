@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, cast
 
 from shoal.base.tasks import cancel_and_wait
-from shoal.net.memory_sessions import MemorySession, PunchPort
+from shoal.net.memory import MemorySession, PunchPort
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing.nat import Endpoint, Internet, Packet, address_of, endpoint_of
 

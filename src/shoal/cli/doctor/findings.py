@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.base.logs import counted
 from shoal.errors import P2PDaemonError, allow_open_files, make_folder, make_private, move_away
-from shoal.net.tcp.proxies import Proxies
+from shoal.net.tcp.connect import Proxies
 from shoal.p2p import Identity, Multiaddr
 from shoal.peers.identity import split_peer_address
 from shoal.reach.checkup import describe_software

@@ -14,7 +14,7 @@ from shoal.net.pasted import Target
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.reach.nat.port_mapping import has_upnp
-from shoal.reach.nat_probe import observe, places_of
+from shoal.reach.punching import observe, places_of
 from shoal.reach.reachability import AddressStatus, Reachability
 
 NOT_KNOWN = "not known: give the ADDRESS of a peer outside of this network"
