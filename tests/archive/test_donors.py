@@ -26,7 +26,7 @@ def record(name: bytes, epoch: int, *, is_donor: bool = False) -> LocalTrainingP
 
 
 @pytest.mark.parametrize("rule", [EpochRule(), StepRule(5.0)], ids=["samples", "steps"])
-def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
+def test_donor_shows_its_epoch_and_is_not_awaited(rule: EpochRule) -> None:
     board = make_board(rule)
     board.hear(record(b"donor", EPOCH, is_donor=True), NOW + 60, NOW)
     progress = board.global_progress(NOW)
@@ -42,7 +42,7 @@ def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
     assert board.present(NOW) == [b"other"]
 
 
-def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:
+def test_step_beside_a_donor_logs_no_missing_peers() -> None:
     board = make_board()
     board.hear(record(b"donor", 0, is_donor=True), NOW + 60, NOW)
     board.note_round({}, NOW)
@@ -68,7 +68,7 @@ def test_who_donates_says_so_in_records_and_calls() -> None:
     assert not parse_record(record(peer.to_bytes(), EPOCH).to_dict()).is_donor
 
 
-async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
+async def test_archiver_is_neither_awaited_nor_a_donor() -> None:
     places = UploadSlots(lambda: asyncio.get_running_loop().create_future())
     keeps, trains = (PeerID(name) for name in (b"keeps", b"trains"))
     for peer, flag in ((keeps, False), (trains, True)):

@@ -32,7 +32,7 @@ def output_of(*words: str, **environment: str) -> subprocess.CompletedProcess[by
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=60, check=False)
 
 
-def test_the_help_lists_the_commands_in_the_order_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_in_the_readme_s_order(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
@@ -53,7 +53,7 @@ def test_addresses_have_one_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["dht", "doctor", "revive"])
-def test_what_may_be_left_out_is_not_asked_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optional_arguments_are_shown_as_optional(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser()
     if command == "revive":
         with pytest.raises(SystemExit):
@@ -64,7 +64,7 @@ def test_what_may_be_left_out_is_not_asked_for(command: str, capsys: pytest.Capt
         assert parser.parse_args([command]).addresses == []
 
 
-def test_a_monitor_without_an_address_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitor_asks_for_a_missing_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--run", "digits"]) == 1
     assert "give the address of at least one peer" in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_a_shell_completes_words(line: str, expected: list[str], tmp_path: Path)
         ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. There are: demo, dht, "),
     ],
 )
-def test_a_mistyped_word_is_refused_with_the_usage_of_its_command(
+def test_mistyped_words_show_their_command_s_usage(
     line: str, usage: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

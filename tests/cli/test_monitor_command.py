@@ -76,7 +76,7 @@ def first_event(url: str) -> dict:
         return json.loads(stream.readline()[6:])
 
 
-def test_it_shows_a_private_run_whose_monitor_may_only_read(tmp_path):
+def test_monitor_role_can_watch_a_private_run(tmp_path):
     key = Token.new_run("secret")
     guest = key.invite(Roles.MONITOR, 32_000_000_000)
     with training("my_run", token=key.text) as dht:
@@ -110,7 +110,7 @@ def test_it_shows_a_private_run_whose_monitor_may_only_read(tmp_path):
             process.communicate()
 
 
-def test_a_mistyped_run_is_told_which_runs_there_are(monkeypatch):
+def test_mistyped_run_lists_the_existing_runs(monkeypatch):
     monkeypatch.setattr(observer, "SECONDS_BEFORE_HELP", 0.0)
     with training("digits") as dht, shoal.DHT(dht.get_visible_maddrs(), start=True, client_mode=True) as watching:
         wait_until(lambda: watching.get(KEY, latest=True), "the run is listed")
