@@ -245,13 +245,6 @@ def test_what_cannot_work_is_said_in_one_message(
     assert out == ""
 
 
-def test_refresh_period_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    for period in ("0", "soon"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["dht", "--refresh-period", period])
-        assert f"positive number of seconds, got {period}" in capsys.readouterr().err
-
-
 def test_the_address_that_reaches_furthest_comes_first() -> None:
     addresses = [
         Multiaddr(f"{host}/tcp/1/p2p/{PEER}") for host in ("/ip4/127.0.0.1", "/ip4/192.168.1.5", "/ip4/8.8.8.8")
@@ -373,18 +366,6 @@ def test_it_reports_what_it_carries() -> None:
     with bootstrap("--refresh-period", "0.3", "--no-relay") as running:
         running.line_that_matches(re.compile("No relay for others"))
         running.ends(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("text", "rate"), [("5M", 5e6), ("800k", 8e5), ("1.5g", 1.5e9), ("1000", 1000.0)])
-def test_rates_of_a_relay(text: str, rate: float) -> None:
-    assert build_parser().parse_args(["dht", "--relay-rate", text]).relay_rate == rate
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "M", "", "5 parsecs"])
-def test_what_is_no_rate(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["dht", f"--relay-rate={text}"])
-    assert "must be bytes per second, such as 5M or 800k" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--use_ipfs"], ["--use-ipfs"]])

@@ -126,21 +126,6 @@ def test_it_says_what_is_missing(capsys):
     nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
     assert main(["monitor", nobody, "--run", "run"]) == 1
     assert "shoal doctor" in capsys.readouterr().err
-    for port in ("x", "-1", "70000"):
-        with pytest.raises(SystemExit):
-            main(["monitor", nobody, "--run", "run", "--web", port])
-        assert "from 0 to 65535" in capsys.readouterr().err
-    for goal in ("0", "-3", "ten"):
-        with pytest.raises(SystemExit):
-            main(["monitor", nobody, "--run", "run", "--goal-epochs", goal])
-        assert f"must be the number of an epoch, from 1, got {goal}" in capsys.readouterr().err
-    for name in ("my.run", ""):
-        with pytest.raises(SystemExit):
-            main(["monitor", nobody, "--run", name])
-        assert (
-            f"must be the run_id of the optimizers, which has no dots, got {name or repr(name)}"
-            in capsys.readouterr().err
-        )
 
 
 def test_the_usual_port_may_be_taken():

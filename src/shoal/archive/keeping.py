@@ -20,16 +20,16 @@ from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
 from shoal.archive.store import Store, memory_of_this_machine
 from shoal.averaging.finite import first_not_finite
+from shoal.averaging.groups.settings import Trust
 from shoal.averaging.node import AveragerNode
-from shoal.averaging.state.donor import StateSharing
-from shoal.averaging.state.download import GivenState, OwnedState, State
+from shoal.averaging.state.download import GivenState, State
+from shoal.averaging.state.newcomer import DownloadOptions, StateDownloads
 from shoal.base.logs import counted, one_line
-from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.p2p import PeerID
+from shoal.p2p import PeerID, StubBase
 
 if TYPE_CHECKING:
     from shoal.dht import DHT, DHTNode
@@ -91,9 +91,8 @@ class Archiver:
         self._dht, self._run_id, self._store = dht, run_id, store
         self._every, self._keep, self._say = every, keep, say
         self._tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
-        self._sources = {kind: sharing_of(dht, run_id, kind, trains=False, rate=rate) for kind in PREFIXES}
-        for source in self._sources.values():
-            source.rank_donors = self._tracker.rank_donors
+        trust = Trust(rank_donors=self._tracker.rank_donors)
+        self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
         self._further: str | None = None
         self.latest: Manifest | None = None
         """Of the latest archive that was written."""
@@ -179,7 +178,7 @@ class Archiver:
             raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{counted(len(bad), 'peer')} gave a state that is no good; {self._store.last_good()}")
 
-    def _download(self, kind: str, source: StateSharing, bad: set[PeerID]) -> tuple[State, PeerID] | None:
+    def _download(self, kind: str, source: StateDownloads, bad: set[PeerID]) -> tuple[State, PeerID] | None:
         """The state of a run and its donor; ``None`` if only the bad donors serve it."""
         found = self._dht.run_coroutine(partial(_download, source, skip=bad))
         if found is None:
@@ -191,7 +190,7 @@ class Archiver:
                 return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
         return State(metadata, tensors), found.donor
 
-    def _download_statistics(self, source: StateSharing) -> State | None:
+    def _download_statistics(self, source: StateDownloads) -> State | None:
         """Each peer has other statistics of its inner optimizers: those of any are as good, if they are finite."""
         bad = set[PeerID]()
         while len(bad) < MOST_BAD:
@@ -205,7 +204,7 @@ class Archiver:
             )
         return None
 
-    def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
+    def _refuse(self, source: StateDownloads, donor: PeerID, why: str, bad: set[PeerID]) -> None:
         """Log why the state of a donor is bad, and do not ask it again for a while."""
         logger.warning("%s", one_line(why))
         bad.add(donor)
@@ -230,31 +229,32 @@ def check_role(dht: DHT) -> None:
         dht.p2p.membership.check_own(Roles.TRAIN)
 
 
-def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = math.inf) -> StateSharing:
+def downloads_of(
+    dht: DHT, run_id: str, kind: str, trust: Trust | None = None, rate: float = math.inf
+) -> StateDownloads:
     """Finds and asks the donors of a run; serves nothing itself.
 
     Args:
         kind: of the optimizers of the run.
-        trains: see :class:`~shoal.averaging.state.donor.StateSharing`.
+        trust: ranks the donors.
+        rate: the most bytes that are taken in a second.
     """
     prefix = PREFIXES[kind].format(run_id)
-    return StateSharing(
-        dht.p2p,
-        dht.node,
-        f"{prefix}.all_averagers",
-        lambda: OwnedState(None, []),
-        NoCompression(),
-        declare_period=60.0,
-        chunk_timeout=SILENCE_SECONDS,
+    options = DownloadOptions(
         max_bytes=memory_of_this_machine(),
-        get_stub=lambda peer: AveragerNode.get_stub(dht.p2p, peer, namespace=prefix),
-        trains=trains,
-        rate=rate,
+        chunk_timeout=SILENCE_SECONDS,
         is_one_state=False,  # this peer does not know how the run averages
+        trains=False,
+        rate=rate,
     )
 
+    def get_stub(peer: PeerID) -> StubBase:
+        return AveragerNode.get_stub(dht.p2p, peer, namespace=prefix)
 
-async def _download(source: StateSharing, *_: Any, **options: Any) -> GivenState | None:
+    return StateDownloads(dht.p2p, dht.node, f"{prefix}.all_averagers", get_stub, options, trust)
+
+
+async def _download(source: StateDownloads, *_: Any, **options: Any) -> GivenState | None:
     return await source.download(**options)
 
 
@@ -262,5 +262,5 @@ async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | 
     return await read_pass(node, run_id)
 
 
-async def _leave_out(source: StateSharing, donor: PeerID, *_: Any) -> None:
+async def _leave_out(source: StateDownloads, donor: PeerID, *_: Any) -> None:
     source.leave_out(donor, None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.archive.contents import PREFIXES, epoch_of
-from shoal.archive.keeping import check_role, sharing_of
+from shoal.archive.keeping import check_role, downloads_of
 from shoal.archive.store import DATA, Archive, memory_of_this_machine
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateHeader
@@ -30,7 +30,7 @@ from shoal.data.chunks import PassState
 from shoal.data.kept import tell_pass
 from shoal.data.leases import RECORD_SECONDS
 from shoal.errors import ArchiveError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -59,11 +59,6 @@ class Donor(DecentralizedAverager):
         super().__init__([], dht, start=False, prefix=PREFIXES[archive.kind].format(archive.run_id))
         self.state_sharing_priority = archive.epoch
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        super().run_in_background(await_ready=True, timeout=timeout)
-        if self._archive.kind == "DiLoCo":
-            self.node.state_sharing.get_part = self._get_part
-
     @property
     def _outer_tensors(self) -> int:
         """How many tensors come before the statistics of inner optimizers."""
@@ -76,9 +71,9 @@ class Donor(DecentralizedAverager):
             {name: value for name, value in metadata.items() if name != "inner"}, tensors[: self._outer_tensors]
         )
 
-    def _get_part(self, part: bytes) -> OwnedState | None:
+    def get_part(self, part: bytes) -> OwnedState | None:
         metadata, tensors = self._archive.state
-        if part == STATISTICS:
+        if self._archive.kind == "DiLoCo" and part == STATISTICS:
             return OwnedState(metadata.get("inner"), tensors[self._outer_tensors :])
         return None  # single updates of the past are not kept
 
@@ -115,7 +110,7 @@ class Revival(Facade):
         if rounds := archive.state.metadata.get("rounds"):
             self._tracker.compare_rounds()
             self._tracker.adopt_lineage(Lineage.unpack(rounds), archive.epoch)
-        self._others = sharing_of(dht, archive.run_id, archive.kind, trains=False)
+        self._others = downloads_of(dht, archive.run_id, archive.kind)
         self._donor = Donor(dht, archive)
         try:
             self._tell_pass()

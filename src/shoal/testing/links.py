@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.net.pipes import Piece, PipeEnd
+from shoal.net.memory import Piece, PipeEnd
 from shoal.testing.loop import Machine
 from shoal.testing.nat import Nat
 

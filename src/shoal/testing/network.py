@@ -24,10 +24,8 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
-from shoal.net.memory import MemoryNetwork, MemoryTransport
-from shoal.net.memory_sessions import MemorySession, PunchPort
+from shoal.net.memory import MemoryNetwork, MemorySession, MemoryTransport, PipeEnd, PunchPort
 from shoal.net.own_addresses import ROUTED, OwnAddress, OwnAddresses
-from shoal.net.pipes import PipeEnd
 from shoal.net.transport import COOKIE_BYTES, OnStream, Session, Stream
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr

@@ -25,7 +25,7 @@ from shoal.base.clock import get_clock
 from shoal.base.logs import counted
 from shoal.errors import NotAMemberError, P2PDaemonError, allow_open_files, make_folder, make_private, move_away
 from shoal.metrics import Metrics
-from shoal.net.tcp.proxies import Proxies
+from shoal.net.tcp.connect import Proxies
 from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.peers.identity import split_peer_address
 from shoal.reach.checkup import describe_software

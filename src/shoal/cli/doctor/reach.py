@@ -19,7 +19,7 @@ from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.local_network import LocalNetwork, check_can_look_around
 from shoal.peers.identity import circuit_address
 from shoal.reach.nat.port_mapping import has_upnp
-from shoal.reach.nat_probe import observe, places_of
+from shoal.reach.punching import observe, places_of
 from shoal.reach.reachability import AddressStatus, Reachability
 from shoal.reach.relay.messages import NotReserved, RelayCode, Reserve, ReserveAnswer, Reserved
 from shoal.reach.relay.server import RelayServer
