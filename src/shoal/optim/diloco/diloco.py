@@ -132,6 +132,10 @@ class DiLoCo(JointOptimizer):
     options: OuterSettings
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
+    # Where a process has only a part of the model, these are others.
+    _fragment_kind: Callable[..., FragmentUpdates] = FragmentUpdates
+    _averager_kind: Callable[..., OuterAverager] = OuterAverager
+    _averager_prefix = "{}_outer_averager"
 
     @at_the_door
     def __init__(
@@ -243,7 +247,7 @@ class DiLoCo(JointOptimizer):
         self._retries = Retries(self._closing)
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=options.is_sparse)
         self._fragments = [
-            FragmentUpdates(
+            self._fragment_kind(
                 number,
                 part,
                 OuterState(part.read(), factory, outer_scheduler),
@@ -265,7 +269,7 @@ class DiLoCo(JointOptimizer):
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
-        self.averager = OuterAverager(
+        self.averager = self._averager_kind(
             [part.length for part in parts],
             extra.length,
             options.agreement(self.schedule, parts.fingerprint),
@@ -274,7 +278,7 @@ class DiLoCo(JointOptimizer):
             giving.part,
             giving.check,
             dht,
-            prefix=f"{run_id}_outer_averager",
+            prefix=self._averager_prefix.format(run_id),
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
             **options.for_averagers(),
