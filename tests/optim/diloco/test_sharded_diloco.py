@@ -18,6 +18,22 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("scenario", [sharded.equivalence])
+@pytest.mark.parametrize("scenario", [sharded.equivalence, sharded.latecomer, sharded.checkpoint])
 def test_two_peers_of_two_processes(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 4)
+
+
+def test_a_peer_goes_on_without_one_whose_process_died() -> None:
+    run_in_group(sharded.a_process_dies, 4, {3: -9})
+
+
+def test_a_peer_goes_on_without_one_whose_first_process_died() -> None:
+    run_in_group(sharded.a_first_process_dies, 4, {2: -9})
+
+
+def test_peers_of_other_numbers_of_processes_are_told() -> None:
+    run_in_group(sharded.other_numbers_of_processes, 3)
+
+
+def test_wrong_use() -> None:
+    run_in_group(sharded.wrong_use, 2)
