@@ -135,6 +135,10 @@ class DiLoCo(JointOptimizer):
     options: OuterSettings
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
+    # Where a process has only a part of the model, these are others.
+    _fragment_kind: Callable[..., FragmentUpdates] = FragmentUpdates
+    _averager_kind: Callable[..., OuterAverager] = OuterAverager
+    _averager_prefix = "{}_outer_averager"
 
     @at_the_door
     def __init__(
@@ -245,7 +249,7 @@ class DiLoCo(JointOptimizer):
         lock = threading.RLock()
         states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
         updates = [
-            FragmentUpdates(number, part, state, options, lock, dht.peer_id)
+            self._fragment_kind(number, part, state, options, lock, dht.peer_id)
             for number, (part, state) in enumerate(zip(parts, states, strict=True))
         ]
         warn_of_momentum([state.optimizer for state in states], average, is_sparse=options.is_sparse)
@@ -256,11 +260,11 @@ class DiLoCo(JointOptimizer):
             rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
-        self.averager = OuterAverager(
+        self.averager = self._averager_kind(
             OuterDonor(SlotCounter(schedule), updates, lock, self.inner, share_inner_state, extra),
             f"{average} of {schedule}, {parts.fingerprint}, weighting {weighting}",
             dht,
-            prefix=f"{run_id}_outer_averager",
+            prefix=self._averager_prefix.format(run_id),
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
             **options.for_averagers(),

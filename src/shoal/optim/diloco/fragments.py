@@ -119,7 +119,7 @@ class Fragments(Sequence[Fragment]):
         for index, parameter in enumerate(unique):
             if parameter.requires_grad and not parameter.is_floating_point():
                 raise ValueError(f"parameter {index} is of type {parameter.dtype}: only real numbers can be averaged")
-        chosen = _divide(unique, trained, fragments)
+        chosen = divide(unique, trained, fragments)
         position = {id(parameter): index for index, parameter in enumerate(trained)}
         places = [sorted(position[id(parameter)] for parameter in each) for each in chosen]
         self._fragments = [Fragment.of((trained[index] for index in each), block) for each in places]
@@ -140,12 +140,21 @@ class Fragments(Sequence[Fragment]):
         return hashlib.sha256(f"{self._description}|{layout}".encode()).hexdigest()[:16]
 
 
-def _divide(
+def divide(
     all_parameters: Sequence[torch.Tensor],
     trained: Sequence[torch.Tensor],
     fragments: int | Sequence[Iterable[torch.Tensor]],
 ) -> list[list[torch.Tensor]]:
-    """The parameters of each fragment, in any order."""
+    """The parameters of each fragment, in any order.
+
+    Args:
+        all_parameters: those of the inner optimizers, each once.
+        trained: those of them that are exchanged.
+        fragments: see :class:`Fragments`.
+
+    Raises:
+        ValueError: they cannot be divided like that.
+    """
     known, given = {id(p) for p in trained}, {id(p) for p in all_parameters}
     if isinstance(fragments, int):
         if fragments < 1:
