@@ -27,6 +27,7 @@ from shoal.optim.ranks.processes import Processes
 from shoal.optim.ranks.sharded_diloco import FollowingDiLoCo, LeadingDiLoCo
 from tests.optim.conftest import backward, make_model, wait_until
 from tests.optim.diloco.test_same_as_simulated import PATIENT, batch_of, simulate
+from tests.optim.sharded import run_guide
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -415,8 +416,13 @@ def wrong_use() -> None:
     assert not opt.is_alive()
     with pytest.raises(RuntimeError, match="shut down"):
         opt.step(batch_size=1)
+    apart = DHT(start=True)
+    with pytest.raises(ValueError if rank else ProcessGroupError, match="finds nothing of the first process"):
+        MultiProcessDiLoCo(**{**given, "dht": apart})
+    apart.shutdown()
     dist.barrier()
     dht.shutdown()
+    run_guide(over_slow_lines=True)
 
 
 def alone(opt: Any, model: torch.nn.Module) -> None:
