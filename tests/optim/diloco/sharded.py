@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,14 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal import DHT, GradScaler, MultiProcessDiLoCo
-from shoal.compression import NoCompression
-from shoal.errors import ProcessGroupError, SettingsMismatch
+from shoal.compression import Blockwise4BitQuantization, NoCompression
+from shoal.errors import ProcessGroupError
+from shoal.optim.diloco.multi_process import describe_sharding
+from shoal.optim.ranks.processes import Processes
 from shoal.optim.ranks.sharded_diloco import FollowingDiLoCo, LeadingDiLoCo
-from tests.optim.conftest import backward, make_model, values, wait_until
+from tests.optim.conftest import backward, make_model, wait_until
 from tests.optim.diloco.test_same_as_simulated import PATIENT, batch_of, simulate
+from tests.optim.sharded import run_guide
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -221,9 +225,17 @@ def latecomer() -> None:
     check_outer(opt, model)
     make_step(opt, model, 0)
     meet(opt)
-    fails_once = mock.patch.object(FollowingDiLoCo, "call_average", fail_afterwards(FollowingDiLoCo.call_average))
-    with fails_once if dist.get_rank() == 3 else mock.patch.object(FollowingDiLoCo, "is_untouched", True, create=True):
-        train_until(opt, model, 5)
+    made_up = list[int]()
+    make_up = FollowingDiLoCo.call_make_up
+    if dist.get_rank() == 3:
+        fail = fail_afterwards(FollowingDiLoCo.call_average)
+        patch = mock.patch.multiple(
+            FollowingDiLoCo,
+            call_average=fail,
+            call_make_up=lambda own, number, count, whole: made_up.append(count) or make_up(own, number, count, whole),
+        )
+        patch.start()
+    train_until(opt, model, 5)
     dist.barrier()
     pause = threading.Event()
     for _ in range(500):
@@ -235,6 +247,8 @@ def latecomer() -> None:
         pause.wait(0.02)
     else:
         raise AssertionError(f"some have not made up for the update that they have missed: {told}")
+    if dist.get_rank() == 3:
+        assert made_up == [1]
     check_outer(opt, model)
     opt.shutdown()
     dist.barrier()
@@ -242,7 +256,8 @@ def latecomer() -> None:
 
 
 def options_of(model: torch.nn.Module, mesh: DeviceMesh, dht: DHT, **options: Any) -> dict[str, Any]:
-    shared = {"run_id": "run", "sync_every": 2 * EVERY, "fragments": 2, "optimizer": adam, **PATIENT, **options}
+    shared = {"run_id": "run", "sync_every": 2 * EVERY, "fragments": 2, "optimizer": adam, "check_every": 1}
+    shared |= {"compression": Blockwise4BitQuantization(), **PATIENT, **options}
     return {"dht": dht, "process_group": mesh.get_group(), "params": model.named_parameters(), **shared}
 
 
@@ -291,7 +306,7 @@ def checkpoint() -> None:
     opt = MultiProcessDiLoCo(**options_of(model, mesh, dht))
     others: list[Any] = [None, None]
     dist.all_gather_object(others, (early, saved), group=mesh.get_group())
-    with pytest.raises(ValueError, match="the checkpoint is of process|has no checkpoint that fits"):
+    with pytest.raises(ValueError, match=r"the checkpoint is of process|has no checkpoint that fits"):
         opt.load_state_dict(others[1 - rank % 2][1])
     with pytest.raises(ValueError, match="are of different moments"):
         opt.load_state_dict(early if rank % 2 else saved)
@@ -328,6 +343,10 @@ def a_first_process_dies() -> None:
     die_in(LeadingDiLoCo, "_make_inner_step", rank=2)
 
 
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_in(kind: type, method: str, rank: int) -> None:
     mesh, dht = own_mesh(), introduce()
     model = shard(make_model(), mesh)
@@ -338,9 +357,8 @@ def die_in(kind: type, method: str, rank: int) -> None:
     make_step(opt, model, 1)
     assert versions_of(opt) == [1]
     dist.barrier()
-    killing = mock.patch.object(kind, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if dist.get_rank() == rank:
-        killing.start()
+        mock.patch.object(kind, method, die).start()
     if own_peer() == 1:
         with pytest.raises(ProcessGroupError, match="has ended or does not answer"):
             train_until(opt, model, 100)
@@ -378,6 +396,11 @@ def wrong_use() -> None:
     for options, text in wrong:
         with pytest.raises(ValueError, match=text):
             MultiProcessDiLoCo(**{**given, **options})
+    other = make_model()
+    fully_shard(other, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    names = [describe_sharding(Processes(None, torch.device("cpu")), list(m.parameters())) for m in (model, other)]
+    assert names[0].startswith("Shard(dim=0), parts ")
+    assert names[1].startswith("Shard(dim=0), Shard(dim=1), parts ")
     muon = type("Muon", (torch.optim.SGD,), {})
     with pytest.raises((ValueError, ProcessGroupError), match="Muon looks at whole parameters"):
         MultiProcessDiLoCo(**{**given, "optimizer": functools.partial(muon, lr=0.1)})
@@ -386,6 +409,7 @@ def wrong_use() -> None:
     with pytest.raises((ValueError, ProcessGroupError), match="weighting must be one of"):
         MultiProcessDiLoCo(**{**given, "weighting": "none"} if rank else given)
     opt = MultiProcessDiLoCo(**given)
+    alone(opt, model)
     with pytest.raises(ZeroDivisionError if rank else ProcessGroupError, match="division"):
         opt.step(lambda: 1 / (1 - rank), batch_size=1)
     assert opt.is_alive()
@@ -393,8 +417,32 @@ def wrong_use() -> None:
     assert not opt.is_alive()
     with pytest.raises(RuntimeError, match="shut down"):
         opt.step(batch_size=1)
+    apart = DHT(start=True)
+    with pytest.raises(ValueError if rank else ProcessGroupError, match="finds nothing of the first process"):
+        MultiProcessDiLoCo(**{**given, "dht": apart})
+    apart.shutdown()
     dist.barrier()
     dht.shutdown()
+    run_guide(over_slow_lines=True)
+
+
+def alone(opt: Any, model: torch.nn.Module) -> None:
+    """A peer without others makes updates alone; a batch that overflows in one process is dropped in all."""
+    scaler = GradScaler(init_scale=16.0, device="cpu")
+    expected = simulate([SIZE], 2, 2, adam, outer)
+    steps = iter(range(2))
+    for overflows in (False, True, False):
+        opt.zero_grad()
+        batch = batch_of(0, 7 if overflows else next(steps), SIZE).split(SIZE // 2)[dist.get_rank()]
+        scaler.scale((model(batch) - batch[:, :2].cos()).square().mean()).backward()
+        if overflows and dist.get_rank() == 1:
+            gradient: Any = model[0].weight.grad
+            gradient.to_local()[0, 0] = torch.inf
+        scaler.step(opt, batch_size=len(batch))
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if overflows or opt.local_epoch else 16.0)
+    assert (opt.local_epoch, versions_of(opt)) == (1, [1])
+    check_close(whole_values(model), expected[0], "the lone update")
 
 
 def other_numbers_of_processes() -> None:
@@ -406,13 +454,13 @@ def other_numbers_of_processes() -> None:
     dht, model = introduce(), shard(make_model(), DeviceMesh.from_group(group, "cpu"))
     mesh: Any = mock.Mock(get_group=lambda: group)
     opt = MultiProcessDiLoCo(**options_of(model, mesh, dht))
-    expected = "processes of a peer is (1|2) here and (1|2) there"
-    pause = threading.Event()
-    with pytest.raises((SettingsMismatch, ProcessGroupError), match=expected):
-        for step in range(3000):
-            backward(model, torch.ones(4, 6))
-            opt.step(batch_size=4)
-            pause.wait(0.01)
+    told: list[Any] = [None] * 3
+    dist.all_gather_object(told, None if opt.swarm is None else opt.swarm._describe())
+    assert not told[0].can_average_with(told[2])
+    number, sharding = told[0].differences(told[2])
+    assert number == "processes of a peer is 2 here and 1 there"
+    assert re.fullmatch(r"sharding is Shard\(dim=0\), parts \w+ here and Shard\(dim=0\), parts \w+ there", sharding)
+    assert [each.shape for each in told[0].parameters] == [tuple(p.shape) for p in model.parameters()]
     dist.barrier()
     opt.shutdown()
     dht.shutdown()

@@ -204,7 +204,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         else:
             with self._deciding():
                 state = self.swarm.state_dict()
-        state[OWN]["part"] = [self._processes.rank, self._sharding]
+        state[OWN]["part"] = [self._processes.rank, self._processes.size, self._sharding]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -228,14 +228,17 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     def _load_part(self, part: ProcessDiLoCo, state_dict: Mapping[str, Any]) -> None:
         own, error, version = state_dict.get(OWN) or {}, None, None
-        expected = [self._processes.rank, self._sharding]
+        expected = [self._processes.rank, self._processes.size, self._sharding]
         try:
             if "outer" in own:
                 if (saved := own.get("part")) != expected:
-                    whose = "of a peer that is not sharded" if saved is None else f"of process {saved[0]}, {saved[1]}"
+                    whose, here = (
+                        "a peer that is not sharded" if each is None else f"process {each[0]} of {each[1]} ({each[2]})"
+                        for each in (saved, expected)
+                    )
                     raise ValueError(
-                        f"the checkpoint is {whose}, and this is process {expected[0]}, {expected[1]}: load in each "
-                        "process what a process of the same rank has saved, with as many processes"
+                        f"the checkpoint is of {whose}, and this is {here}: load in each process what a process of the "
+                        "same rank has saved, with as many processes and the same sharding"
                     )
                 version = part.version_of(own["outer"])
         except ValueError as e:
@@ -486,5 +489,7 @@ def describe_sharding(processes: Processes, parameters: Sequence[torch.Tensor]) 
                 f"parameter {number}, of shape {tuple(parameter.shape)}, {what} in several processes, which would "
                 "exchange it several times: shard all parameters with fully_shard, over a mesh of one dimension"
             )
+    layouts: list[Any] = list(parameters)
+    placements = {repr(placement) for layout in layouts for placement in layout.placements}
     digest = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
-    return f"{processes.size} processes, parts {digest}"
+    return f"{', '.join(sorted(placements))}, parts {digest}"

@@ -51,8 +51,10 @@ from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
-# How often the parts of a state are downloaded again at once, if others have ended a slot between two parts.
+# If others end a slot between the downloads of two parts, these do not fit. That hardly happens three times in a row.
 DOWNLOADS = 3
+# How long the record stays by which processes find the first one: to start all of them on a slow machine takes less.
+SECONDS_TO_BE_FOUND = 300.0
 
 
 class Standing(NamedTuple):
@@ -80,6 +82,11 @@ class Meeting(NamedTuple):
     def bits(self) -> str:
         """Under which the processes of a rank meet: nobody else knows them."""
         return f"{int.from_bytes(hash_of(self.group_id)):0128b}"
+
+
+def key_of(first: PeerID) -> str:
+    """The key of the DHT under which the other processes find the first one."""
+    return f"processes_of_{first}"
 
 
 def newest_entries(metadata: Any) -> list[Entry]:
@@ -310,7 +317,9 @@ class LeadingDiLoCo(ProcessDiLoCo):
 
     def agree(self) -> None:
         """Tell the other processes who this peer is, and what the run begins with."""
-        self.processes.call("belong_to", self.dht.peer_id.to_bytes())
+        first = self.dht.peer_id
+        self.dht.store(key_of(first), True, get_dht_time() + SECONDS_TO_BE_FOUND)
+        self.processes.call("belong_to", first.to_bytes())
         self._rounds.begin_run()
 
     def _describe(self) -> RunSettings:
@@ -406,7 +415,17 @@ class FollowingDiLoCo(ProcessDiLoCo):
             self.averager.state_sharing_priority = slot
 
     def call_belong_to(self, first: bytes) -> None:
-        """This peer has this id, which is that of its first process."""
+        """This peer has this id, which is that of its first process.
+
+        Raises:
+            ValueError: the DHT of this process is not connected with that one, and finds nobody else either.
+        """
+        if not any(self.dht.get(key_of(PeerID(first)), latest=True) for _ in range(3)):
+            raise ValueError(
+                f"the DHT of process {self.processes.rank} finds nothing of the first process, so it is not connected "
+                "with that one: give it initial_peers= of the run, or those of the first process, "
+                "dht.get_visible_maddrs()"
+            )
         for each in self.parts:
             each.own = PeerID(first)
 
