@@ -51,7 +51,7 @@ from shoal.compression import Blockwise4BitQuantization, CompressionBase, TopKCo
 from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.outer_state import OuterOptimizerFactory
+from shoal.optim.diloco.fragments import OuterOptimizerFactory
 
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256

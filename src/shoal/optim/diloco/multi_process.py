@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.errors import ReactorError
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragments import divide
 from shoal.optim.diloco.inner import InnerOptimizers, without_statistics
+from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.joint_optimizer import uncompiled
