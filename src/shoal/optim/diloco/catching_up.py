@@ -30,7 +30,7 @@ from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.history.journal import Update
 from shoal.optim.history.window import Relation, window_of
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
-from shoal.optim.recovery.download import check, first_accepted, refusing_nonsense
+from shoal.optim.recovery.adopt import check, first_accepted, refusing_nonsense
 from shoal.optim.recovery.when import needs_state
 from shoal.optim.setup.training_state import OlderStateError
 

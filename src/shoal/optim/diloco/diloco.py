@@ -13,7 +13,6 @@ import torch
 from shoal.averaging import Aggregation
 from shoal.averaging.state.download import State
 from shoal.base import standby
-from shoal.base.clock import get_dht_time
 from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
@@ -41,8 +40,8 @@ from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompi
 from shoal.optim.options import resolved_by
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
-from shoal.optim.recovery.download import CheckState
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.devices import BatchesAhead
@@ -366,10 +365,7 @@ class DiLoCo(JointOptimizer):
 
     def _slot_is_over(self) -> bool:
         if self._rounds.counter.is_full:
-            # Nobody would wait for a peer that is not known yet, and it would make more steps than a slot has.
-            deadline = get_dht_time() + FIRST_LOOK_SECONDS
-            while not self.tracker.is_introduced and get_dht_time() < deadline and not self._closing.wait(0.01):
-                pass
+            self.tracker.await_introduction()
         return self.tracker.should_stop(self.options.straggler_patience)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Attendance, group_of
+from shoal.optim.joint_optimizer import Auxiliary, let_go, log_failure, watch_search
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

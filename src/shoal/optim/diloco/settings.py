@@ -28,7 +28,7 @@ from shoal.optim.diloco.messages import (
     usual_staleness,
 )
 from shoal.optim.options import SwarmOptions, resolve_shared
-from shoal.optim.recovery.download import CheckState
+from shoal.optim.recovery.adopt import CheckState
 
 # Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
 # others have short messages, which reducers may pass on, and need memory of what they have left out.

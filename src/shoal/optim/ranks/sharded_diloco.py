@@ -46,7 +46,7 @@ from shoal.optim.history.journal import Entry, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
 from shoal.optim.progress.run_settings import ParameterSettings, RunSettings
 from shoal.optim.ranks.processes import Processes
-from shoal.optim.recovery.download import refusing_nonsense
+from shoal.optim.recovery.adopt import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
