@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, LossCause, RoundResult
 from shoal.averaging.finite import name_not_finite
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.round.combining import share_norms
-from shoal.averaging.round.exchange import AllReduce, AllReduceSettings
+from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.finish import Round
 from shoal.averaging.round.parts import RoundVector, rescale_shares
 from shoal.averaging.round.state import RoundMember, RoundState
@@ -208,7 +209,7 @@ class GroupSession:
         group: GroupInfo,
         own: PeerID,
         weight: float,
-        settings: AllReduceSettings,
+        settings: AveragerConfig,
         rounds: ActiveRounds,
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
