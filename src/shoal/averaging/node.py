@@ -373,7 +373,8 @@ class AveragerNode(ServicerBase):
     def session(self, group: GroupInfo, lane: Lane, weight: float) -> GroupSession:
         """The session for a step in a group that was found."""
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        return GroupSession(group, self.p2p.peer_id, weight, self.config, self.rounds, self.stub, sign, accuse)
+        stuck = self.p2p.behaviour.note_stuck
+        return GroupSession(group, self.p2p.peer_id, weight, self.config, self.rounds, self.stub, sign, accuse, stuck)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
