@@ -17,10 +17,9 @@ import torch
 from shoal.access.tokens import Token
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.node import AveragerNode
-from shoal.base.clock import get_dht_time
+from shoal.base.clock import TOLERANCE_SECONDS, get_dht_time
 from shoal.dht import DHT, DHTID, DHTNode, authorization
 from shoal.dht.authorization import (
-    MAX_REQUEST_AGE,
     RETRY_SECONDS,
     AccessToken,
     AuthorizedRequest,
@@ -32,7 +31,7 @@ from shoal.dht.authorization import (
 )
 from shoal.dht.crypto import PrivateKey, tag_of
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
+from shoal.dht.records import FindRequest, SentRecord, StoreRequest, StoreResponse
 from shoal.errors import (
     BootstrapError,
     NoAccessTokenError,
@@ -247,7 +246,7 @@ CALL = "DHTProtocol.rpc_store called by A at B"
 
 def store_request() -> StoreRequest:
     """Also what the sender spells differently than the receiver reads it: an int where a float travels."""
-    return StoreRequest(keys=[b"k" * 20], subkeys=[b""], values=[b"v"], expirations=[17], in_cache=[False])
+    return StoreRequest(records=[SentRecord(b"k" * 20, b"", b"v", 17, False)])
 
 
 def as_received(message):
@@ -262,7 +261,7 @@ async def test_a_request_is_good_once():
     await sender.sign_request(request, CALL)
     assert await receiver.validate_request(as_received(request), CALL)
     assert not await receiver.validate_request(as_received(request), CALL)
-    await asyncio.sleep(MAX_REQUEST_AGE - 1)
+    await asyncio.sleep(TOLERANCE_SECONDS - 1)
     assert not await receiver.validate_request(as_received(request), CALL)
     await asyncio.sleep(1000)  # it is forgotten by now, but too old
     assert not await receiver.validate_request(as_received(request), CALL)
@@ -303,7 +302,7 @@ async def test_what_is_signed_cannot_be_changed(part: str):
     elif part == "token key":
         auth.token = await other.refresh_token_if_needed()
     elif part == "content":
-        request.values = [b"another value"]
+        request.records = [SentRecord(b"k" * 20, b"", b"another value", 17, False)]
     else:
         call = {"method": CALL.replace("store", "find"), "caller": CALL.replace("A", "C")}.get(
             part, CALL.replace("at B", "at C")
@@ -486,7 +485,7 @@ async def test_without_preparation_and_with_times_as_text():
     await client.sign_request(request, "call")
     request = as_received(request)
     assert await service.validate_request(request, "call")
-    response = StoreResponse(accepted=[True])
+    response = StoreResponse(refusals=[None])
     await service.sign_response(response, request, "call")
     client = copy.copy(client)
     client._local_token = client._authority_public_key = None

@@ -9,12 +9,19 @@ from shoal.base.logs import Seldom
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import records, store
 from shoal.dht.local_records import LocalRecords
-from shoal.dht.reasons import Reason
 from shoal.dht.records import Found, NewRecord, pack_value, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.store import make_record
-from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIONARY, check_expiration, check_subkey
+from shoal.dht.validation import (
+    MAX_LIFETIME_SECONDS,
+    PLAIN_VALUE,
+    WHOLE_DICTIONARY,
+    CompositeValidator,
+    Reason,
+    check_expiration,
+    check_subkey,
+)
 from shoal.testing import Link, Network, start_dht_nodes
 from tests.dht.virtual_time import in_virtual_time
 
@@ -159,8 +166,8 @@ async def test_records_of_faster_clocks_spoil_nothing():
 async def test_who_wants_more_is_told_once(caplog, monkeypatch):
     # Another test may have caused that line already.
     monkeypatch.setattr(store, "warn_seldom", Seldom(store.logger.warning))
-    made = [make_record("key", None, 1, get_dht_time() + 1e9, None) for _ in range(3)]
+    made = [make_record("key", None, 1, get_dht_time() + 1e9, CompositeValidator()) for _ in range(3)]
     assert {record.expiration_time for record in made} == {get_dht_time() + MAX_LIFETIME_SECONDS}
     [line] = [record.getMessage() for record in caplog.records]
     assert "the record for key 'key' is to live 1000000000 s, over the limit of a day" in line
-    assert make_record("key", None, 1, get_dht_time() + 60, None).expiration_time == get_dht_time() + 60
+    assert make_record("key", None, 1, get_dht_time() + 60, CompositeValidator()).expiration_time == get_dht_time() + 60

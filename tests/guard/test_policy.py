@@ -163,6 +163,17 @@ def test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_
     assert members.whom_to_wait_for({FRIEND, STRANGER}, now) == {FRIEND, STRANGER}, "it came"
 
 
+@pytest.mark.parametrize(("after", "counts"), [(0.5, False), (PATIENCE - 0.5, True)])
+def test_a_stranger_that_appears_during_the_wait_pays_for_it(after: float, counts: bool) -> None:
+    """Others have waited for it from the start. It is not to blame for what had passed when it came."""
+    members = veteran(FRIEND)
+    members.begin_to_wait({FRIEND}, NOW, PATIENCE)
+    present = companions({FRIEND: 0, STRANGER: 0})
+    present[STRANGER].known_since = NOW + after
+    members.note_round(dict.fromkeys([OWN, FRIEND], 1.0), NOW + PATIENCE, present)
+    assert members.counts(STRANGER, NOW + PATIENCE) == counts
+
+
 def test_a_member_that_misses_three_rounds_is_no_longer_waited_for_until_it_comes(caplog) -> None:
     members, now = veteran(FRIEND, THIRD), NOW
     with caplog.at_level(logging.INFO):

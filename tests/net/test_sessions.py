@@ -14,20 +14,21 @@ import msgspec
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
+from shoal.net import transport as transport_module
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
-from shoal.net.tcp import sessions as sessions_module
+from shoal.net.tcp import listener as strangers_module
 from shoal.net.tcp import stream as tcp_stream
-from shoal.net.tcp import unauthenticated as strangers_module
 from shoal.net.tcp.connect import share_port
 from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
-from shoal.net.tcp.stream import TcpSocket
+from shoal.net.tcp.stream import OwnSocket
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import (
     COOKIE_BYTES,
     COOKIE_SECONDS,
     MAX_FRAME_BYTES,
     Session,
+    Splice,
     Stream,
     Throttle,
     pack_frame,
@@ -86,7 +87,7 @@ class Circle:
         while not self.streams.empty():
             self.streams.get_nowait().abort()
         if kind is None:
-            await until(lambda: not tcp_stream.owners)
+            await until(lambda: not tcp_stream.OwnSocket.open)
 
     async def session(self, transport: TcpTransport, *, punchable: bool = False) -> tuple[TcpSession, TcpSession]:
         """One that a peer has opened to the relay, and the relay's end of it."""
@@ -103,7 +104,7 @@ class Circle:
     ) -> tuple[TcpSession, TcpSession]:
         """The outer ends of two sessions that the relay has joined."""
         (near, one), (far, two) = await self.session(self.near), await self.session(self.far)
-        joining = self.relay.join(one, two, throttle or Count(), idle_seconds)
+        joining = Splice(one, two, throttle or Count(), idle_seconds).run()
         self.joining.append(asyncio.ensure_future(joining))
         return near, far
 
@@ -123,9 +124,7 @@ async def has_ended(session: Session) -> bool:
 
 def raw(session: TcpSession) -> socket.socket:
     """The socket of a session, which belongs to the test from now on."""
-    taken = session.detach()
-    tcp_stream.disown_socket(taken.fileno(), taken)
-    return taken
+    return session.detach()
 
 
 # --- cookies ----------------------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ async def test_a_cookie_is_good_once() -> None:
 
 async def test_a_cookie_is_good_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert COOKIE_SECONDS == 10.0
-    monkeypatch.setattr(sessions_module, "COOKIE_SECONDS", 0.01)
+    monkeypatch.setattr(transport_module, "COOKIE_SECONDS", 0.01)
     async with Circle() as circle:
         cookie = os.urandom(COOKIE_BYTES)
         expected = circle.relay.expect_session(cookie)
@@ -328,7 +327,7 @@ async def test_the_port_of_a_punchable_session_can_be_used_again() -> None:
         assert len(ports) == 4
         assert all(session.is_punchable for session in sessions)
         for port in ports:
-            with TcpSocket(socket.AF_INET) as another:
+            with OwnSocket(socket.AF_INET) as another:
                 share_port(another)
                 another.bind(("", port))
                 another.listen()
@@ -449,9 +448,6 @@ async def test_sessions_of_other_transports_are_mistakes() -> None:
         other = await network.transport().open_session(address, bytes(COOKIE_BYTES))
         with pytest.raises(TypeError, match="no session of this transport"):
             await circle.near.authenticate(other, circle.far.identity.peer_id)
-        near, _ = await circle.session(circle.near)
-        with pytest.raises(TypeError, match="no session of this transport"):
-            await circle.near.join(near, other, Count(), 1.0)
         for session in (other, await expected):
             session.abort()
 
@@ -464,7 +460,7 @@ async def test_what_was_sent_before_the_pair_was_made_arrives() -> None:
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         await near.write(b"early")
         await far.write(b"bird")
-        circle.joining.append(asyncio.ensure_future(circle.relay.join(one, two, Count(), NO_IDLING)))
+        circle.joining.append(asyncio.ensure_future(Splice(one, two, Count(), NO_IDLING).run()))
         assert (await far.read_exactly(5), await near.read_exactly(4)) == (b"early", b"bird")
 
 
@@ -502,12 +498,12 @@ async def test_one_that_has_ended_before_is_joined_to_nothing() -> None:
     async with Circle() as circle:
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         one.abort()
-        await circle.relay.join(one, two, Count(), NO_IDLING)
+        await Splice(one, two, Count(), NO_IDLING).run()
         assert await has_ended(near)
         assert await has_ended(far)
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         near.abort()
-        await circle.relay.join(one, two, Count(), NO_IDLING)
+        await Splice(one, two, Count(), NO_IDLING).run()
         assert await has_ended(far)
 
 
@@ -550,7 +546,7 @@ async def test_the_throttle_lets_a_half_go_on() -> None:
 
 
 async def test_who_is_gone_is_noticed_although_it_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(TcpSession, "look_seconds", 0.01)
     async with Circle() as circle:
         near, far = await circle.circuit(Count(pause=NO_IDLING))
         await near.write(b"some")

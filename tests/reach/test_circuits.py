@@ -11,20 +11,24 @@ import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
 from shoal.net.addresses import is_loopback
-from shoal.net.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
+from shoal.net.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.net.limits import Limits
-from shoal.net.memory import MemoryNetwork
-from shoal.net.pipes import PipeEnd
+from shoal.net.memory import MemoryNetwork, PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import FIRST_PAUSE, Circuit, successes
-from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
+from shoal.reach.punching import FIRST_PAUSE, HEAD_START, Circuit, Puncher
+from shoal.reach.relay.circuits import (
+    ANSWER_SECONDS,
+    MAX_ANSWERS,
+    REVERSE_SECONDS,
+    may_be_dialled,
+    successes,
+)
 from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, IncomingReverse, Reach
-from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.reach.relays import HERE, Relayed, connect, introduce, square, tell
+from tests.reach.relays import HERE, Relayed, Told, connect, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")
@@ -50,7 +54,7 @@ async def test_calls_go_through_a_relay_both_ways(kind: str) -> None:
         for p2p, other in ((first, second), (second, first)):
             assert (p2p.metrics.dials_relayed, p2p.metrics.dials_direct) == (1, 2), "two to the relay"
             assert p2p.metrics.bytes_relayed > 6 * 2**20
-            (accepted,) = p2p.connections_from(other.peer_id)
+            (accepted,) = p2p.server.connections_of(other.peer_id)
             assert accepted.stream.via == relay.peer_id
             assert p2p.address_seen_of(other.peer_id) == ""
             assert p2p.host_seen_of(other.peer_id) == other.peer_id
@@ -193,10 +197,7 @@ async def test_who_has_left_its_relays_is_looked_up_again(kind: str) -> None:
         await until(lambda: new.peer_id in guest.reservations.held)
         caller.add_addresses(guest.peer_id, [circuit_address(old.get_addresses(old.peer_id)[0], old.peer_id)])
 
-        async def find(peer: PeerID) -> None:
-            tell(caller, guest)
-
-        caller.find_addresses = find
+        caller.directory = Told(find=lambda peer: tell(caller, guest))
         assert await square(caller, guest) == 9
 
 
@@ -228,7 +229,7 @@ def test_a_relay_is_asked_again_if_the_connection_to_it_has_broken_without_a_sig
             assert await square(caller, guest) == 9
             caller.pool.end_idle(guest.peer_id)
             assert caller.pool.count_of(relay.peer_id)
-            for connection in relay.connections_from(caller.peer_id):
+            for connection in relay.server.connections_of(caller.peer_id):
                 assert isinstance(connection.stream, PipeEnd)
                 connection.stream.end()  # the other side does not hear of it
             began = asyncio.get_running_loop().time()
@@ -277,7 +278,7 @@ async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
                     for stream in found:
                         stream.abort()
         await until(lambda: relay.relay.circuit_count == 0)
-        await until(lambda: not guest.connections_from(caller.peer_id))
+        await until(lambda: not guest.server.connections_of(caller.peer_id))
         assert await square(caller, guest) == 9
 
 
@@ -488,7 +489,7 @@ async def test_an_unexpected_error_of_an_answer_is_told_once(
         async def break_down(*args: object, **options: object) -> list[Circuit]:
             raise KeyError("no such thing")
 
-        monkeypatch.setattr("shoal.reach.relay.incoming.open_circuits", break_down)
+        monkeypatch.setattr("shoal.reach.relay.circuits.open_circuits", break_down)
         told = Incoming(peer=caller.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
         for _ in range(3):
             guest.answering.answer(relay.peer_id, addresses, told)
@@ -501,7 +502,7 @@ async def test_an_unexpected_error_of_an_answer_is_told_once(
 # --- with direct connections on the way -------------------------------------------------------------------------------
 
 
-class Punch:
+class Punch(Puncher):
     """Finds direct connections after some time, or does not."""
 
     def __init__(self, after: float | None = None, *, works: bool = True) -> None:
@@ -520,7 +521,7 @@ class Punch:
         pass
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]
@@ -638,15 +639,15 @@ async def test_a_relay_that_ends_all_circuits_early_is_left_for_another_one(
     payload = secrets.token_bytes(2**20)
     async with Relayed(kind) as peers:
         liar, honest = await peers.relay(), await peers.relay()
-        join = liar.transport.join
+        carry, told = liar.relay._carry, liar.metrics
 
-        async def end_early(*args: Any) -> None:
-            carrying = asyncio.ensure_future(join(*args))
-            before = liar.metrics.bytes_carried
-            await until(lambda: liar.metrics.bytes_carried - before >= carried or carrying.done())
+        async def end_early(circuit: Any) -> None:
+            circuits, nbytes = told.circuits_carried, told.bytes_carried
+            carrying = asyncio.ensure_future(carry(circuit))
+            await until(lambda: told.circuits_carried > circuits and told.bytes_carried - nbytes >= carried)
             carrying.cancel()
 
-        monkeypatch.setattr(liar.transport, "join", end_early)
+        monkeypatch.setattr(liar.relay, "_carry", end_early)
         guest, caller = await peers.guest(), await peers.caller()
 
         def add_way(relay: P2P) -> None:

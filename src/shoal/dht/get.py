@@ -18,12 +18,19 @@ from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.reasons import GetReport, Outcome, Reason
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Lookup, Traversal
-from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
+from shoal.dht.validation import (
+    PLAIN_VALUE,
+    DHTRecord,
+    GetReport,
+    Outcome,
+    Reason,
+    RecordValidatorBase,
+    has_owned_entries,
+)
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -48,7 +55,7 @@ class KeySearch:
         self,
         key_id: DHTID,
         sufficient_expiration_time: DHTExpiration,
-        validator: RecordValidatorBase | None,
+        validator: RecordValidatorBase,
         is_refresh: bool = False,
         keep_copies: bool = True,
         most_entries: int = 0,
@@ -152,8 +159,7 @@ class KeySearch:
 
     def _decode_value(self, subkey: bytes, value: bytes, expiration_time: DHTExpiration) -> tuple[Any] | None:
         """The value for the application, or ``None`` if it cannot be decoded."""
-        if self._validator is not None:
-            value = self._validator.strip_value(DHTRecord(self.key_id.to_bytes(), subkey, value, expiration_time))
+        value = self._validator.strip_value(DHTRecord(self.key_id.to_bytes(), subkey, value, expiration_time))
         try:
             return (MSGPackSerializer.loads(value),)
         except ValueError as e:

@@ -21,16 +21,16 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from shoal.base.bounded import MOST
 from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.reasons import KEPT, Outcome, Reason
 from shoal.dht.routing import DHTID, ID_BITS, id_of
 from shoal.dht.storage import (
     MAX_DICTIONARY_ENTRIES,
@@ -41,12 +41,12 @@ from shoal.dht.storage import (
     ValueWithExpiration,
 )
 from shoal.dht.validation import (
+    KEPT,
     MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
-    check_expiration,
+    Outcome,
 )
-from shoal.errors import ProtocolError
 from shoal.net.addresses import is_private
 from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
@@ -54,7 +54,7 @@ from shoal.p2p import P2P, PeerID
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
-# Limits of one call, so that no call keeps a node busy for long. All are chosen; one is a standard.
+# Limits of one call, so that no call keeps a node busy for long. All are chosen.
 # Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
 # Most bytes of values in one answer or store request, and so of one dictionary: well under the longest message, 1 MiB.
@@ -67,8 +67,6 @@ MAX_NEIGHBORS = 128
 MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 256
-# Most contacts kept in packed form; a routing table has a few hundred nodes.
-MAX_PACKED_CONTACTS = 4096
 # Longest name of a reason, and longest text with it: about a line.
 MAX_DETAIL_LENGTH = 128
 
@@ -101,80 +99,59 @@ class PingResponse(AuthorizedResponse):
     """The address from which the sender of the request came, if it is known."""
 
 
-class StoreRequest(AuthorizedRequest):
-    """Parallel lists, one item for each record."""
+class SentRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A record on its way."""
 
-    keys: Annotated[list[IDBytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    subkeys: Annotated[
-        list[Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]], Meta(max_length=MAX_RECORDS_PER_STORE)
-    ]
+    key: IDBytes
+    subkey: Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]
     """In msgpack form, or one of the two markers of ``shoal.dht.validation``."""
-    values: Annotated[list[bytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    expirations: Annotated[list[float], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    in_cache: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    value: Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
+    expiration: Moment
+    in_cache: bool
+
+
+class StoreRequest(AuthorizedRequest):
+    records: Annotated[list[SentRecord], Meta(max_length=MAX_RECORDS_PER_STORE)]
     node_id: NodeIDBytes = None
 
     @classmethod
-    def of_records(cls, records: Sequence[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
+    def of_records(cls, records: Iterable[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
         """A request to keep records; :func:`split_into_requests` makes sure that they fit."""
-        return cls(
-            keys=[record.key_id.to_bytes() for record in records],
-            subkeys=[record.subkey for record in records],
-            values=[record.value for record in records],
-            expirations=[record.expiration_time for record in records],
-            in_cache=[record.in_cache for record in records],
-            node_id=node_id,
-        )
+        sent = [
+            SentRecord(each.key_id.to_bytes(), each.subkey, each.value, each.expiration_time, each.in_cache)
+            for each in records
+        ]
+        return cls(records=sent, node_id=node_id)
 
     def unpack(self) -> list[NewRecord]:
-        """The records.
-
-        Raises:
-            ProtocolError: the lists do not fit together, or a record is impossible.
-        """
-        columns: list[list[Any]] = [self.keys, self.subkeys, self.values, self.expirations, self.in_cache]
-        lengths = [len(column) for column in columns]
-        if len(set(lengths)) != 1:
-            raise ProtocolError(f"a store request with lists of different lengths: {lengths}")
-        try:
-            for expiration_time in self.expirations:
-                check_expiration(expiration_time)
-        except ValueError as e:
-            raise ProtocolError(f"a store request with an impossible expiration: {e}") from None
-        largest = max(map(len, self.values), default=0)
-        if largest > MAX_VALUE_BYTES:
-            raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
-        return [NewRecord(*row) for row in zip(map(id_of, self.keys), *columns[1:], strict=True)]
+        """The records."""
+        return [
+            NewRecord(id_of(each.key), each.subkey, each.value, each.expiration, each.in_cache) for each in self.records
+        ]
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
     reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
-    """A :class:`~shoal.dht.reasons.Reason`, or one that only newer versions know."""
+    """A :class:`~shoal.dht.validation.Reason`, or one that only newer versions know."""
     detail: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)] = ""
 
 
 class StoreResponse(AuthorizedResponse):
-    accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    refusals: Annotated[list[Refusal | None], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    """One for each record; ``None``: the node keeps it."""
     node_id: NodeIDBytes = None
-    refusals: Annotated[list[Refusal], Meta(max_length=MAX_RECORDS_PER_STORE)] = msgspec.field(default_factory=list)
-    """One for each record that was not accepted, in order; earlier versions give none."""
 
     @classmethod
-    def of_outcomes(cls, outcomes: Sequence[Outcome], node_id: NodeIDBytes) -> StoreResponse:
+    def of_outcomes(cls, outcomes: Iterable[Outcome], node_id: NodeIDBytes) -> StoreResponse:
         """The answer that a node gives."""
-        refusals = [Refusal(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes if not each]
-        return cls(accepted=[bool(each) for each in outcomes], node_id=node_id, refusals=refusals)
+        refusals = [None if each else Refusal(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes]
+        return cls(refusals=refusals, node_id=node_id)
 
     def outcomes(self) -> list[Outcome]:
         """What the node did with each record."""
-        refusals = iter(self.refusals)
-        return [KEPT if accepted else _outcome_of(next(refusals, None)) for accepted in self.accepted]
-
-
-def _outcome_of(refusal: Refusal | None) -> Outcome:
-    return Outcome(Reason.UNNAMED) if refusal is None else Outcome.named(refusal.reason, refusal.detail)
+        return [KEPT if each is None else Outcome.named(each.reason, each.detail) for each in self.refusals]
 
 
 class FindRequest(AuthorizedRequest):
@@ -253,9 +230,9 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
+        if self._address_changes != self._p2p.address_book.changes or len(self._packed) > MOST:
             self._packed.clear()
-            self._address_changes = self._p2p.address_changes
+            self._address_changes = self._p2p.address_book.changes
         is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
         if (peer, is_far) not in self._packed:
             known = self._p2p.get_addresses(peer)
@@ -340,8 +317,6 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
 
 Entry = tuple[Subkey, ValueWithExpiration[bytes]]
 """One entry of a dictionary."""
-# Enough for the entries of the largest dictionary that an answer carries.
-MAX_NUMBERS_REMEMBERED = 4096
 _SHIFT, _MASK = 8 * (_FACTOR_BYTES - _FINGERPRINT_BYTES), (1 << 8 * _FACTOR_BYTES) - 1
 
 
@@ -434,7 +409,7 @@ def _number_of(key_id: int, expiration_time: float, subkey: Subkey) -> int:
 
 
 # Several nodes tell the same entries, and askers repeat their questions.
-_known_number_of = functools.lru_cache(MAX_NUMBERS_REMEMBERED)(_number_of)
+_known_number_of = functools.lru_cache(MOST)(_number_of)
 
 
 NOTHING_KNOWN = HaveSet(b"")

@@ -16,7 +16,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BootstrapError, IdentityTakenError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.endpoint import Endpoint
+from shoal.net.endpoint import Announcement, Endpoint
 from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, Limits, RelayLimits, have_enough_files
 from shoal.net.own_addresses import checked_announcement
 from shoal.net.pasted import Target, read_addresses, wants_local
@@ -29,20 +29,15 @@ from shoal.peers.identity import Identity, PeerID, checked_name
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import Checkup
 from shoal.reach.connection_upgrade import ConnectionUpgrades
-from shoal.reach.libp2p_options import Libp2pOptions
-from shoal.reach.manager import ReachabilityManager
+from shoal.reach.manager import Libp2pOptions, ReachabilityManager
 from shoal.reach.presence import Presence, check_identity_is_free, compare_clocks
 from shoal.reach.punching import Puncher
 from shoal.reach.reachability import Reachability
+from shoal.reach.relay.circuits import IncomingCircuits, OutgoingCircuits
 from shoal.reach.relay.client import RelayClient
-from shoal.reach.relay.incoming import IncomingCircuits
-from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
-
-# Seconds between two comparisons of the clock with those of others, unless it has jumped.
-COMPARE_AGAIN_SECONDS = 10.0
 
 
 class P2P(Endpoint):
@@ -140,7 +135,7 @@ class P2P(Endpoint):
             name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
                 run only if they are members.
             of_a_daemon: how others shall be able to call this peer, see
-                :class:`~shoal.reach.libp2p_options.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
+                :class:`~shoal.reach.manager.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
                 existing calls work; a warning names those without effect.
 
         Raises:
@@ -266,14 +261,11 @@ class P2P(Endpoint):
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
-    def announced(self, latest: bool = False) -> list[Multiaddr]:
-        return self.outlook.announced(latest)
+    def announce(self, latest: bool = False) -> Announcement:
+        return Announcement(self.outlook.announced(latest), self.outlook.reach.value, self.relay.serves)
 
     def outer_hosts(self) -> set[str]:
         return self.outlook.outer_hosts()
-
-    def describe_reach(self) -> tuple[int, bool]:
-        return self.outlook.reach.value, self.relay.serves
 
     async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
         return await self.circuits.dial_one(address, peer)
@@ -321,7 +313,7 @@ class P2P(Endpoint):
         """Ask others for the time, in the background: there is a sign that this peer has it wrong."""
         now = asyncio.get_running_loop().time()
         is_running = self._comparison is not None and not self._comparison.done()
-        if self.is_alive and not is_running and now - self._compared_at >= COMPARE_AGAIN_SECONDS:
+        if self.is_alive and not is_running and now - self._compared_at >= 10.0:
             self._compared_at = now
             self._comparison = asyncio.get_running_loop().create_task(compare_clocks(self))
 
@@ -349,7 +341,7 @@ class P2P(Endpoint):
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
-        await cancel_and_wait(*self.late_answers)
+        await self.late_answers.cancel()
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ProtocolError
-from shoal.net.tcp.stream import disown_socket, own_socket
+from shoal.net.tcp.stream import OwnSocket
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 
 T = TypeVar("T")
@@ -28,8 +28,7 @@ TRIES = (0.25, 0.5, 1.0)
 FAREWELL_TRIES = (0.25, 0.25)
 """The same for the last request, which is a courtesy: nobody waits long for its answer."""
 
-MAX_DATAGRAM_BYTES = 1100
-
+# The numbers of PCP are those of RFC 6887, those of NAT-PMP (the old version) of RFC 6886.
 _VERSION, _OLD_VERSION = 2, 0
 _ANSWER = 0x80
 _ANNOUNCE, _MAP = 0, 1
@@ -176,9 +175,7 @@ async def ask(
     Raises:
         NoMappingError: the router refuses, or does not answer.
     """
-    with socket.socket(socket.AF_INET6 if gateway.is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        owned, owner = asking.fileno(), object()
-        own_socket(owned, owner)
+    with OwnSocket(socket.AF_INET6 if gateway.is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.setblocking(False)
             if gateway.is_ipv6:
@@ -188,8 +185,6 @@ async def ask(
         except OSError as e:
             text = f"the router has nothing that could be asked: {e.strerror or e}"
             raise NoMappingError(text, answered=False) from e
-        finally:
-            disown_socket(owned, owner)
 
 
 async def _ask(asking: socket.socket, datagram: bytes, read: Callable[[bytes], T], tries: Sequence[float]) -> T:
@@ -207,7 +202,7 @@ async def _ask(asking: socket.socket, datagram: bytes, read: Callable[[bytes], T
 
 async def _wait_for_answer(asking: socket.socket, read: Callable[[bytes], T]) -> T:
     while True:
-        datagram = await asyncio.get_running_loop().sock_recv(asking, MAX_DATAGRAM_BYTES)
+        datagram = await asyncio.get_running_loop().sock_recv(asking, 1100)  # the most that PCP sends
         with contextlib.suppress(ProtocolError):  # it is not the answer, which may still come
             return read(datagram)
 
