@@ -204,7 +204,7 @@ class AveragerNode(ServicerBase):
         return next(iter(self.lanes.values())).keys.group_bits
 
     def believe(self, trust: Trust) -> None:
-        """From the next search on, trust others as far as this says."""
+        """From the next search on, for a group or for donors, trust others as far as this says."""
         self.trust = self.state_sharing.trust = self.state_downloads.trust = trust
         for lane in self.lanes.values():
             lane.matchmaking.believe(trust)
