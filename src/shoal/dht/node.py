@@ -13,6 +13,7 @@ from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.closeable import options_from
 from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
+from shoal.dht.crypto import with_signatures
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Neighbours, Reunion, ServerMode, meet_neighbors, ping_initial_peers
 from shoal.dht.protocol import KEEPERS, DHTProtocol
@@ -121,9 +122,6 @@ class DHTNode:
             raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
-        # Loaded on demand, because it takes time.
-        from shoal.dht.crypto import with_signatures
-
         given = () if initial_peers is None else initial_peers
         targets, looks_around = parse_peer_addresses(given), wants_local(given)
         if looks_around:
