@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
-from shoal.averaging.state.upload_slots import UploadSlots
+from shoal.averaging.state.donor import UploadSlots
 from shoal.optim.diloco.slots import StepRule
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import ProgressMessage
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.p2p import Identity, PeerID
 
@@ -26,7 +24,7 @@ def record(name: bytes, epoch: int, *, is_donor: bool = False) -> LocalTrainingP
 
 
 @pytest.mark.parametrize("rule", [EpochRule(), StepRule(5.0)], ids=["samples", "steps"])
-def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
+def test_donor_shows_its_epoch_and_is_not_awaited(rule: EpochRule) -> None:
     board = make_board(rule)
     board.hear(record(b"donor", EPOCH, is_donor=True), NOW + 60, NOW)
     progress = board.global_progress(NOW)
@@ -42,7 +40,7 @@ def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
     assert board.present(NOW) == [b"other"]
 
 
-def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:
+def test_step_beside_a_donor_logs_no_missing_peers() -> None:
     board = make_board()
     board.hear(record(b"donor", 0, is_donor=True), NOW + 60, NOW)
     board.note_round({}, NOW)
@@ -68,8 +66,11 @@ def test_who_donates_says_so_in_records_and_calls() -> None:
     assert not parse_record(record(peer.to_bytes(), EPOCH).to_dict()).is_donor
 
 
-async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
-    places = UploadSlots(lambda: asyncio.get_running_loop().create_future())
+async def test_nobody_waits_for_an_archiver() -> None:
+    async def no_snapshot() -> None:
+        return None
+
+    places = UploadSlots(no_snapshot)
     keeps, trains = (PeerID(name) for name in (b"keeps", b"trains"))
     for peer, flag in ((keeps, False), (trains, True)):
         place = places.find(peer, 0.0, trains=flag)
@@ -78,4 +79,4 @@ async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
     assert places.on_their_way(0.0) == {trains}
     for place in list(places):
         places.leave(place, 1.0)
-    assert places.holders(1.0) == [trains]
+    assert places.on_their_way(1.0) == {trains}, "it is about to tell others that it takes part"

@@ -15,8 +15,7 @@ from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
 from shoal.optim.history.journal import BEGINNING, ForkPoint, Lineage
-from shoal.optim.progress.exchange import ProgressExchange
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import ProgressExchange, ProgressMessage
 from shoal.optim.progress.records import parse_record
 from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
@@ -47,6 +46,16 @@ def test_peers_learn_of_each_other_and_of_the_end_of_the_epoch(trackers):
     assert a.ready_to_update_epoch
     assert a.estimated_next_update_time <= get_dht_time()
     wait_until(lambda: b.ready_to_update_epoch and observer.ready_to_update_epoch, "the others know, too")
+
+
+def test_a_lone_peer_ends_its_first_epoch_with_the_batch_that_completes_it(trackers):
+    """However soon that is: it waits until it has looked for others, and makes no further batch meanwhile."""
+    (a,) = trackers(1)
+    a.report_local_progress(0, 99)
+    assert not a.should_stop(patience=10)
+    a.report_local_progress(0, 100)
+    assert a.should_stop(patience=10)
+    assert a.is_introduced
 
 
 def test_a_record_tells_what_its_peer_calls_itself(trackers):

@@ -369,7 +369,7 @@ class DHTProtocol(ServicerBase):
             await self.authorizer.prepare()
             self._gate = MembersOnly(self.p2p.peer_id, self.authorizer, self_checking=type(self))
             await self._gate.add_p2p_handlers(self.p2p)
-            self.p2p.close_to_strangers(self._gate)
+            self.p2p.server.gate = self._gate
         if self.is_node:
             await self.serve()
 

@@ -230,9 +230,9 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes or len(self._packed) > MOST:
+        if self._address_changes != self._p2p.address_book.changes or len(self._packed) > MOST:
             self._packed.clear()
-            self._address_changes = self._p2p.address_changes
+            self._address_changes = self._p2p.address_book.changes
         is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
         if (peer, is_far) not in self._packed:
             known = self._p2p.get_addresses(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import average_once
 from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import OwnedState, State, check_bytes, check_fit
-from shoal.averaging.state.multi_source import MAX_VOTERS
+from shoal.averaging.state.newcomer import MAX_VOTERS, CheckTensors
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
 from shoal.compression.base import copies_of
@@ -183,9 +184,11 @@ class OuterAverager(DecentralizedAverager):
     def get_current_state(self) -> OwnedState:
         return self.donor.everything()
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        super().run_in_background(await_ready=True, timeout=timeout)
-        self.node.state_sharing.get_part, self.node.state_sharing.check = self.donor.part, self.donor.check
+    def get_part(self, part: bytes) -> OwnedState | None:
+        return self.donor.part(part)
+
+    def _check_of_downloads(self) -> CheckTensors:
+        return functools.partial(self.donor.check, b"")
 
     def load_part_from_peers(
         self, part: bytes, timeout: float, *, differs: bool = False
@@ -199,7 +202,8 @@ class OuterAverager(DecentralizedAverager):
 
     async def _load_part(self, part: bytes, timeout: float, most_voters: int) -> State | None:
         async with asyncio.timeout(timeout):
-            return await self.node.state_sharing.download(part=part, most_voters=most_voters)
+            check = functools.partial(self.donor.check, part)
+            return await self.node.state_downloads.download(part=part, most_voters=most_voters, check=check)
 
 
 def _read(packed: bytes) -> OuterStatement | None:

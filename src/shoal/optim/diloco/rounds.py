@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Attendance, group_of
+from shoal.optim.joint_optimizer import Auxiliary, let_go, log_failure, watch_search
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
