@@ -55,8 +55,6 @@ NONCE_BYTES = 16
 ENTER_SECONDS = 15.0
 # Pause between attempts to renew a token that is still good: otherwise each call would wait for the authority.
 RETRY_SECONDS = 10.0
-# Most requests of the last minutes that are remembered, so that each is answered only once: a thousand in a second.
-MAX_NONCES = 2**18
 
 REQUEST_PURPOSE, RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
 
@@ -203,7 +201,8 @@ class TokenAuthorizerBase(AuthorizerBase):
         # The last attempt to get a token that has failed, and when, by the loop's time.
         self._failure: Exception | None = None
         self._failed_at = float("-inf")
-        self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(MAX_NONCES)
+        # The requests of the last minutes, so that each is answered only once: more than a thousand in a second.
+        self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(2**18)
 
     @abstractmethod
     async def get_token(self) -> AccessToken:

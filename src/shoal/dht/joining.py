@@ -314,10 +314,6 @@ LONGEST_PAUSE_OF_ENDED_SECONDS = 20 * LONGEST_PAUSE_SECONDS
 PAUSE_WHEN_WELL_SECONDS = 10 * LONGEST_PAUSE_SECONDS
 # Peers pinged at a time: few, because after an outage all nodes ping.
 PINGS_AT_A_TIME = 3
-# After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
-PATIENT_ATTEMPTS = 5
-
-SHARE_OF_INITIAL_PEERS = 0.25
 
 
 def _backoff(due: float) -> Backoff:
@@ -482,7 +478,8 @@ class Reunion:
         candidates = await self._candidates()
         drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
         initial: list[Callee] = [*self._addresses, *self._places]
-        if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
+        # After some attempts initial peers are preferred now and then: everything else may be outdated.
+        if initial and attempt >= 5 and self._rng.random() < 0.25:
             drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))
 

@@ -34,9 +34,6 @@ __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
 logger = logging.getLogger(__name__)
 
-# Default of ``startup_timeout``: seconds for connecting to the first initial peer.
-STARTUP_TIMEOUT = 8.0
-
 
 class DHTNode:
     """A node. Made by :meth:`create`; lives in one event loop.
@@ -128,7 +125,7 @@ class DHTNode:
             check_can_look_around()
         owns_p2p = p2p is None
         if p2p is None:
-            kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
+            kwargs.setdefault("startup_timeout", 8.0)
             # If neighbours are enough, the others need not answer.
             reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
             p2p = await P2P.create(initial_peers=reachable_at_start, client_mode=client_mode, **kwargs)
