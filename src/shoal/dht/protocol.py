@@ -111,9 +111,10 @@ class Blacklist:
         for record in self._book.values():
             record.unanswered, record.avoided_until = 0, -math.inf
 
-    def __contains__(self, peer: object) -> bool:
-        record = self._book.get(peer) if isinstance(peer, PeerID) else None
-        return record is not None and get_dht_time() < record.avoided_until
+    def __contains__(self, peer: PeerID) -> bool:
+        record = self._book.get(peer)
+        # Walks ask this of each node that they know, and nearly all of them have answered.
+        return record is not None and record.unanswered > 0 and get_dht_time() < record.avoided_until
 
     def __len__(self) -> int:
         now = get_dht_time()
