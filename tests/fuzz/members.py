@@ -55,7 +55,7 @@ HEADERS: list[Header] = [
     GROUP,
     GROUP.members[0],
     messages.JoinRequest("run.0b01", {"phases": "one"}, _LATER, 0, b"\xc0", 1e6, 4),
-    messages.Expectation(expected_group_size=3),
+    messages.Leave(),
     messages.JoinReply(code=2, text="why", expiration=_LATER, better_leader=_PEERS[0], group=GROUP),
     messages.Invitation(group_key="run.0b01", expiration=_LATER),
     messages.InvitationReply(better_leader=_PEERS[1], expiration=_LATER),

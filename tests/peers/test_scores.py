@@ -167,6 +167,25 @@ def test_leaders_that_never_start(memory: Memory, caplog: pytest.LogCaptureFixtu
     assert not memory.behaviour.may_lead(FRIEND)
 
 
+def test_a_leader_that_waits_in_vain_within_its_budget_is_followed(memory: Memory) -> None:
+    """Its guard stops after the peers of two hosts, for as long as a twentieth of the time asks for each of them."""
+    for _ in range(5):
+        for _ in range(2):
+            memory.behaviour.note_lead(FRIEND, 5.0, started=True, in_vain=True)
+            assert memory.behaviour.may_lead(FRIEND)
+        memory.clock.now += 5.0 / SHARE_WASTED
+    assert memory.metrics.troubles == {}
+
+
+def test_a_leader_that_waits_in_vain_each_time_is_named_by_its_third_round(memory: Memory) -> None:
+    for _ in range(3):
+        assert memory.behaviour.may_lead(FRIEND)
+        memory.clock.now += 10.0
+        memory.behaviour.note_lead(FRIEND, 5.0, started=True, in_vain=True)
+    assert not memory.behaviour.may_lead(FRIEND)
+    assert memory.metrics.troubles == {"leaders not followed": 1}
+
+
 def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for number in range(MOST + 100):
@@ -202,14 +221,6 @@ def test_who_breaks_off_a_short_round_is_not_worth_a_line(memory: Memory, caplog
     assert memory.behaviour.share_of(REDUCER) == 0.5
     assert not caplog.records
     assert not memory.metrics.troubles
-
-
-def test_who_tells_another_time_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    for seconds in (0.0, 1e6, 1e6, 0.0):
-        memory.behaviour.note_time(FRIEND, seconds)
-    [line] = [record.getMessage() for record in caplog.records]
-    assert f"peer {FRIEND} says that it is 1000000.0 seconds later" in line
-    assert memory.metrics.troubles == {"clocks that differ": 2}
 
 
 def test_what_strangers_take_is_counted_by_host_and_fades(memory: Memory) -> None:

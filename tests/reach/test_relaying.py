@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.access.badges import ROLES_BY_NAME
-from shoal.access.membership import TOLERANCE_SECONDS
+from shoal.base.clock import TOLERANCE_SECONDS
 from shoal.errors import DialError, NoRoomError, StreamClosedError
 from shoal.net.limits import RelayLimits
 from shoal.net.transport import COOKIE_BYTES, receive_frame

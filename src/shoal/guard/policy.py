@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from shoal.averaging.majorities import votes_by_host
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, counted
-from shoal.guard.budget import SHARE_WASTED, Budget
+from shoal.guard.budget import Budget
+from shoal.peers.book import SHARE_WASTED
 from shoal.peers.identity import PeerID
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ _SHARE_OF_PATIENCE = 0.5
 JOIN_SHARE = 1 / 3
 # The user is warned after this many steps in a row without others: a single one may be chance.
 _ROUNDS_ALONE = 2
-# The pause of a member that was too slow again doubles up to this many times.
-_MOST_DOUBLINGS = 4
 # A peer that is this many epochs ahead of the run has perhaps only ended two that others are about to end.
 _WORTH_TELLING = 2
 # The latest epochs tell how long one usually takes.
@@ -153,7 +152,7 @@ class Members:
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
             seconds: how long the group was at work, after all members had come.
-            waits: for how many of these seconds this peer had to wait for a member alone.
+            waits: for how many of these seconds the group had to wait for a member alone, as all members were told.
         """
         members, patience = samples.keys() - {self._own}, self._awaited[2]
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
@@ -161,8 +160,10 @@ class Members:
         self._meets_everybody = self.full_group is None or size <= self.full_group
         went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
         unheard = self._unheard(companions or {})
-        self._note_who_is_missing(members, went_on if not members else (), now, seconds, unheard)
         others = [peer for peer, c in reachable.items() if c.record.epoch == own]
+        # Some have appeared while this peer waited, and kept others waiting.
+        appeared = {peer: reachable[peer].known_since for peer in others if self.counts(peer, now)}
+        self._note_who_is_missing(members, went_on if not members else (), appeared, now, seconds, unheard)
         # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
         self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
         if members:
@@ -177,6 +178,7 @@ class Members:
         self,
         members: Collection[bytes],
         went_on: Collection[bytes],
+        appeared: Mapping[bytes, float],
         now: float,
         seconds: float,
         unheard: Collection[bytes],
@@ -187,7 +189,8 @@ class Members:
         # had no reason to wait for it either.
         if not self._meets_everybody or waited < patience * _SHARE_OF_PATIENCE:
             return
-        missing = sorted(awaited - {*members, *went_on})
+        in_time = {peer for peer, at in appeared.items() if now - at - seconds >= patience * _SHARE_OF_PATIENCE}
+        missing = sorted((awaited | in_time) - {*members, *went_on})
         for peer in missing:
             self._missed[peer] = self._missed.get(peer, 0) + 1
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
@@ -202,30 +205,45 @@ class Members:
             )
 
     def _note_waits(self, waits: Mapping[bytes, float], patience: float, now: float) -> None:
-        """Of two members each needs the other one, so that neither is too slow."""
-        total = sum(self.latest.values())
-        for peer in [each for each in self.latest if each != self._own and len(self.latest) > 2]:
-            worth = seconds_worth(self._training, self.latest[peer] / total if total else 0.0)
-            if waits.get(peer, 0.0) <= max(worth, JOIN_SHARE * patience):
-                self._too_slow.pop(peer, None)
+        """Of two members each needs the other one, so that neither is too slow. One that has failed brought nothing."""
+        total, group = sum(self.latest.values()), {**self.latest, **dict.fromkeys(waits.keys() - self.latest, 0.0)}
+        for peer, samples in group.items() if len(group) > 2 else ():
+            worth = seconds_worth(self._training, samples / total if total else 0.0)
+            wait = waits.get(peer, 0.0)
+            if wait <= max(worth, JOIN_SHARE * patience):
+                if self._too_slow.pop(peer, 0) >= ROUNDS_IN_A_ROW:
+                    name = "this peer" if peer == self._own else f"peer {PeerID(peer)}"
+                    logger.info("%s keeps rounds waiting no more, and takes part again", name)
                 continue
             rounds = self._too_slow[peer] = self._too_slow.get(peer, 0) + 1
             if rounds >= ROUNDS_IN_A_ROW:
-                # Tried again, it has one round to show that it is faster. Each further failure doubles the pause.
-                again = min(rounds - ROUNDS_IN_A_ROW, _MOST_DOUBLINGS)
-                self.budget.charge_member(peer, waits[peer] * 2**again, now)
-                self._tell_of_wait(peer, waits[peer], worth)
+                # As many rounds showed that it is slow. Tried again, it has one to show that it is faster.
+                cost = ROUNDS_IN_A_ROW * wait
+                self.budget.charge_member(peer, cost, now)
+                if rounds == ROUNDS_IN_A_ROW:
+                    self._tell_of_wait(peer, wait, worth, cost / self.budget.share)
 
-    def _tell_of_wait(self, peer: bytes, wait: float, worth: float) -> None:
+    def _tell_of_wait(self, peer: bytes, wait: float, worth: float, pause: float) -> None:
         self.troubles["members too slow"] += 1
-        self._tell_once(
-            peer,
-            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. If its line "
-            "is slow, use a codec, low rank or DiLoCo",
+        advice = "If its line is slow, use a codec, low rank or DiLoCo"
+        if peer == self._own:
+            logger.warning(
+                "this peer makes rounds %.1f s longer, and its samples save %.1f s: the others leave it out, and it "
+                "follows by downloads. It is tried again in %.0f s. %s",
+                wait,
+                worth,
+                pause,
+                advice,
+            )
+            return
+        self._warn_seldom(
+            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. %s",
+            PeerID(peer),
             wait,
             worth,
-            wait / self.budget.share,
-            tell=self._warn_seldom,
+            pause,
+            advice,
+            about=peer,
         )
 
     def note_weights(self, weights: Mapping[bytes, float]) -> None:

@@ -348,10 +348,7 @@ class Endpoint(ABC):
             record = self.book[connection.remote]
             record.round_trip = min(connection.round_trip, record.round_trip)
             is_mate = self.behaviour.has_delivered(connection.remote)
-            later = self.clock.hear(
-                connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate
-            )
-            self.behaviour.note_time(connection.remote, later)
+            self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate)
             self.metrics.clock_offset = self.clock.offset
         self.note_greeting(connection, hello)
 

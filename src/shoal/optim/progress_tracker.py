@@ -12,18 +12,20 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import RoundResult
+from shoal.averaging.groups.settings import Trust
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
+from shoal.base.tasks import wait_at_most
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
-from shoal.guard.budget import SHARE_WASTED, check_share
+from shoal.guard.budget import check_share
 from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
@@ -40,6 +42,7 @@ from shoal.optim.progress.records import (
 )
 from shoal.optim.progress.run_list import RunList
 from shoal.p2p import PeerID
+from shoal.peers.book import SHARE_WASTED
 
 if TYPE_CHECKING:
     from shoal.averaging.node import AveragerNode
@@ -89,6 +92,44 @@ def make_guard(guard: str) -> type[Members]:
     from shoal.guard.open import OpenGuard  # most runs need none of its rules
 
     return OpenGuard
+
+
+class TrackedTrust(Trust):
+    """How far an averager trusts others whose progress is tracked.
+
+    Args:
+        tracker: knows them.
+        limits_weights: the weight of a member is its number of samples, and the guard may limit it.
+    """
+
+    def __init__(self, tracker: ProgressTracker, *, limits_weights: bool = False) -> None:
+        self._tracker, self._guard, self._limits_weights = tracker, tracker.board.guard, limits_weights
+
+    def largest_weight(self, peer: PeerID) -> float:
+        return self._guard.largest_weight(peer.to_bytes()) if self._limits_weights else math.inf
+
+    def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
+        return self._tracker.rank_donors(donors)
+
+    def depth(self) -> int:
+        exchange = self._tracker.exchange
+        return 0 if exchange is None else exchange.spread.depth
+
+
+class GuardedTrust(TrackedTrust):
+    """The same where all peers train one model: it keeps away from peers that train another one, or have cost time."""
+
+    async def admits(self, peer: PeerID) -> bool:
+        return await self._tracker.trains_the_same_model(peer)
+
+    def is_proven(self, peer: PeerID) -> bool:
+        return self._guard.is_proven(peer.to_bytes())
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        return self._guard.has_time_for(peer.to_bytes(), get_dht_time())
+
+    def note_waste(self, leader: PeerID, seconds: float) -> None:
+        self._guard.note_waste([leader.to_bytes()], seconds, get_dht_time())
 
 
 class ProgressTracker(Facade):
@@ -179,7 +220,6 @@ class ProgressTracker(Facade):
 
         self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
-        self._company: Company | None = None
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
@@ -232,13 +272,10 @@ class ProgressTracker(Facade):
         self._portal.on_close(exchange.stop)
 
     def _equip(self) -> None:
-        """Let the exchange use what this tracker was given, before the start or after it."""
-        exchange = self.exchange
-        if exchange is not None:
-            exchange.company = self._company
-            # A private run keeps its name to itself.
-            if self._company is not None and exchange.runs is None and self.dht.p2p.membership is None:
-                exchange.runs = self._make_run_list()
+        """List the run, if its settings are compared. Called before the start and after it."""
+        exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
+        if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
+            exchange.runs = self._make_run_list()
 
     def _make_run_list(self) -> RunList:
         board = self.board
@@ -343,6 +380,8 @@ class ProgressTracker(Facade):
         Args:
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
+        if self.board.ends_when_introduced(get_dht_time()):
+            self.await_introduction()
         if not self.board.should_stop(get_dht_time(), patience):
             if self.board.should_ask(get_dht_time()):
                 self._wake(calls=True)
@@ -352,12 +391,26 @@ class ProgressTracker(Facade):
             return self.board.should_stop(get_dht_time(), patience)
         return True
 
+    def await_introduction(self) -> None:
+        """Wait a few seconds at most until others know this peer, which has done its share of the epoch.
+
+        Nobody waits for a peer that is not known yet, so it may not step; and with another batch it would do more than
+        its share.
+        """
+        exchange = self.exchange
+        if exchange is not None and not self.board.introduced:
+            self._run_in_loop(wait_at_most(exchange.introduced, FIRST_LOOK_SECONDS), 2 * FIRST_LOOK_SECONDS)
+
     def _ask_others(self, seconds: float) -> None:
         """Learn how far others are at this moment."""
         exchange = self.exchange
-        if exchange is not None and not self._portal.closed:
-            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):  # what is known has to do
-                self._portal.submit(exchange.ask_all(seconds)).result(2 * seconds)
+        if exchange is not None:
+            self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
+
+    def _run_in_loop(self, work: Coroutine[Any, Any, object], seconds: float) -> None:
+        """Wait for work in the event loop. If it takes longer, what is known has to do."""
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, ReactorError):
+            self._portal.submit(work).result(seconds)
 
     def is_awaited(self, patience: float) -> bool:
         """Whether another peer is ready for the next global step, and waits for this one.
@@ -375,7 +428,7 @@ class ProgressTracker(Facade):
     def is_first(self) -> bool:
         """Whether nobody else is in the run. Waits until the records of others have been read once."""
         self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers()
+        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers
 
     @property
     def is_introduced(self) -> bool:
@@ -428,8 +481,7 @@ class ProgressTracker(Facade):
 
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the first report of progress."""
-        self._company, self.board.strangers = company, lambda: company.strangers
-        self.board.foreign, self.board.refusing = lambda: company.foreign, lambda: company.refusing
+        self.board.company = company
         self._equip()
 
     def look_at_company(self) -> None:
@@ -438,7 +490,8 @@ class ProgressTracker(Facade):
         Raises:
             SettingsMismatch: this peer does not fit the others.
         """
-        if self._company is None:
+        company = self.board.company
+        if company is None:
             return
         if not self._has_looked_at_company:
             self._has_looked_at_company = True
@@ -452,7 +505,7 @@ class ProgressTracker(Facade):
         def present() -> Collection[bytes]:
             return board.present(get_dht_time())
 
-        self._company.look(present, board.last_members, time.monotonic(), host_of)
+        company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
@@ -515,7 +568,8 @@ class ProgressTracker(Facade):
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
-        strangers, refusing = self.board.strangers(), self.board.refusing()
+        strangers = self.board.strangers
+        refusing = frozenset[bytes]() if self.board.company is None else self.board.company.refusing
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:
@@ -547,20 +601,9 @@ class ProgressTracker(Facade):
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
-        guard, trust = self.board.guard, averager.trust
-        guard.full_group = averager.config.target_group_size
-        averager.state_sharing.rank_donors = self.rank_donors
-        trust.depth = averager.state_sharing.depth = self._depth
-        if trains_one:
-            trust.admits = self.trains_the_same_model
-            trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())
-            trust.has_time_for = lambda peer: guard.has_time_for(peer.to_bytes(), get_dht_time())
-            trust.note_waste = lambda peer, seconds: guard.note_waste([peer.to_bytes()], seconds, get_dht_time())
-        if self.guard == "open" and weighs_samples:
-            trust.largest_weight = lambda peer: guard.largest_weight(peer.to_bytes())
-
-    def _depth(self) -> int:
-        return 0 if self.exchange is None else self.exchange.spread.depth
+        self.board.guard.full_group = averager.config.target_group_size
+        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
+        averager.believe(trust)
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from shoal.access.badges import ANY_ROLE
 from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.base.tasks import run_in_worker
-from shoal.cli.doctor.findings import Finding, fail, ok, warn
-from shoal.cli.doctor.token import accepted, refused
+from shoal.cli.doctor.findings import Finding, accepted, fail, ok, refused, warn
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import PingRequest, PingResponse
 from shoal.errors import (

@@ -13,6 +13,7 @@ import msgspec
 from shoal.guard.policy import JOIN_SHARE, Members
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
 from shoal.optim.history.journal import Lineage
+from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import (
     MAX_CALLED,
     Companion,
@@ -134,12 +135,8 @@ class ProgressBoard:
         """Decides what is believed of others."""
         self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] = SwarmRecords.summarize
         """Makes the progress of the swarm of the records that count. It may read from this board."""
-        self.strangers: Callable[[], Collection[bytes]] = tuple
-        """The peers that have other settings, so that this one cannot average with them."""
-        self.foreign: Callable[[], frozenset[bytes]] = frozenset
-        """Those, and the peers of which that is not known yet: their rounds say nothing about this run."""
-        self.refusing: Callable[[], frozenset[bytes]] = frozenset
-        """The strangers that refuse their state, with a reason for the users of both sides."""
+        self.company: Company | None = None
+        """The settings of other peers; ``None``: they are not compared."""
         self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
@@ -154,6 +151,11 @@ class ProgressBoard:
     def set_target(self, samples: int) -> None:
         """The epoch that begins has this target."""
         self._target_batch_size = samples
+
+    @property
+    def strangers(self) -> frozenset[bytes]:
+        """The peers that have other settings, so that this one cannot average with them."""
+        return frozenset() if self.company is None else self.company.strangers
 
     @property
     def companions(self) -> Mapping[bytes, Companion]:
@@ -232,6 +234,12 @@ class ProgressBoard:
         if self.end_of_epoch(now) > now:
             return False
         return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
+
+    def ends_when_introduced(self, now: float) -> bool:
+        """Whether this peer has all samples of its epoch, and others must only learn of it before it may step."""
+        if self.introduced or not self._contributed:
+            return False
+        return self.global_progress(now).epoch == self.own.epoch and self._is_known_to_be_over(now)
 
     def _is_known_to_be_over(self, now: float) -> bool:
         """Whether it is time by count. Alone, extrapolation says nothing: this peer may just have paused."""
@@ -527,7 +535,7 @@ class ProgressBoard:
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
         with self.lock:
-            companion = self._take_note(record, expiration, lineage)
+            companion = self._take_note(record, expiration, lineage, now)
             if companion is None:
                 return
             self.fork_tracker.changed = self.fork_tracker.changed or companion.unreachable_since is not None
@@ -549,7 +557,7 @@ class ProgressBoard:
         """
         with self.lock:
             known = set(self._companions)
-            read = [self._take_note(record, expiration, record.lineage) for record, expiration in found]
+            read = [self._take_note(record, expiration, record.lineage, now) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             reaches_others = any(companion.unreachable_since is None for companion in self._callable())
@@ -560,7 +568,9 @@ class ProgressBoard:
         self.tell_change()
         return strangers
 
-    def _take_note(self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None) -> Companion | None:
+    def _take_note(
+        self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None, now: float
+    ) -> Companion | None:
         """Returns the peer whose record it is; ``None`` if that peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
@@ -568,7 +578,7 @@ class ProgressBoard:
         companion = self._companions.get(record.peer_id)
         if companion is None:
             make_room(self._companions, self.guard.has_met)
-            companion = self._companions[record.peer_id] = Companion(record, expiration)
+            companion = self._companions[record.peer_id] = Companion(record, expiration, known_since=now)
             self.fork_tracker.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
@@ -623,7 +633,7 @@ class ProgressBoard:
             return self._settled(now)
 
     def _settled(self, now: float) -> ForkChoice:
-        foreign = self.foreign()
+        foreign = frozenset[bytes]() if self.company is None else self.company.foreign
         if foreign != self._foreign_before:
             self._foreign_before, self.fork_tracker.changed = foreign, True
         companions = self._companions
@@ -637,7 +647,7 @@ class ProgressBoard:
         To be used under :attr:`lock`.
         """
         verdict = self._settled(now)
-        foreign = {*verdict.losers, *self.strangers()}
+        foreign = {*verdict.losers, *self.strangers}
         kin = {peer: c for peer, c in self._companions.items() if peer not in foreign}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
         self.guard.is_large = len(kin) > MAX_CALLED

@@ -485,6 +485,8 @@ class Companion:
     record: LocalTrainingProgress
     expiration: float
     """DHT time after which the record no longer counts."""
+    known_since: float = -math.inf
+    """DHT time at which this peer first heard of it."""
     end: float | None = None
     """It has declared its epoch over and is ready for the next one; others may go on until this DHT time."""
     in_advance: bool = False
