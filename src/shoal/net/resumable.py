@@ -640,22 +640,19 @@ class ResumableCall:
         self,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
         use: Callable[[Call], Coroutine[Any, Any, None]],
-        patience: float,
     ) -> None:
         """Hold a link to the other peer. When its connection breaks, it is made again, and used from the start.
 
         Args:
             use: what is done on the link.
-            patience: seconds after which the first dial is not repeated.
 
         Raises:
             P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError: the other peer failed.
         """
-        loop, dials, breaks = asyncio.get_running_loop(), 0, 0
-        deadline = loop.time() + patience
+        breaks = 0
         while True:
             try:
-                async with open_again(open_call, self) if breaks else open_call() as call:
+                async with open_again(open_call, self) if breaks else open_patiently(open_call) as call:
                     with self.link.watching(call):
                         await use(call)
                     await call.send_end()
@@ -666,11 +663,6 @@ class ResumableCall:
                     raise
                 self._stub.dial_anew()
                 await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
-            except DialError:
-                dials += 1
-                if breaks or dials == MAX_DIALS or loop.time() >= deadline:
-                    raise
-                await asyncio.sleep(dials * REDIAL_PAUSE)
 
     async def wait_for_link(self, returned: asyncio.Event) -> BaseException | None:
         """Wait until the other peer, whose link broke, makes another one.
