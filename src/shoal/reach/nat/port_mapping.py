@@ -155,7 +155,10 @@ class PortMapping:
 
 
 class _Keeper:
-    """Keeps the port forwarded for one version of IP: the state of one conversation with one router."""
+    """Keeps the port forwarded for one version of IP.
+
+    Its many attributes are the state of one conversation with one router, and begin and end with that.
+    """
 
     def __init__(self, mapping: PortMapping, is_ipv6: bool) -> None:
         self._mapping, self._is_ipv6, self._pace = mapping, is_ipv6, mapping.pace
