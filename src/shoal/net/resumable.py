@@ -51,6 +51,8 @@ from shoal.net.service import StubBase
 
 logger = logging.getLogger(__name__)
 
+# All chosen, for networks where a round trip takes up to half a second.
+
 # Dials of one peer before it counts as unreachable; two in a row rarely fail by chance.
 MAX_DIALS = 3
 # The pause before the first repeated dial, in seconds.
@@ -69,9 +71,9 @@ MAX_RESUMES = 16
 # Each side of a call that has nothing to carry shows this often that the connection works.
 PULSE_SECONDS = 1.0
 # A call on which nothing comes for this long is silent.
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 4 * PULSE_SECONDS
 # Seconds that a peer has to answer over a new connection before it is asked again.
-ANSWER_SECONDS = 4.0
+ANSWER_SECONDS = SILENT_SECONDS
 # A peer shows life this many times within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
 

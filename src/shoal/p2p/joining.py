@@ -37,8 +37,8 @@ def parse_peer_addresses(initial_peers: Any) -> list[Target]:
 
 
 # Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
+# Chosen.
 DIAL_ATTEMPTS = 4
-
 FIRST_PAUSE_SECONDS = 0.1
 
 

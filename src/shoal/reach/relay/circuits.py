@@ -160,7 +160,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
 
 
 REVERSE_SECONDS = 2.0
-"""How long a peer that asked to be called waits, before it goes through the relay after all."""
+"""How long a peer that asked to be called waits before it goes through the relay after all. Chosen."""
 ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 

@@ -41,14 +41,15 @@ from shoal.reach.relay.messages import (
     ReserveAnswer,
     Reserved,
 )
-from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
+from shoal.reach.relay.server import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 
 logger = logging.getLogger(__name__)
 
-WANTED = 2
-SILENCE_SECONDS = 12.0
-# The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
-DOUBTED_SECONDS = 7.0
+WANTED = 2  # so that one may vanish
+# A relay counts as dead after two signs of life were due, and while something else is known to have broken, after one.
+SILENCE_SECONDS = 2 * ALIVE_SECONDS + 2.0
+DOUBTED_SECONDS = ALIVE_SECONDS + 2.0
+# Chosen, like all that follow. A relay is asked for so long, and left alone after it has refused.
 ASK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
