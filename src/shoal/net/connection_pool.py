@@ -42,7 +42,8 @@ from shoal.peers.multiaddr import Multiaddr
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet; RFC 8305
 # recommends it for the addresses of a host.
 DIAL_STAGGER = 0.25
-# The same after a machine has answered there (chosen, like all that follow): the handshake of two busy machines takes long, and two take longer.
+# Chosen, like all that follow. The same after a machine has answered there: the handshake of two busy machines takes
+# long, and two take longer.
 HANDSHAKE_STAGGER = 2.0
 # The same for the next relay of a peer, because each needs a few round trips.
 CIRCUIT_STAGGER = 1.5
