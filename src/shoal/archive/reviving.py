@@ -179,7 +179,7 @@ class Revival(Facade):
 
     def _let_end(self, stop: threading.Event) -> None:
         """Wait for downloads that are under way."""
-        places, ends_at = self._donor.node.state_sharing.places, time.monotonic() + SECONDS_TO_END
+        places, ends_at = self._donor.node.state_sharing.slots, time.monotonic() + SECONDS_TO_END
         while places.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
             pass
 
