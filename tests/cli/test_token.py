@@ -17,8 +17,7 @@ from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
 from shoal.base.clock import TOLERANCE_SECONDS, ProcessClock
 from shoal.cli.__main__ import main
-from shoal.cli.doctor.findings import Severity
-from shoal.cli.doctor.token import look_at_token
+from shoal.cli.doctor.findings import Severity, look_at_token
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.p2p import Identity
 from tests.cli.test_dht_command import bootstrap
@@ -45,7 +44,7 @@ def join(address: str, token: str | Path | None, **options: object) -> shoal.DHT
     return shoal.DHT([address], start=True, host_maddrs=LOOPBACK, token=token, **options)
 
 
-def test_run_among_friends_from_the_first_token_to_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_private_run_from_first_token_to_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The story of docs/private-swarms.md, with real processes."""
     secret = tmp_path / "friends.token"
     out, errors = output_of(capsys, "new", "friends", "-o", str(secret))
@@ -78,7 +77,7 @@ def test_run_among_friends_from_the_first_token_to_the_last(tmp_path: Path, caps
 
             out, errors = output_of(capsys, "revoke", key[1], "--via", address, "--token", str(secret))
             assert out == "List 1 is on its way: 1 key revoked.\n"
-            assert "begin anew with `shoal token new`" in errors
+            assert "start over with `shoal token new`" in errors
             assert (tmp_path / "friends.token.revoked").is_file()
             assert friend.p2p.membership is not None
             while friend.p2p.membership.serial == 0:  # the test's time limit is the limit
@@ -159,7 +158,7 @@ def test_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     old = secret.invite(ROLES_BY_NAME["relay"], int(time.time()) - 5)
     shown, errors = output_of(capsys, "show", old.text, status=1)
     assert "EXPIRED" in shown
-    assert "ask who has invited you" in errors
+    assert "ask the person who invited you" in errors
 
 
 SECRET = Token.new_run("friends")
@@ -210,10 +209,6 @@ def test_nothing_to_revoke(capsys: pytest.CaptureFixture[str]) -> None:
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     _, errors = output_of(capsys, status=2)
     assert "revoke" in errors
-    for days in ("0", "-1", "nan", "inf", "4000", "ten"):
-        with pytest.raises(SystemExit):
-            main(["token", "invite", "--days", days])
-        assert f"must be a number of days up to 3650, got {days}" in capsys.readouterr().err
 
 
 @on_posix

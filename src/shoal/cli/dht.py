@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.base.logs import counted, shown_name
-from shoal.cli import add_option, end_on_signals, number, tell_error
-from shoal.cli.token import add_token_option
+from shoal.cli import add_addresses, add_identity, add_listening, add_option, end_on_signals, rate_of, value
 from shoal.dht import DHT, DHTNode
-from shoal.errors import P2PDaemonError, ShoalError
+from shoal.errors import P2PDaemonError
 from shoal.net.limits import RelayLimits, increase_file_limit
 from shoal.net.own_addresses import chosen_host_maddrs, everywhere
 from shoal.net.pasted import line_to_paste, reach_of, read_addresses, short_form
@@ -40,8 +39,6 @@ ALWAYS_ON = ("use-auto-relay",)
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
-# How long and how often to retry the port of the last start: the process that has it may be about to end. Chosen.
-PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
 
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
@@ -172,60 +169,25 @@ def add_parser(subparsers: Any) -> None:
         "dht", help="run a peer through which others join the swarm", description=DESCRIPTION
     )
 
-    parser.add_argument(
-        "addresses",
-        nargs="*",
-        default=[],
-        metavar="ADDRESS",
-        help="join the swarm of these peers; `local`: of those in the local network; none: start one",
-    )
-    add_option(
-        parser,
-        "initial-peers",
-        nargs="*",
-        default=[],
-        metavar="ADDRESS",
-        help="the same, as an option",
-    )
-    add_option(
-        parser,
-        "host-maddrs",
-        nargs="*",
-        default=None,
-        metavar="ADDRESS",
-        help="where to listen (default: SHOAL_HOST_MADDRS or all networks, on the port of the last time)",
-    )
-    add_option(
-        parser,
-        "announce-maddrs",
-        nargs="*",
-        default=None,
-        metavar="ADDRESS",
-        help="what others are told instead of that, such as the public side of a forwarded port",
-    )
-    add_option(
-        parser,
-        "identity-path",
-        type=Path,
-        metavar="FILE",
-        help="file that keeps this peer's key, instead of the one kept under --name; made if missing",
-    )
-    add_token_option(parser)
+    add_addresses(parser, "join the swarm of these peers; `local`: of those in the local network; none: start one")
+    add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
+    add_listening(parser, "all networks, on the port of the last time", ", such as the public side of a forwarded port")
+    add_identity(parser, "file that keeps this peer's key, instead of the one kept under --name; made if missing")
     parser.add_argument(
         "--name",
         metavar="WORD",
-        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME}); other "
+        help=f"keep key and port under this name, to run several on one machine (default: {DEFAULT_NAME}); other "
         "peers see it, too",
     )
     parser.add_argument(
         "--ephemeral",
         action="store_true",
-        help="keep nothing: be another peer, with another address, at each start",
+        help="keep nothing: be a new peer, with a new address, at each start",
     )
     add_option(
         parser,
         "refresh-period",
-        type=_positive,
+        type=value("a positive number of seconds", float, lambda seconds: 0 < seconds < threading.TIMEOUT_MAX),
         default=30.0,
         metavar="SECONDS",
         help="how often to report and to look for peers that are gone (default: 30)",
@@ -246,28 +208,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, for_scripts=False)
 
 
-def _positive(text: str) -> float:
-    seconds = number(text)
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
-    return seconds
-
-
-def rate_of(text: str) -> float:
-    """Read a number of bytes per second, such as 5M."""
-    unit = text[-1:].upper()
-    try:
-        rate = float(text[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be bytes per second, such as 5M or 800k, got {text}")
-    return rate
-
-
-_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
     end_on_signals()
@@ -283,9 +223,6 @@ def run(arguments: argparse.Namespace) -> int:
             dht = _start(arguments, kept)
         except KeyboardInterrupt:
             return 0
-        except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
-            tell_error("dht", error)
-            return 1
         try:
             addresses = dht.get_visible_maddrs()
             if arguments.for_scripts:
@@ -343,7 +280,7 @@ def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
     if kept is not None and _asks_for_any_port(hosts):
         port = kept.port or free_port()
         hosts = [host[: -len(ANY_PORT)] + f"/tcp/{port}" if host.endswith(ANY_PORT) else host for host in hosts]
-    deadline = time.monotonic() + PORT_PATIENCE_SECONDS
+    deadline = time.monotonic() + 3.0  # the process that has the port may be about to end
     while True:
         try:
             dht = DHT(
@@ -367,7 +304,7 @@ def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
                     f"{error}\nIt is the port of the last time, a part of the address that others know: stop what has "
                     "it now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
                 ) from error
-            time.sleep(PORT_PAUSE_SECONDS)
+            time.sleep(0.2)
     if kept is not None and port:
         kept.keep_port(port)
     return dht

@@ -16,8 +16,6 @@ from shoal.errors import ShoalError
 from shoal.metrics import PrometheusEndpoint, start_prometheus
 from shoal.monitor.run import PeerState, RunView, Summary
 
-SECONDS_BETWEEN_POINTS = 30.0
-
 
 def figures_of(summary: Summary) -> dict[str, float]:
     """The state of the swarm as numbers by name; those that are not known are missing."""
@@ -31,10 +29,10 @@ class Exporter(Protocol):
     """Passes on the state of a run."""
 
     def note(self, view: RunView) -> None:
-        """A second has passed."""
+        """Called once a second."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """The run is not watched any more."""
 
 
 class _ByEpoch:
@@ -50,7 +48,7 @@ class _ByEpoch:
         if summary is None or not summary.peers:
             return
         if summary.epoch != self._epoch or summary.time >= self._next:
-            self._epoch, self._next = summary.epoch, summary.time + SECONDS_BETWEEN_POINTS
+            self._epoch, self._next = summary.epoch, summary.time + 30.0
             self.write(summary, figures_of(summary))
 
     def write(self, summary: Summary, figures: dict[str, float]) -> None:
@@ -92,7 +90,7 @@ class Wandb(_ByEpoch):
         super().__init__()
         wandb = _load("wandb", "wandb")
         try:
-            # Else it also uploads what the terminal shows: a table that is drawn anew each second.
+            # Otherwise it also uploads what the terminal shows: a table that is redrawn every second.
             self._run: Any = wandb.init(project=project, name=run, settings={"console": "off"})
         except Exception as e:  # its errors have no common base that all versions know
             raise ShoalError(

@@ -20,8 +20,7 @@ from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
 from shoal.errors import NotAMemberError, ReactorError, ShoalError
 from shoal.optim.grad_scaler import SwarmOptimizer
-from shoal.optim.progress.company import Company
-from shoal.optim.progress.run_settings import RunSettings
+from shoal.optim.progress.run_settings import Company, RunSettings
 from shoal.optim.setup.optimizer_state import without_gradients
 from shoal.p2p import PeerID
 

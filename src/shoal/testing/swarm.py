@@ -19,7 +19,6 @@ NodeT = TypeVar("NodeT", DHTNode, "AveragerNode")
 
 # Number of nodes that a newcomer gets as initial peers.
 INITIAL_PEERS = 3
-FOR_EVER = 1e9
 
 
 class Swarm(Generic[NodeT]):
@@ -35,12 +34,12 @@ class Swarm(Generic[NodeT]):
         self.delay = delay
         self.network = MemoryNetwork(lambda source, target, size: self._delay_between(source, target))
         self.silent_peers: list[PeerID] = []
-        """Peers that neither send nor receive: messages from them and to them take for ever."""
+        """Peers that neither send nor receive: messages from them and to them never arrive."""
         self.nodes: list[NodeT] = []
         """All nodes that were started, also those that have ended since."""
 
     def _delay_between(self, source: PeerID, target: PeerID) -> float:
-        return FOR_EVER if source in self.silent_peers or target in self.silent_peers else self.delay
+        return 1e9 if source in self.silent_peers or target in self.silent_peers else self.delay
 
     async def p2p(self, **options: Any) -> P2P:
         """Start one more peer, without a node.
@@ -65,7 +64,7 @@ class DHTSwarm(Swarm[DHTNode]):
         """One more node.
 
         Args:
-            friends: it joins by way of so many random nodes of the swarm.
+            friends: number of random nodes of the swarm through which it joins.
             token: of a private run.
             options: for :meth:`DHTNode.create`.
         """
