@@ -8,7 +8,7 @@ import pytest
 from shoal.averaging.state.donor import UploadSlots
 from shoal.optim.diloco.slots import StepRule
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import ProgressMessage
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.p2p import Identity, PeerID
 

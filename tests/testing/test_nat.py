@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import DialError, SimulationError
-from shoal.net.transport import Session, Throttle
+from shoal.net.transport import Session, Splice, Throttle
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import Host, Link, Nat, Network, run
 from shoal.testing.links import SimulatedStream
@@ -311,8 +311,7 @@ async def test_joined_sessions_use_both_relay_lines() -> None:
     network = internet(uplink=1e6, downlink=1e6)
     circuit = await Circuit(network, *(network.add_host(nat=Nat()) for _ in range(2))).open()
     circuit.relay.uplink = 1e5
-    relay = circuit.relay.transport()
-    joining = circuit.relay.spawn(relay.join(circuit.inner[0], circuit.inner[1], Unlimited(), 120.0))
+    joining = circuit.relay.spawn(Splice(circuit.inner[0], circuit.inner[1], Unlimited(), 120.0).run())
     began = now()
     await asyncio.gather(circuit.sessions[0].write(bytes(100_000)), circuit.sessions[1].read_exactly(100_000))
     assert now() - began == pytest.approx(1.0, abs=0.15)

@@ -28,7 +28,7 @@ from shoal.base.logs import counted, one_line
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
 from shoal.optim.diloco.messages import STATISTICS
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import ProgressTracker, TrackedTrust
 from shoal.p2p import PeerID, StubBase
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Archiver:
         self._dht, self._run_id, self._store = dht, run_id, store
         self._every, self._keep, self._say = every, keep, say
         self._tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
-        trust = Trust(rank_donors=self._tracker.rank_donors)
+        trust = TrackedTrust(self._tracker)
         self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
         self._further: str | None = None
         self.latest: Manifest | None = None
