@@ -44,9 +44,10 @@ logger = logging.getLogger(__name__)
 PERIOD = 5.0
 # Of a key, and of all keys together. For comparison: an uplink of 3 Mbit/s sends 375 kB per second. Chosen.
 BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
+# Of a typical record with its signature.
 BYTES_OF_RECORD = 600.0
-MAX_KEYS = 1024
-MAX_PEERS_REMEMBERED = 50_000
+# Bounds on what liars can have read and remembered. Chosen.
+MAX_KEYS, MAX_PEERS_REMEMBERED = 1024, 50_000
 TICK_SECONDS = 1.0
 # Seconds without a peer after which the user is told which runs exist.
 SECONDS_BEFORE_HELP = 20.0
