@@ -85,7 +85,7 @@ def test_the_latest_updates_are_kept():
 
 def test_more_updates_are_kept_for_newcomers():
     journal = Journal.begin(torch.zeros(100), 64)
-    journal.serves_newcomers = lambda: True
+    journal.serves_newcomers = True
     for n in range(10):
         update(journal, bytes([n]))
     assert len(journal.since(2)) == 8
@@ -95,7 +95,7 @@ def test_more_updates_are_kept_for_newcomers():
 
 def test_updates_are_taken_in_order_of_version():
     source, journal = (Journal.begin(torch.zeros(100), 64) for _ in range(2))
-    source.serves_newcomers = lambda: True
+    source.serves_newcomers = True
     updates = [update(source, bytes([n])) for n in range(3)]
     journal.receive([updates[2], updates[1]])
     assert journal.take_next() is None

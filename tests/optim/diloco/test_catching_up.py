@@ -207,7 +207,7 @@ def rounds_of(peer, ask):
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
         settings=replace(peer.updates.settings, load_state_timeout=1.0, share_inner_state=False),
-        averager=SimpleNamespace(load_part_from_peers=ask, donor=giving(peer)),
+        averager=SimpleNamespace(load_part_from_peers=ask, donor=giving(peer), is_giving=False),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),
     )

@@ -252,9 +252,6 @@ class DiLoCo(JointOptimizer):
         """From now on others hear of this peer."""
         try:
             self.averager.run_in_background()
-            sharing = self.averager.node.state_sharing
-            for each in self._rounds.fragments:
-                each.journal.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
             self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
             self.tracker.compare_settings(self._company)

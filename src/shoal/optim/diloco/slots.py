@@ -28,6 +28,7 @@ from shoal.optim.diloco.fragment_updates import Flight
 from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.fork_choice import weights_of
+from shoal.optim.history.journal import MOST
 from shoal.optim.history.window import EPOCHS_AHEAD, is_behind, last_epoch_in_first_round
 from shoal.optim.progress.board import EpochRule
 from shoal.optim.progress.records import (
@@ -42,7 +43,7 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 
 # Later than all slots.
-ANY_SLOT = 2**62
+ANY_SLOT = MOST
 # Seconds. A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
 FAR_AHEAD = 1e9
 

@@ -17,7 +17,7 @@ import hashlib
 import math
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -124,7 +124,7 @@ class Journal:
         self._updates: deque[Update] = deque()
         # By version.
         self._inbox: dict[int, Update] = {}
-        self.serves_newcomers: Callable[[], bool] = lambda: False
+        self.serves_newcomers = False
         """Whether peers are downloading the state of this one: they will want the updates that follow."""
 
     @classmethod
@@ -154,7 +154,7 @@ class Journal:
         if self._updates and self._updates[-1].version != update.version - 1:
             self._updates.clear()
         self._updates.append(update)
-        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers() else USUAL_SHARE
+        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers else USUAL_SHARE
         while len(self._updates) > 1 and sum(each.nbytes for each in self._updates) > share * self._nbytes:
             self._updates.popleft()
 

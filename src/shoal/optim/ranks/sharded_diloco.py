@@ -397,9 +397,6 @@ class FollowingDiLoCo(ProcessDiLoCo):
         """Others of this rank hear of this process; only the first one has a part in the progress of the run."""
         try:
             self.averager.run_in_background()
-            sharing = self.averager.node.state_sharing
-            for each in self.parts:
-                each.journal.serves_newcomers = lambda: sharing.is_busy
         except BaseException:
             self.shutdown()
             raise
@@ -514,6 +511,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         each.stand(told)
         each.round_id = round_id
         try:
+            each.journal.serves_newcomers = self.averager.is_giving
             done = each.land(result)
         finally:
             each.round_id = b""
@@ -554,6 +552,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
     def call_make_up(self, number: int, count: int) -> None:
         each = self.parts[number]
         updates, each.fetched = each.fetched[:count], ()
+        each.journal.serves_newcomers = self.averager.is_giving
         each.make_up(updates)
 
     def call_download(self, timeout: float | None) -> list[Entry] | None:
