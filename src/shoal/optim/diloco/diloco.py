@@ -141,10 +141,6 @@ class DiLoCo(JointOptimizer):
     options: OuterSettings
     _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
-    # Where a process has only a part of the model, these are others.
-    _fragment_kind: Callable[..., FragmentUpdates] = FragmentUpdates
-    _averager_kind: Callable[..., OuterAverager] = OuterAverager
-    _averager_prefix = "{}_outer_averager"
 
     @at_the_door
     @resolved_by(OuterSettings)
@@ -219,7 +215,7 @@ class DiLoCo(JointOptimizer):
         lock = threading.RLock()
         states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
         updates = [
-            self._fragment_kind(number, part, state, options, lock, dht.peer_id)
+            self._make_fragment(number, part, state, options, lock, dht.peer_id)
             for number, (part, state) in enumerate(zip(parts, states, strict=True))
         ]
         warn_of_momentum([state.optimizer for state in states], average, is_sparse=options.is_sparse)
@@ -230,11 +226,11 @@ class DiLoCo(JointOptimizer):
             rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
-        self.averager = self._averager_kind(
+        self.averager = self._make_averager(
             OuterDonor(SlotCounter(schedule), updates, lock, self.inner, share_inner_state, extra),
             f"{average} of {schedule}, {parts.fingerprint}, weighting {weighting}",
             dht,
-            prefix=self._averager_prefix.format(run_id),
+            prefix=f"{run_id}_outer_averager",
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
             **options.for_averagers(),
@@ -247,6 +243,14 @@ class DiLoCo(JointOptimizer):
         self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=options.target_batch_size or 0)
         self._become_torch_optimizer({})
         self._begin()
+
+    # --- its parts, which are others where a process has only a part of the model -------------------------------------
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FragmentUpdates(*args)
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        return OuterAverager(*args, **options)
 
     def _begin(self) -> None:
         """From now on others hear of this peer."""

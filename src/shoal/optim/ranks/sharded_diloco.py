@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -158,7 +158,7 @@ class LeadingFragment(FragmentUpdates):
 
     def statement(self, expected: int, done: int = 0) -> OuterStatement:
         told = super().statement(expected, done)
-        return dataclasses.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
+        return msgspec.structs.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
 
     def judge(self, statements: Sequence[OuterStatement | None], *args: Any) -> bool:
         counts = super().judge(statements, *args)
@@ -279,8 +279,13 @@ class ProcessDiLoCo(DiLoCo):
 
     def __init__(self, processes: Processes, **options: Any) -> None:
         self.processes = processes
-        self._averager_prefix = f"{{}}_outer_averager_{processes.rank}_of_{processes.size}"
         super().__init__(**options)
+
+    _averager_kind: ClassVar[type[OuterAverager]] = OuterAverager
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        prefix = f"{options['prefix']}_{self.processes.rank}_of_{self.processes.size}"
+        return self._averager_kind(*args, **{**options, "prefix": prefix})
 
     def version_of(self, checkpoint: Any) -> Any:
         """Where a checkpoint of the outer state stands, the same in all processes.
@@ -307,8 +312,10 @@ class LeadingDiLoCo(ProcessDiLoCo):
 
     def __init__(self, processes: Processes, sharding: str, parameters: Sequence[torch.Tensor], **options: Any) -> None:
         self._sharding, self._whole = sharding, parameters
-        self._fragment_kind = lambda *args: LeadingFragment(processes, *args)
         super().__init__(processes, **options)
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return LeadingFragment(self.processes, *args)
 
     def _begin(self) -> None:
         assert isinstance(self.averager, LeadingAverager)
@@ -384,9 +391,11 @@ class FollowingFragment(FragmentUpdates):
 class FollowingDiLoCo(ProcessDiLoCo):
     """In all processes but the first one. It does what that one calls, see :meth:`obey`."""
 
-    _fragment_kind = FollowingFragment
     has_taken_over = False
     """Whether this peer has taken over a state."""
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FollowingFragment(*args)
 
     @property
     def parts(self) -> Sequence[FollowingFragment]:
