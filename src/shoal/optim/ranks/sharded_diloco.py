@@ -493,7 +493,6 @@ class FollowingDiLoCo(ProcessDiLoCo):
             gather=meeting.own.to_bytes(),
             scheduled_time=get_dht_time() + 0.9 * patience,
             weight=each.flight.weight,
-            allow_retries=False,
             timeout=patience,
             wait=False,
             tag=tag,
