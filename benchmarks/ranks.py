@@ -20,7 +20,7 @@ from low_rank_peer import AVERAGERS
 import shoal
 from shoal.cli.demo import model as demo_model
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.power_sgd_averager import LowRankAverager
+from shoal.optim.low_rank import LowRankAverager
 
 PEERS = 2
 SEED = 0

@@ -41,7 +41,7 @@ from shoal.averaging.round.combining import Combiner, share_norms
 from shoal.averaging.round.parts import RoundVector, load_balance_peers
 from shoal.averaging.round.reducer import PartReducer
 from shoal.compression import CompressionInfo, NoCompression
-from shoal.optim.peer_momentum import PeerMomentum
+from shoal.optim.grad_averager import PeerMomentum
 from shoal.testing import Network, run, start_averagers, start_step
 
 MEMBERS, LIARS = 10, 3

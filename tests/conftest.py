@@ -28,9 +28,8 @@ pretend.begin(pretend.asked_for())  # before shoal is imported
 
 from shoal.base.reactor import Reactor, new_event_loop  # noqa: E402
 from shoal.net.limits import have_enough_files  # noqa: E402
-from shoal.net.tcp import stream as tcp_stream  # noqa: E402
-from shoal.net.tcp.proxies import EXCEPTIONS  # noqa: E402
-from shoal.net.tcp.proxies import VARIABLES as PROXIES  # noqa: E402
+from shoal.net.tcp.connect import EXCEPTIONS  # noqa: E402
+from shoal.net.tcp.connect import VARIABLES as PROXIES  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)
@@ -147,7 +146,7 @@ async def _in_time(item: pytest.Function, test: Coroutine[Any, Any, None]) -> No
 
 
 class Belongings:
-    """What this process holds at one moment: threads, child processes, internet sockets, entries of their owners.
+    """What this process holds at one moment: threads, child processes, internet sockets.
 
     And what runs in the background loop: what is not shut down would go on, and warn in the tests that follow.
     """
@@ -156,7 +155,6 @@ class Belongings:
         process = psutil.Process()
         self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
         self.children = {child for child in _children_of(process) if not nursery.is_it(child.pid)}
-        self.owned = set(tcp_stream.owners)
         self.sockets = set(_sockets_of(process))
         reactor = Reactor.current
         self.tasks = set() if reactor is None else asyncio.all_tasks(reactor.loop)
@@ -165,9 +163,8 @@ class Belongings:
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         children = [f"process {child}" for child in self.children - before.children]
         sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
-        owned = [f"entry of {tcp_stream.owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
         tasks = [f"task of {task.get_coro()}" for task in self.tasks - before.tasks]
-        return threads + children + sockets + owned + tasks
+        return threads + children + sockets + tasks
 
 
 def _children_of(this_process: psutil.Process) -> list[psutil.Process]:

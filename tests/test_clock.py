@@ -12,9 +12,8 @@ import pytest
 
 from shoal.base.clock import (
     MAX_AGE_SECONDS,
+    MAX_ROUND_TRIP_SECONDS,
     MAX_SOURCES,
-    NEWER_IS_BETTER_SECONDS,
-    SETTLED_AFTER_SECONDS,
     SETTLING_SECONDS,
     SwarmClock,
     get_clock,
@@ -228,28 +227,6 @@ def test_a_crowd_of_newcomers_outvotes_nobody():
     assert list(machine.clock.sources) == ["new"]
 
 
-def test_the_quickest_exchange_with_a_peer_counts_for_a_while():
-    machine = Laboratory(ahead=10)
-    for source in "ab":
-        machine.hear(source, 0.0, round_trip=0.02)
-    machine.hear("a", 0.9, round_trip=2.0)  # one way was slow, the other was not
-    assert machine.error == pytest.approx(0, abs=1e-6)
-    machine.true_time += NEWER_IS_BETTER_SECONDS
-    for source in "ab":
-        machine.hear(source, 0.9, round_trip=2.0)
-    machine.true_time += 60
-    assert machine.error == pytest.approx(0.9, abs=1e-6)
-
-
-def test_short_round_trips_count_more():
-    machine = Laboratory(ahead=10)
-    for number in range(3):
-        machine.hear(f"far {number}", 0.9, round_trip=1.9)
-        machine.hear(f"near {number}", 0.0, round_trip=0.01)
-    machine.hear("far 3", 0.9, round_trip=1.9)
-    assert machine.error == pytest.approx(0, abs=1e-6)
-
-
 def test_whoever_claims_to_be_near_does_not_outvote_two():
     machine = Laboratory(ahead=10)
     for source in "ab":
@@ -258,33 +235,31 @@ def test_whoever_claims_to_be_near_does_not_outvote_two():
     assert machine.error == pytest.approx(0, abs=1e-6)
 
 
-def test_time_slows_down_instead_of_going_back_a_little():
-    machine = Laboratory(ahead=2.0)
-    machine.hear("a", 1.5)
+def test_what_an_exchange_cannot_tell_from_no_difference_is_none():
+    machine = Laboratory(ahead=1.2)
+    for source in "abcdef":
+        machine.hear(source, round_trip=2.0)  # perhaps all of them were slow in one direction
+    assert machine.clock.offset == 0
+    for source in "abcdef":
+        machine.hear(source, round_trip=0.5)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    machine.hear("a", -100.0, round_trip=MAX_ROUND_TRIP_SECONDS + 0.1)
+    assert machine.clock.sources["a"] == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize("ahead", [2.0, -2.0])
+def test_a_difference_that_is_found_later_goes_away_slowly(ahead):
+    machine = Laboratory(ahead)
+    machine.hear("a", ahead)
     machine.true_time += SETTLING_SECONDS + 1
     for source in "bcdef":
         machine.hear(source)
-    assert machine.error == pytest.approx(2.0, abs=0.01)
+    assert machine.error == pytest.approx(ahead, abs=0.01)
     last = machine.clock.time()
-    for _ in range(300):
-        machine.true_time += 0.1
+    for _ in range(130):
+        machine.true_time += 1.0
         assert machine.clock.time() > last
         last = machine.clock.time()
-    assert machine.error == pytest.approx(0, abs=1e-6)
-
-
-def test_going_forward_and_large_corrections_happen_at_once():
-    machine = Laboratory(ahead=-2.0)
-    machine.hear("a", -1.5)
-    machine.true_time += SETTLING_SECONDS + 1
-    for source in "bcdef":
-        machine.hear(source)
-    assert machine.error == pytest.approx(0, abs=1e-6)
-    machine = Laboratory(ahead=20.0)
-    machine.hear("a", 20.0)
-    machine.true_time += SETTLING_SECONDS + 1
-    for source in "bcdef":
-        machine.hear(source)
     assert machine.error == pytest.approx(0, abs=1e-6)
 
 
@@ -294,7 +269,7 @@ def settled(ahead: float = 0.0) -> Laboratory:
     for _ in range(3):
         for source in "abc":
             machine.hear(source)
-        machine.true_time += SETTLED_AFTER_SECONDS / 2
+        machine.true_time += 300.0
     return machine
 
 
@@ -360,15 +335,6 @@ def test_one_mate_alone_does_not_keep_a_clock_wrong():
         machine.hear("a", is_mate=True)
         attack(machine, 20.0)
     assert machine.error == pytest.approx(9, abs=0.1), "a second in each minute since the first"
-
-
-def test_before_it_is_settled_it_follows_the_majority_at_once():
-    machine = Laboratory()
-    for source in "abc":
-        machine.hear(source)
-    machine.true_time += SETTLED_AFTER_SECONDS / 2
-    attack(machine, 1000)
-    assert machine.error == pytest.approx(1000, abs=0.1)
 
 
 def test_when_most_change_their_minds_a_settled_time_follows_at_once():
@@ -455,7 +421,7 @@ def test_a_machine_that_stood_still_is_right_as_soon_as_it_hears_others(others):
     for _ in range(3):
         for source in others:
             machine.hear(source)
-        machine.true_time += SETTLED_AFTER_SECONDS / 2
+        machine.true_time += 300.0
     stood_still = machine.clock._monotonic
     machine.clock._monotonic = lambda: stood_still() - slept
     machine.true_time += slept
@@ -517,25 +483,3 @@ def test_the_user_is_told_once(caplog):
             machine.hear(source)
     assert "agrees with the other peers now" in caplog.records[-1].getMessage()
     assert len(caplog.records) == 2
-
-
-def test_who_goes_on_telling_another_time_than_the_settled_one_is_noticed():
-    machine = Laboratory()
-    hear = machine.clock.hear
-    assert hear("liar", machine.true_time + 100.0, 0.0, 0.1) == 0, "nobody knows yet who is right"
-    machine = settled()
-    hear = machine.clock.hear
-    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == 0, "a newcomer is about to find out"
-    machine.true_time += SETTLING_SECONDS + 1
-    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == pytest.approx(100.0, abs=1)
-    assert hear("liar", machine.true_time - 50.0, 0.0, 0.0) == pytest.approx(-50.0, abs=1)
-    assert hear("liar", machine.true_time, 0.0, 0.0) == 0
-    machine = settled()
-    for _ in range(2):
-        differences = [machine.clock.hear(source, machine.true_time + 20.0, 0.0, 0.0) for source in "ab"]
-        machine.true_time += SETTLING_SECONDS + 1
-        differences += [machine.clock.hear("c", machine.true_time - 20.0, 0.0, 0.0)]
-    assert differences == [0.0] * 3, "nobody agrees: it may be this machine that is wrong"
-    machine = settled()
-    hear = machine.clock.hear
-    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == 0, "from the beginning again"

@@ -19,7 +19,7 @@ OPTIONAL_PACKAGES = (
     *("zeroconf", "segno"),
     *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client", "transformers", "accelerate", "peft"),
 )
-PAGE = {"shoal.monitor.page", "shoal.monitor.visitors"}
+PAGE = "shoal.monitor.page"
 
 PRELUDE = """
 import importlib, importlib.util, logging, multiprocessing, os, pkgutil, signal, sys, threading
@@ -94,7 +94,7 @@ def test_optional_packages_may_be_missing() -> None:
     run(f"""
         sys.modules.update(dict.fromkeys({OPTIONAL_PACKAGES}))  # importing one raises ModuleNotFoundError
         for name in all_modules():
-            if not name.startswith(("shoal.cli.demo.", "shoal.transformers.")) and name not in {PAGE}:
+            if not name.startswith(("shoal.cli.demo.", "shoal.transformers.")) and name != {PAGE!r}:
                 importlib.import_module(name)
         import shoal.cli.__main__  # whatever its commands load
         from shoal.base.reactor import Portal

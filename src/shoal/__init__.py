@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shoal.base import VERSION
 from shoal.base.inherited import offer_modules
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Where each name lives.
 _HOMES = {

@@ -107,11 +107,11 @@ class Metrics:
     hops_to_records: Counter[int] = field(default_factory=Counter)
     """Gets that found a record, by the number of answers in the chain that led there; 0 = this node had it itself."""
     records_refused: Counter[str] = field(default_factory=Counter)
-    """Records of other peers that this node did not keep, by :class:`~shoal.dht.reasons.Reason`."""
+    """Records of other peers that this node did not keep, by :class:`~shoal.dht.validation.Reason`."""
     stores_failed: Counter[str] = field(default_factory=Counter)
-    """Nodes that did not keep a record of this peer, by :class:`~shoal.dht.reasons.Reason`."""
+    """Nodes that did not keep a record of this peer, by :class:`~shoal.dht.validation.Reason`."""
     gets_failed: Counter[str] = field(default_factory=Counter)
-    """Nodes that gave no value for a key that this peer looked for, by :class:`~shoal.dht.reasons.Reason`."""
+    """Nodes that gave no value for a key that this peer looked for, by :class:`~shoal.dht.validation.Reason`."""
     records_evicted: int = 0
     """Records that this node dropped before they expired, because there was no room."""
     node_ids_refused: int = 0
@@ -160,7 +160,7 @@ class Metrics:
     ``no place for a connection``: another peer found all places taken;
     ``reducers without a share``: their averages did not arrive;
     ``averages that did not come``: a round took long because a reducer gave none, or a sender sent too slowly;
-    ``clocks that differ``: peers told another time than the settled one;
+    ``clocks that differ``: peers ignored what this one told, because its time is ahead of theirs;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
     ``leaders not followed``: they accepted followers and did not start the group, or did not end a round that they
     coordinated;

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shoal.access.badges import ANY_ROLE, ROLES_BY_NAME, RevocationList, Roles, encode_badge
-from shoal.access.membership import TOLERANCE_SECONDS, Membership
+from shoal.access.membership import Membership
 from shoal.access.tokens import DAY, OWN_BADGE_SECONDS, Token
+from shoal.base.clock import TOLERANCE_SECONDS
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.metrics import Metrics
 from shoal.net.connection import NOT_A_MEMBER, CallFailure, Hello

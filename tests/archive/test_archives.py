@@ -294,7 +294,7 @@ def test_a_private_run_is_not_brought_back_for_everybody(make_dhts, closing, tmp
         opt.shutdown()
     found = Store.open(tmp_path)
     assert found.is_private
-    with pytest.raises(ValueError, match="is of a private run, and without a token everybody could have its model"):
+    with pytest.raises(ValueError, match="is of a private run, and without a token anyone could get its model"):
         Revival(make_dhts(1)[0], found)
     with DHT(start=True, token=secret) as dht, Revival(dht, found) as revival:
         assert revival.is_alive()

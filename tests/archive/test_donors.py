@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
-from shoal.averaging.state.upload_slots import UploadSlots
+from shoal.averaging.state.donor import UploadSlots
 from shoal.optim.diloco.slots import StepRule
 from shoal.optim.progress.board import EpochRule, ProgressBoard
 from shoal.optim.progress.message import ProgressMessage
@@ -68,8 +66,11 @@ def test_who_donates_says_so_in_records_and_calls() -> None:
     assert not parse_record(record(peer.to_bytes(), EPOCH).to_dict()).is_donor
 
 
-async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
-    places = UploadSlots(lambda: asyncio.get_running_loop().create_future())
+async def test_nobody_waits_for_an_archiver() -> None:
+    async def no_snapshot() -> None:
+        return None
+
+    places = UploadSlots(no_snapshot)
     keeps, trains = (PeerID(name) for name in (b"keeps", b"trains"))
     for peer, flag in ((keeps, False), (trains, True)):
         place = places.find(peer, 0.0, trains=flag)
@@ -78,4 +79,4 @@ async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
     assert places.on_their_way(0.0) == {trains}
     for place in list(places):
         places.leave(place, 1.0)
-    assert places.holders(1.0) == [trains]
+    assert places.on_their_way(1.0) == {trains}, "it is about to tell others that it takes part"

@@ -49,16 +49,16 @@ async def test_a_state_is_given_unless_something_contradicts(
     donor.state_sharing.set(allowed=True)
     await donor.state_sharing.declare(True)
     newcomer = await swarm.add([torch.zeros(1)], agreement=agreement)
-    state = await newcomer.state_sharing.download()
+    state = await newcomer.state_downloads.download()
     names = {"donor": str(donor.p2p.peer_id), "newcomer": str(newcomer.p2p.peer_id)}
     if agreement is not OTHER:
         assert state is not None
         assert state.tensors[0].tolist() == [1.0] * 4
-        assert newcomer.state_sharing.contradictions == {}
+        assert newcomer.state_downloads.contradictions == {}
     else:
         assert state is None
         difference = f"{FROZEN_BASE} is 'revision 1111' there and 'files 2222' here; {FIX}"
-        assert newcomer.state_sharing.contradictions == {donor.p2p.peer_id: difference}
+        assert newcomer.state_downloads.contradictions == {donor.p2p.peer_id: difference}
         assert told(caplog, f"donor {names['donor']} refuses to give this peer its state: {difference}")
         assert told(caplog, f"newcomer {names['newcomer']} does not get the state", "'revision 1111' here")
     await swarm.close()

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.robust_averages import LIARS, MEMBERS, attacked, reduce, train_with_averagers, train_without_network
 from shoal.averaging import CenteredClip, ClipToMedianNorm, TrimmedMean
-from shoal.optim.peer_momentum import PeerMomentum
+from shoal.optim.grad_averager import PeerMomentum
 from tests.device import on_cpu_only
 
 pytestmark = [pytest.mark.once, on_cpu_only]  # all values are in host memory here

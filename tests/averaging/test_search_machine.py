@@ -42,7 +42,7 @@ from shoal.averaging.groups.search import (
 )
 from shoal.averaging.groups.settings import MatchmakingSettings
 from shoal.averaging.messages import MAX_GATHERED_BYTES, Code, JoinRequest
-from shoal.averaging.state.multi_source import DonorLeft
+from shoal.averaging.state.newcomer import DonorLeft
 from shoal.p2p import Identity
 
 RNG = random.Random(0)

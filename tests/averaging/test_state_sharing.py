@@ -7,14 +7,16 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shoal.averaging.groups.settings import Trust
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateAnswer, StateChunk, StateHeader
-from shoal.averaging.state import donor as state_sharing
-from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
+from shoal.averaging.state import newcomer as state_downloads
+from shoal.averaging.state.donor import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
     Chunks,
@@ -27,8 +29,7 @@ from shoal.averaging.state.download import (
     hash_of,
     version_of,
 )
-from shoal.averaging.state.multi_source import WORTH_SHARING_BYTES
-from shoal.averaging.state.upload_slots import MAX_DOWNLOADS
+from shoal.averaging.state.newcomer import WORTH_SHARING_BYTES
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.base.tasks import cancel_and_wait
@@ -45,6 +46,7 @@ from shoal.dht.crypto import tag_of
 from shoal.errors import NoAccessTokenError, P2PHandlerError
 from shoal.p2p import Identity
 from shoal.testing import run
+from shoal.testing.averagers import make_averager_config
 from tests.averaging.swarm import Swarm, until
 from tests.device import on_cpu_only
 from tests.drills import mostly_drills
@@ -116,7 +118,7 @@ async def test_one_donor_sends_everything(sizes):
     swarm = Swarm()
     await add_donors(swarm, [lambda: state_of(5, sizes)])
     newcomer = await swarm.add([torch.zeros(1)])
-    assert_is_state(await newcomer.state_sharing.download(), 5, sizes)
+    assert_is_state(await newcomer.state_downloads.download(), 5, sizes)
     await swarm.close()
 
 
@@ -125,7 +127,7 @@ async def test_donors_of_one_version_share_the_work(monkeypatch):
     start_together(monkeypatch, 3)
     await add_donors(swarm, [lambda: state_of(5)] * 3)
     newcomer = await swarm.add([torch.zeros(1)])
-    assert_is_state(await newcomer.state_sharing.download(), 5)
+    assert_is_state(await newcomer.state_downloads.download(), 5)
     assert len(counts) == 3
     total = math.ceil((LARGE + 1007) * 4 / MIN_CHUNK_BYTES)
     assert max(counts.values()) < total <= sum(counts.values()) < 2 * total  # at the end some are asked for twice
@@ -137,7 +139,7 @@ async def test_versions_are_never_mixed(monkeypatch):
     start_together(monkeypatch, 2)
     await add_donors(swarm, [lambda: state_of(5), lambda: state_of(6), lambda: state_of(5), lambda: state_of(6)])
     newcomer = await swarm.add([torch.zeros(1)])
-    found = await newcomer.state_sharing.download()
+    found = await newcomer.state_downloads.download()
     assert_is_state(found, found.metadata["epoch"])
     assert len(counts) == 2
     await swarm.close()
@@ -147,7 +149,7 @@ async def test_metadata_may_differ_between_donors_of_one_version():
     swarm = Swarm()
     await add_donors(swarm, [lambda i=i: ({"bits": str(i)}, state_of(5)[1]) for i in range(3)])
     newcomer = await swarm.add([torch.zeros(1)])
-    metadata, tensors = await newcomer.state_sharing.download()
+    metadata, tensors = await newcomer.state_downloads.download()
     assert metadata in [{"bits": str(i)} for i in range(3)]
     assert torch.equal(tensors[0], state_of(5)[1][0].cpu())
     await swarm.close()
@@ -202,7 +204,7 @@ async def test_one_good_donor_of_three_is_enough(monkeypatch, what, chunks_befor
         donor.all_donors = donors
     spoil(monkeypatch, donors[:2], chunks_before, what)
     newcomer = await swarm.add([torch.zeros(1)], **patience)
-    assert_is_state(await newcomer.state_sharing.download(), 5)
+    assert_is_state(await newcomer.state_downloads.download(), 5)
     await swarm.close()
 
 
@@ -260,14 +262,14 @@ async def test_donors_of_a_large_swarm_are_found_whatever_each_believes_about_it
     swarm = Swarm()
     donors = await add_donors(swarm, [lambda: state_of(5, (3,))] * 2)
     newcomer = await swarm.add([torch.zeros(1)])
-    newcomer.state_sharing.depth = lambda: 6
-    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    newcomer.trust.depth = lambda: 6
+    assert_is_state(await newcomer.state_downloads.download(), 5, (3,))
     for donor in donors:
-        donor.state_sharing.depth = lambda: 3
+        donor.trust.depth = lambda: 3
         await donor.state_sharing.declare(True)
     found = set()
     for _ in range(20):
-        found |= {peer for _, peer in await newcomer.state_sharing.find_donors()}
+        found |= {peer for _, peer in await newcomer.state_downloads.find_donors()}
     assert found == {donor.p2p.peer_id for donor in donors}
     await swarm.close()
 
@@ -281,7 +283,7 @@ async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
     await donors[0].state_sharing.declare(True)
     spoil(monkeypatch, donors[:1], 10, die)
     newcomer = await swarm.add([torch.zeros(1)])
-    assert_is_state(await newcomer.state_sharing.download(), 5)
+    assert_is_state(await newcomer.state_downloads.download(), 5)
     total = math.ceil((LARGE + 1007) * 4 / MIN_CHUNK_BYTES)
     assert sum(counts.values()) <= total + 1  # what the first one has sent is not asked for again
     await swarm.close()
@@ -309,7 +311,7 @@ async def test_either_side_takes_memory_for_one_state(monkeypatch, sizes, is_own
 
     real_map = base.map_memory
     monkeypatch.setattr(base, "map_memory", map_memory)
-    found = await newcomer.state_sharing.download()
+    found = await newcomer.state_downloads.download()
     assert_is_state(found, 5, sizes)
     assert peak == (nbytes if is_owned else 2 * nbytes)  # the newcomer's, and the donor's copy
     del found
@@ -321,15 +323,15 @@ async def test_either_side_takes_memory_for_one_state(monkeypatch, sizes, is_own
 async def test_nobody_has_a_state():
     swarm = Swarm()
     newcomer = await swarm.add([torch.zeros(1)])
-    assert await newcomer.state_sharing.download() is None
+    assert await newcomer.state_downloads.download() is None
     await add_donors(swarm, [lambda: state_of(5, (3,))])
     swarm.nodes[1].state_sharing.set(allowed=False)
-    assert await newcomer.state_sharing.download() is None
+    assert await newcomer.state_downloads.download() is None
     await swarm.close()
 
 
 async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
-    monkeypatch.setattr(state_sharing, "BUSY_PAUSE", 0.05)
+    monkeypatch.setattr(state_downloads, "BUSY_PAUSE", 0.05)
     swarm, taken = Swarm(), []
 
     def state():
@@ -347,7 +349,7 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
         await serve(call, snapshot, place)
 
     monkeypatch.setattr(donor.state_sharing, "send_chunks", watched)
-    for state in await asyncio.gather(*[newcomer.state_sharing.download() for newcomer in newcomers]):
+    for state in await asyncio.gather(*[newcomer.state_downloads.download() for newcomer in newcomers]):
         assert_is_state(state, 5, (3 * MIN_CHUNK_BYTES,))
     assert 1 < most <= MAX_DOWNLOADS
     assert len(taken) < len(newcomers)  # several shared one copy
@@ -365,10 +367,10 @@ async def test_a_donor_whose_state_cannot_be_made_is_skipped_and_stays_usable():
 
     (donor,) = await add_donors(swarm, [state])
     newcomer = await swarm.add([torch.zeros(1)])
-    assert await newcomer.state_sharing.download() is None
+    assert await newcomer.state_downloads.download() is None
     await until(lambda: donor.state_sharing.places.sharings == [])
     fails[0] = False
-    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    assert_is_state(await newcomer.state_downloads.download(), 5, (3,))
     await swarm.close()
 
 
@@ -378,7 +380,7 @@ async def test_a_crowd_of_false_donors_does_not_fill_the_log(caplog):
     for _ in range(20):
         tag = tag_of(Identity.generate().peer_id)
         await swarm.table.store(newcomer.state_sharing.key, [1.0, []], get_dht_time() + 60, subkey=tag)
-    assert await newcomer.state_sharing.download() is None
+    assert await newcomer.state_downloads.download() is None
     assert 0 < caplog.text.count("could not download the state of") <= 5
     await swarm.close()
 
@@ -388,7 +390,7 @@ async def test_chunks_that_do_not_exist_are_refused(index):
     swarm = Swarm()
     (donor,) = await add_donors(swarm, [lambda: state_of(5, (3,))])
     newcomer = await swarm.add([torch.zeros(1)])
-    await newcomer.state_sharing.find_donors()  # learns the address
+    await newcomer.state_downloads.find_donors()  # learns the address
     async with newcomer.stub(donor.p2p.peer_id).rpc_download_state() as call:
         await call.send(DownloadRequest())
         header = await call.receive(StateAnswer)
@@ -438,7 +440,7 @@ async def test_a_donor_whose_plain_values_cannot_be_read_has_no_vote(monkeypatch
     describe_instead(monkeypatch, liar, metadata=metadata)
     newcomer = await swarm.add([torch.zeros(1)])
     for _ in range(3):
-        found = await newcomer.state_sharing.download()
+        found = await newcomer.state_downloads.download()
         assert_is_state(found, 5, (3,))
         assert found.donor == honest.p2p.peer_id
     told = [record.getMessage() for record in caplog.records if str(liar.p2p.peer_id) in record.getMessage()]
@@ -466,7 +468,7 @@ async def test_no_memory_is_taken_for_tensors_that_do_not_fit(monkeypatch, caplo
     await liar.state_sharing.declare(True)
     await add_donors(swarm, [lambda: state_of(5, (3,))])
     newcomer, taken = await swarm.add([torch.zeros(1)]), []
-    newcomer.state_sharing.check = lambda part, given: check_fit(given, [((3,), torch.float32)])
+    check = partial(check_fit, own=[((3,), torch.float32)])
     make_download = Download.__init__
 
     def noted(self, header, *rest):
@@ -474,7 +476,7 @@ async def test_no_memory_is_taken_for_tensors_that_do_not_fit(monkeypatch, caplo
         make_download(self, header, *rest)
 
     monkeypatch.setattr(Download, "__init__", noted)
-    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    assert_is_state(await newcomer.state_downloads.download(check=check), 5, (3,))
     assert taken == [12], "only the honest donor's state was downloaded"
     assert f"the state of peer {liar.p2p.peer_id} is of no use: it" in caplog.text
     await swarm.close()
@@ -521,7 +523,7 @@ async def test_hostile_headers_are_refused(monkeypatch, caplog, case):
 
     monkeypatch.setattr(StateSharing, "send_chunks", hostile)
     newcomer = await swarm.add([torch.zeros(1)])
-    assert await newcomer.state_sharing.download() is None
+    assert await newcomer.state_downloads.download() is None
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert lines
     assert all(line.isprintable() and len(line) < 1500 for line in lines)
@@ -586,17 +588,7 @@ async def test_a_version_is_its_shapes_and_values():
 
 def make_sharing(table: object) -> StateSharing:
     p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [], is_callable=True)
-    return StateSharing(
-        p2p,
-        table,
-        "donors",
-        lambda: (None, []),
-        NoCompression(),
-        declare_period=30,
-        chunk_timeout=5,
-        max_bytes=2**20,
-        get_stub=lambda peer: None,
-    )
+    return StateSharing(p2p, table, "donors", make_averager_config(), lambda: (None, []), lambda part: None, Trust())
 
 
 def test_a_donor_whose_authority_was_away_declares_itself_again():

@@ -56,8 +56,7 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_a_page_that_cannot_be_shown_is_told_before_any_peer_starts(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("shoal.monitor.page", "shoal.monitor.visitors"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "shoal.monitor.page", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

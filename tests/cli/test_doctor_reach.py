@@ -10,8 +10,7 @@ import pytest
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import Token
 from shoal.cli.doctor.findings import Finding, Severity
-from shoal.cli.doctor.reach import look_at_reach
-from shoal.cli.doctor.relay import is_relay, look_at_relay
+from shoal.cli.doctor.reach import is_relay, look_at_reach, look_at_relay
 from shoal.net.limits import RelayLimits
 from shoal.p2p import P2P, Multiaddr
 from shoal.reach.nat.port_mapping import MappingPolicy, PortMapping

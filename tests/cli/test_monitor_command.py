@@ -19,7 +19,8 @@ import shoal
 from shoal.access.badges import Roles
 from shoal.access.tokens import Token
 from shoal.cli.__main__ import main
-from shoal.cli.demo.page import RUN_ID, show_page
+from shoal.cli.demo.command import show_page
+from shoal.cli.demo.messages import RUN_ID
 from shoal.cli.monitor import serve_to_prometheus, start_page
 from shoal.monitor import observer
 from shoal.monitor.observer import Monitor
@@ -114,8 +115,8 @@ def test_a_mistyped_run_is_told_which_runs_there_are(monkeypatch):
     with training("digits") as dht, shoal.DHT(dht.get_visible_maddrs(), start=True, client_mode=True) as watching:
         wait_until(lambda: watching.get(KEY, latest=True), "the run is listed")
         with Monitor(watching, "digit") as monitor:
-            wait_until(lambda: monitor.view.events, "the user is told something")
-            [event] = monitor.view.events
+            wait_until(lambda: monitor.view.events.since(), "the user is told something")
+            [event] = monitor.view.events.since()
             assert event.text == "1 peer here trains 'digits', none 'digit'. Check --run; private runs are not listed"
 
 
@@ -136,7 +137,10 @@ def test_it_says_what_is_missing(capsys):
     for name in ("my.run", ""):
         with pytest.raises(SystemExit):
             main(["monitor", nobody, "--run", name])
-        assert f"must be the run_id of the optimizers, which has no dots, got {name!r}" in capsys.readouterr().err
+        assert (
+            f"must be the run_id of the optimizers, which has no dots, got {name or repr(name)}"
+            in capsys.readouterr().err
+        )
 
 
 def test_the_usual_port_may_be_taken():

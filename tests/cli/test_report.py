@@ -40,7 +40,7 @@ def test_a_peer_that_waits_for_another_does_not_make_a_round_slow(story: Story) 
 
 
 def test_other_parameters_on_one_peer_are_told(story: Story) -> None:
-    story.peers[2].finished = Finished(92, 9000, 1.81, "cd" * 32)
+    story.peers[2].finished = Finished(92, 9000, 1.81, "cd" * 32, "")
     assert not findings(story).identical
     assert not succeeded(story)
     assert any("NOT identical" in line and "abab" in line and "cdcd" in line for line in ten_lines(story, []))

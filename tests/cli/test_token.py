@@ -14,12 +14,10 @@ import pytest
 
 import shoal
 from shoal.access.badges import ROLES_BY_NAME
-from shoal.access.membership import TOLERANCE_SECONDS
 from shoal.access.tokens import BADGE, DAY, INVITATION, RUN, Token, read_token, write_token
-from shoal.base.clock import ProcessClock
+from shoal.base.clock import TOLERANCE_SECONDS, ProcessClock
 from shoal.cli.__main__ import main
-from shoal.cli.doctor.findings import Severity
-from shoal.cli.doctor.token import look_at_token
+from shoal.cli.doctor.findings import Severity, look_at_token
 from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError
 from shoal.p2p import Identity
 from tests.cli.test_dht_command import bootstrap
@@ -79,7 +77,7 @@ def test_run_among_friends_from_the_first_token_to_the_last(tmp_path: Path, caps
 
             out, errors = output_of(capsys, "revoke", key[1], "--via", address, "--token", str(secret))
             assert out == "List 1 is on its way: 1 key revoked.\n"
-            assert "begin anew with `shoal token new`" in errors
+            assert "start over with `shoal token new`" in errors
             assert (tmp_path / "friends.token.revoked").is_file()
             assert friend.p2p.membership is not None
             while friend.p2p.membership.serial == 0:  # the test's time limit is the limit
@@ -160,7 +158,7 @@ def test_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     old = secret.invite(ROLES_BY_NAME["relay"], int(time.time()) - 5)
     shown, errors = output_of(capsys, "show", old.text, status=1)
     assert "EXPIRED" in shown
-    assert "ask who has invited you" in errors
+    assert "ask the person who invited you" in errors
 
 
 SECRET = Token.new_run("friends")

@@ -12,9 +12,9 @@ import pytest
 
 from shoal.base.clock import get_dht_time
 from shoal.data import leases as module
-from shoal.data.chunks import MOST_CHUNKS, PassRecord, PassState, numbers_in, unpack_bits
+from shoal.data.chunks import LEASE_SECONDS, MOST_CHUNKS, PassName, PassRecord, PassState, numbers_in, unpack_bits
 from shoal.data.kept import read_pass, tell_pass
-from shoal.data.leases import LEASE_SECONDS, PATIENCE_SECONDS, WAITING, Leases
+from shoal.data.leases import PATIENCE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
 from shoal.errors import DHTError
@@ -23,6 +23,10 @@ from shoal.testing.swarm import DHTSwarm
 from tests.drills import mostly_drills
 
 pytestmark = pytest.mark.once
+
+
+def named(samples: int | None, number: int = 0, run_id: str = "run") -> PassName:
+    return PassName(run_id, number, samples, 1, "")
 
 
 class Crowd:
@@ -36,15 +40,7 @@ class Crowd:
 
     async def join(self, number: int = 0) -> Leases:
         node = await self.swarm.node()
-        leases = Leases(
-            node,
-            "run",
-            number=number,
-            samples=self.samples,
-            chunk=1,
-            in_order=False,
-            rng=random.Random(len(self.swarm.nodes)),
-        )
+        leases = Leases(node, named(self.samples, number), random.Random(len(self.swarm.nodes)))
         self.peers[node] = leases, asyncio.ensure_future(self._pass_over(leases))
         return leases
 
@@ -158,7 +154,7 @@ def test_who_waits_for_others_says_so_if_asked() -> None:
         await crowd.join()
         await asyncio.sleep(5)
         node = await crowd.swarm.node()
-        idle = Leases(node, "run", number=0, samples=1, chunk=1, in_order=False, rng=random.Random(0))
+        idle = Leases(node, named(1), random.Random(0))
         assert await idle.next(wait=False) == WAITING
         assert await idle.next(wait=True) is None
         await idle.close()
@@ -172,7 +168,7 @@ def test_several_blocks_and_what_is_saved_of_them(monkeypatch: pytest.MonkeyPatc
     async def main() -> None:
         crowd = Crowd(samples=10_000, seconds=0.001)
         node = await crowd.swarm.node()
-        first = Leases(node, "run", number=0, samples=10_000, chunk=1, in_order=False, rng=random.Random(0))
+        first = Leases(node, named(10_000), random.Random(0))
         seen = set()
         while len(seen) < 6_000:
             chunk = await first.next(wait=True)
@@ -182,7 +178,7 @@ def test_several_blocks_and_what_is_saved_of_them(monkeypatch: pytest.MonkeyPatc
         assert first.done.bit_count() == 6_000
         done = first.done
         await first.close()
-        other = Leases(node, "other run", number=0, samples=10_000, chunk=1, in_order=False, rng=random.Random(0))
+        other = Leases(node, named(10_000, run_id="other run"), random.Random(0))
         other.add_done(done)
         while (chunk := await other.next(wait=True)) is not None:
             assert chunk not in seen
@@ -261,7 +257,7 @@ def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> Non
     async def main() -> None:
         crowd = Crowd(samples=None)
         node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
-        leases = Leases(node, "run", number=0, samples=3, chunk=1, in_order=False, rng=random.Random(0))
+        leases = Leases(node, named(3), random.Random(0))
         await leases.next(wait=True)
         key, ends, gaps = "run_data.0.3.1..0", set[float](), list[float]()
         for _ in range(600):
@@ -287,7 +283,7 @@ def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_b
     async def main() -> None:
         crowd = Crowd(samples=None)
         node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
-        leases = Leases(node, "run", number=0, samples=4000, chunk=1, in_order=False, rng=random.Random(0))
+        leases = Leases(node, named(4000), random.Random(0))
         for _ in range(12):
             batch = [chunk for _ in range(4) if (chunk := await leases.next(wait=True)) is not None]
             await asyncio.sleep(10)
@@ -311,10 +307,7 @@ def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.Monk
     async def main() -> None:
         crowd = Crowd(samples=None)
         nodes = [await crowd.swarm.node() for _ in range(2)]
-        first, other = (
-            Leases(node, "run", number=0, samples=2, chunk=1, in_order=False, rng=random.Random(i))
-            for i, node in enumerate(nodes)
-        )
+        first, other = (Leases(node, named(2), random.Random(i)) for i, node in enumerate(nodes))
         mine, theirs = await first.next(wait=True), await other.next(wait=True)
         assert {mine, theirs} == {0, 1}
         fails = iter([True])
@@ -347,10 +340,9 @@ def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
 
     async def main() -> None:
         crowd, seen, more = Crowd(samples=None), set[int](), set[int]()
-        options: dict[str, Any] = {"samples": samples, "chunk": 1, "in_order": samples is None}
         node, reader = await crowd.swarm.node(), await crowd.swarm.node()
         assert await read_pass(reader, "run") is None
-        first = Leases(node, "run", number=3, rng=random.Random(0), **options)
+        first = Leases(node, named(samples, 3), random.Random(0))
         while len(seen) < 4200:
             chunk = await first.next(wait=True)
             assert chunk is not None
@@ -366,10 +358,10 @@ def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
         crowd = Crowd(samples=None)
         donor, node = await crowd.swarm.node(), await crowd.swarm.node()
         await tell_pass(donor, "run", msgspec.convert(state, PassState, builtin_types=(bytes,)))
-        early = Leases(node, "run", number=0, rng=random.Random(1), **options)
+        early = Leases(node, named(samples, 0), random.Random(1))
         assert await early.next(wait=True) is None, "the run is further"
         await early.close()
-        again = Leases(node, "run", number=3, rng=random.Random(1), **options)
+        again = Leases(node, named(samples, 3), random.Random(1))
         if samples is None:
             again.end_at(5000)
         while (chunk := await again.next(wait=True)) is not None:
@@ -420,7 +412,7 @@ def test_a_liar_cannot_claim_more_samples_than_a_data_set_can_have(
         assert await liar.store("run_data", record, get_dht_time() + 60, subkey=tag_of(liar.peer_id))
         assert await read_pass(reader, "run") is None
         if is_stream:
-            leases = Leases(reader, "run", number=0, rng=random.Random(0), samples=None, chunk=1, in_order=True)
+            leases = Leases(reader, named(None), random.Random(0))
             assert await leases.next(wait=True) == 0
             assert leases.samples is None
             await leases.close()
@@ -437,7 +429,7 @@ def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCa
     async def main() -> None:
         crowd = Crowd(samples=6)
         node = await crowd.swarm.node()
-        still = Leases(node, "run", number=0, samples=6, chunk=1, in_order=False, rng=random.Random(0))
+        still = Leases(node, named(6), random.Random(0))
         mine = await still.next(wait=True)
         assert mine is not None
         begun = get_dht_time()
@@ -452,7 +444,7 @@ def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCa
         await crowd.swarm.kill(node)
 
     run(main(), seed=16)
-    assert "has not come on for 10 minutes" in caplog.text
+    assert "has asked for no batch for 10 minutes" in caplog.text
 
 
 def test_a_loop_that_comes_on_slowly_or_waits_keeps_its_chunk() -> None:
@@ -461,12 +453,12 @@ def test_a_loop_that_comes_on_slowly_or_waits_keeps_its_chunk() -> None:
     async def main() -> None:
         crowd = Crowd(samples=1, seconds=3 * PATIENCE_SECONDS)
         node = await crowd.swarm.node()
-        slow = Leases(node, "run", number=0, samples=1, chunk=1, in_order=False, rng=random.Random(0))
+        slow = Leases(node, named(1), random.Random(0))
         assert await slow.next(wait=True) == 0
         await crowd.join()
         for _ in range(8):
             await asyncio.sleep(PATIENCE_SECONDS / 2)
-            slow.signs += 1
+            slow.note_life()
         assert crowd.seen == Counter()
         await slow.close()  # and now the other one, which has waited, has it
         await asyncio.sleep(PATIENCE_SECONDS / 2)

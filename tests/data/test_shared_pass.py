@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data import SharedPass, leases, shuffled
-from shoal.data.chunks import shuffler
+from shoal.data.shuffled import shuffler
 from shoal.dht import DHT
 from shoal.errors import ReactorError
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from shoal.dht.connectivity import MAX_EXCUSED, WINDOW_SECONDS, Connectivity
+from shoal.dht.protocol import WINDOW_SECONDS, Connectivity
 from shoal.p2p import PeerID
+from shoal.peers.book import PeerBook
 from tests.dht.virtual_time import in_virtual_time
 
 
@@ -30,7 +31,7 @@ def ask(connectivity: Connectivity, number: int, *, answers: bool) -> bool:
 
 @in_virtual_time
 async def test_one_dead_peer_of_three_is_noticed():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     ask(connectivity, 0, answers=True)
     assert ask(connectivity, 1, answers=False)
     assert not connectivity.is_lost
@@ -38,12 +39,12 @@ async def test_one_dead_peer_of_three_is_noticed():
 
 @in_virtual_time
 async def test_single_silent_peer_is_not_excused():
-    assert ask(Connectivity(), 0, answers=False)
+    assert ask(Connectivity(PeerBook()), 0, answers=False)
 
 
 @in_virtual_time
 async def test_when_most_are_silent_nobody_is_to_blame():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     ask(connectivity, 0, answers=True)
     assert ask(connectivity, 1, answers=False)
     assert not ask(connectivity, 2, answers=False)
@@ -55,7 +56,7 @@ async def test_when_most_are_silent_nobody_is_to_blame():
 
 @in_virtual_time
 async def test_what_was_long_ago_does_not_count():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     for number in range(4):
         ask(connectivity, number, answers=False)
     await asyncio.sleep(WINDOW_SECONDS)
@@ -64,7 +65,7 @@ async def test_what_was_long_ago_does_not_count():
 
 @in_virtual_time
 async def test_silent_majority_is_gone_once_another_answers():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     ask(connectivity, 0, answers=True)
     for number in (1, 2, 3):
         ask(connectivity, number, answers=False)
@@ -79,7 +80,7 @@ async def test_silent_majority_is_gone_once_another_answers():
 
 @in_virtual_time
 async def test_outages_of_any_length_blame_nobody():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     assert ask(connectivity, 0, answers=False), "this one may as well be dead"
     for _ in range(100):
         for number in range(1, 4):
@@ -89,7 +90,7 @@ async def test_outages_of_any_length_blame_nobody():
 
 @in_virtual_time
 async def test_swarm_is_lost_without_answers_and_found_again():
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     ask(connectivity, 0, answers=False)
     await asyncio.sleep(1000)
     assert not connectivity.is_lost, "nobody has ever answered"
@@ -110,17 +111,9 @@ async def test_swarm_is_lost_without_answers_and_found_again():
     assert connectivity.heard.is_set()
 
 
-@in_virtual_time
-async def test_memory_of_excused_peers_is_bounded():
-    connectivity = Connectivity()
-    for number in range(MAX_EXCUSED + 10):
-        ask(connectivity, number, answers=False)
-    assert len(connectivity.excused) == MAX_EXCUSED
-
-
 @pytest.mark.parametrize("is_beating", [True, False], ids=["while the heart beats", "before it can"])
 async def test_late_event_loop_blames_nobody(is_beating):
-    connectivity = Connectivity()
+    connectivity = Connectivity(PeerBook())
     asked_at = connectivity.begin_call()
     time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
     if is_beating:

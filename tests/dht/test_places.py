@@ -116,7 +116,7 @@ async def test_silent_neighbour_is_tried_again() -> None:
     here, there = network.add_host(), network.add_host()
     node, identity = await start(here), Identity.generate(network.rng)
     announced = {identity.peer_id: [Multiaddr(f"/ip4/{there.ip}/tcp/{PORT}")]}
-    reunion = Reunion(node.protocol, node._server_mode, [], node._meet_neighbors, announced)
+    reunion = Reunion(node.protocol, node._server_mode, [], announced)
     here.spawn(reunion.run())
     await asyncio.sleep(60)
     other = await start(there, identity=identity)

@@ -21,7 +21,6 @@ from shoal.dht import records
 from shoal.dht.local_records import LocalRecords
 from shoal.dht.node import NodeConfig
 from shoal.dht.protocol import PING_BACK_SHARE, DHTProtocol
-from shoal.dht.reasons import Outcome, Reason
 from shoal.dht.records import (
     FindRequest,
     FindResponse,
@@ -38,7 +37,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, Outcome, Reason, RecordValidatorBase
 from shoal.errors import (
     DialError,
     IdentityMismatchError,

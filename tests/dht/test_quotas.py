@@ -14,11 +14,10 @@ from shoal.base.logs import Seldom
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import local_records
 from shoal.dht.local_records import LocalRecords, Payer, Place, Room
-from shoal.dht.reasons import Reason
 from shoal.dht.records import HaveSet, NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords, DHTRecord
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords, DHTRecord, Reason
 from shoal.metrics import Metrics
 from shoal.net.server import Server
 from shoal.net.transport import Stream

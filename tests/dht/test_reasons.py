@@ -13,9 +13,8 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHT, DHTID, CompositeValidator, Outcome, Reason, RecordValidatorBase, StoreReport
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.local_records import LocalRecords, Payer, Room
-from shoal.dht.reasons import KEPT, outcome_of_failure
 from shoal.dht.records import NewRecord, Refusal, StoreResponse
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord
+from shoal.dht.validation import KEPT, PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, outcome_of_failure
 from shoal.errors import BusyError, NotAMemberError, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.p2p import Identity
 from tests.dht.swarm import Swarm

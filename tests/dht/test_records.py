@@ -9,12 +9,18 @@ from shoal.base.logs import Seldom
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import records, store
 from shoal.dht.local_records import LocalRecords
-from shoal.dht.reasons import Reason
 from shoal.dht.records import Found, NewRecord, pack_value, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.store import make_record
-from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIONARY, check_expiration, check_subkey
+from shoal.dht.validation import (
+    MAX_LIFETIME_SECONDS,
+    PLAIN_VALUE,
+    WHOLE_DICTIONARY,
+    Reason,
+    check_expiration,
+    check_subkey,
+)
 from shoal.testing import Link, Network, start_dht_nodes
 from tests.dht.virtual_time import in_virtual_time
 

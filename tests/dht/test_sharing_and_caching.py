@@ -10,8 +10,9 @@ import pytest
 from shoal.base.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
 from shoal.dht.get import CacheRefreshQueue
-from shoal.dht.storage import MAX_PEERS, Blacklist
+from shoal.dht.protocol import Blacklist
 from shoal.p2p import PeerID
+from shoal.peers.book import PeerBook
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 
@@ -313,25 +314,20 @@ async def test_bans_grow_with_failures_in_a_row():
         assert peer in blacklist
         await asyncio.sleep(0.2)
         assert peer not in blacklist
-    assert blacklist.ban_counter == {peer: 3}
     blacklist.register_failure(peer)
     blacklist.register_success(peer)
     assert peer not in blacklist
-    assert len(blacklist) == len(blacklist.ban_counter) == 0
+    assert len(blacklist) == 0
     blacklist.register_failure(peer)
     blacklist.clear()
     assert peer not in blacklist
 
 
-def test_the_blacklist_is_bounded_in_every_way():
-    blacklist = Blacklist(base_time=5, backoff_rate=2)
-    blacklist.ban_counter[PeerID(b"very bad")] = 10**6
-    blacklist.register_failure(PeerID(b"very bad"))
-    assert blacklist.banned_peers.top()[1].expiration_time < later(6000)
-    for number in range(MAX_PEERS + 100):
-        blacklist.register_failure(PeerID(b"%d" % number))
-    assert len(blacklist) <= MAX_PEERS
-    assert len(blacklist.ban_counter) <= MAX_PEERS
+def test_no_ban_lasts_more_than_two_hours():
+    book, peer = PeerBook(), PeerID(b"very bad")
+    book[peer].unanswered = 10**6
+    Blacklist(5, 2, book).register_failure(peer)
+    assert book[peer].avoided_until < later(6000)
 
 
 def test_no_time_means_no_ban():
@@ -357,7 +353,7 @@ async def test_silent_nodes_are_not_asked_for_a_while():
     await asker.get("missing", latest=True)
     assert asyncio.get_running_loop().time() - start < 1, "most of the others have answered"
     await asyncio.sleep(3)
-    assert set(asker.blacklist.ban_counter) == {node.peer_id for node in others[:2]}
+    assert [asker.p2p.book.find(node.peer_id).unanswered for node in others] == [1, 1, 0, 0, 0]
     start = asyncio.get_running_loop().time()
     await asker.get("missing too", latest=True)
     assert asyncio.get_running_loop().time() - start < 1
@@ -366,4 +362,4 @@ async def test_silent_nodes_are_not_asked_for_a_while():
     for node in others[:2]:
         await node.get("missing")
     await asker.get("missing", latest=True)
-    assert len(asker.blacklist.ban_counter) == 0
+    assert not any(record.unanswered for record in asker.p2p.book.values())

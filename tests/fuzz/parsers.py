@@ -60,7 +60,7 @@ PASTED = ["203.0.113.7:31337", "'[2001:db8::7]:31337',", "example.org:1 local", 
 for room in (
     "dht.records",
     "dht.authorization",
-    "reach.candidates",
+    "reach.punching",
     "reach.checkup",
     "reach.presence",
     "reach.relay.messages",

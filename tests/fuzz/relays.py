@@ -17,11 +17,9 @@ from shoal.net.memory import MemoryNetwork
 from shoal.net.transport import decode_header
 from shoal.p2p import Multiaddr
 from shoal.peers.identity import is_circuit, relay_of
-from shoal.reach.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
-from shoal.reach.punching import Puncher
-from shoal.reach.relay.circuit import Circuit
-from shoal.reach.relay.incoming import may_be_dialled
-from shoal.reach.relay.messages import Reach
+from shoal.reach.punching import MAX_CANDIDATES, Candidates, Circuit, Puncher, worth_punching
+from shoal.reach.relay.circuits import may_be_dialled
+from shoal.reach.relay.messages import LOWEST_PORT, Reach
 from tests.fuzz.conversations import SOMEBODY, ScriptedSession
 from tests.fuzz.fuzzing import Target, check_text
 from tests.fuzz.mutation import Mutator

@@ -33,8 +33,8 @@ from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidat
 from shoal.net.connection import CallFailure, Hello, Open
 from shoal.net.transport import Kind, pack
 from shoal.p2p import Header, Identity
-from shoal.reach.candidates import CandidateHost, Candidates
 from shoal.reach.presence import PresenceQuery, PresenceReply
+from shoal.reach.punching import CandidateHost, Candidates
 from shoal.reach.relay.messages import (
     Alive,
     Connect,

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from shoal.base.clock import UNNOTICEABLE_SECONDS
-from shoal.dht import DHTNode
-from shoal.p2p import PeerID
 from shoal.testing import Network, run
-from tests.hostile.attacker import Attacker
 from tests.hostile.attacks.clocks import tells_another_time
 from tests.hostile.simulated import Log, attacker_in
 from tests.simulation.training import LINK, Course, Swarm
 
 PEERS, SETTLING_SECONDS, SECONDS = 3, 700.0, 900.0
-
-
-def watch_identities(me: Attacker) -> list[PeerID]:
-    """The peers that an attacker is going to be."""
-    made, make_node = list[PeerID](), me.make_node
-
-    async def make_watched(**options: Any) -> DHTNode:
-        node = await make_node(**options)
-        made.append(node.peer_id)
-        return node
-
-    me.make_node = make_watched
-    return made
 
 
 @pytest.mark.timeout(300)  # it only computes
@@ -40,14 +23,11 @@ def test_seven_newcomers_do_not_move_the_time_of_three() -> None:
         trainers = [await swarm.add() for _ in range(PEERS)]
         await asyncio.sleep(SETTLING_SECONDS)
         me = await attacker_in(swarm)
-        identities = watch_identities(me)
         with Log() as log:
             swarm.network.host_of(me.node.peer_id).spawn(tells_another_time(me))
             await asyncio.wait_for(me.has_struck.wait(), 60)
             await asyncio.sleep(SECONDS)
-        assert log.names(*identities), "the users are told who it is"
         assert not log.names(*(trainer.node.peer_id for trainer in trainers))
-        assert any(trainer.node.p2p.metrics.troubles["clocks that differ"] for trainer in trainers)
         true_time = sum(trainer.host.dht_time() for trainer in trainers) / PEERS
         for trainer in trainers:
             heard = trainer.node.p2p.clock

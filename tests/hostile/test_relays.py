@@ -28,6 +28,7 @@ from shoal.reach.relay.messages import (
 from shoal.reach.relay.server import RelayServer
 from tests.access.test_membership import SECRET
 from tests.p2p.peers import Number, serving, stub, until
+from tests.reach.relays import Told
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the files of a process as Linux shows them")
@@ -67,7 +68,7 @@ class Scene:
         return p2p
 
     def want_reservation(self, p2p: P2P) -> None:
-        p2p.reservations.candidates = lambda: [self.relay]
+        p2p.directory = Told([self.relay])
         p2p.reservations.want(True)
 
     async def stranger(self) -> P2P:

@@ -255,14 +255,14 @@ def has_ended(visitor: socket.socket) -> bool:
 
 @pytest.mark.parametrize("begins_with", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_request_that_never_ends_is_not_waited_for(made_up, monkeypatch, begins_with):
-    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     with serving(made_up.view) as server, visit(server) as visitor:
         visitor.sendall(begins_with)
         assert has_ended(visitor)
 
 
 def test_a_request_that_comes_line_by_line_is_not_waited_for_longer(made_up, monkeypatch):
-    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     with serving(made_up.view) as server, visit(server) as visitor:
         visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
         visitor.settimeout(0.05)
@@ -275,7 +275,7 @@ def test_a_request_that_comes_line_by_line_is_not_waited_for_longer(made_up, mon
 
 
 def test_the_oldest_of_many_silent_visitors_makes_room(made_up, monkeypatch):
-    monkeypatch.setattr("shoal.monitor.visitors.MOST_WAITING", 3)
+    monkeypatch.setattr("shoal.monitor.page.MOST_VISITORS", 3)
     with serving(made_up.view) as server, following(server) as stream, ExitStack() as stack:
         next_event(stream)
         silent = [stack.enter_context(visit(server)) for _ in range(6)]
@@ -287,7 +287,7 @@ def test_the_oldest_of_many_silent_visitors_makes_room(made_up, monkeypatch):
 
 
 def test_whoever_follows_the_run_stays(made_up, monkeypatch):
-    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 2.0)
+    monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 2.0)
     monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.05)
     with serving(made_up.view) as server, following(server) as stream:
         until = time.monotonic() + 2.5
@@ -296,7 +296,7 @@ def test_whoever_follows_the_run_stays(made_up, monkeypatch):
 
 
 def test_whoever_takes_no_news_leaves_the_place_to_others(made_up, monkeypatch):
-    monkeypatch.setattr("shoal.monitor.visitors.SECONDS", 0.5)
+    monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.01)
     monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 1)
     monkeypatch.setattr(RunView, "rows_since", lambda *_: ["much" * 2**20])

@@ -80,7 +80,7 @@ def test_a_peer_whose_program_was_killed_is_gone_within_four_seconds(seed):
         await asyncio.sleep(watched.swarm.network.rng.uniform(0, 2 * SECONDS_BETWEEN_CALLS))
         watched.swarm.remove(victim)
         assert await watched.until(lambda: watched.state(victim) is PeerState.LOST) < 4
-        (event,) = [event for event in watched.view.events if event.kind == "lost"]
+        (event,) = [event for event in watched.view.events.since() if event.kind == "lost"]
         assert event.text.endswith("is lost, without a goodbye: its machine refuses connections")
         await asyncio.sleep(70)
         watched.view.tick(get_dht_time())
@@ -104,7 +104,7 @@ def test_a_peer_that_says_goodbye_and_ends_has_left(seed):
         leaving.host.crash()
         await watched.until(lambda: watched.state(leaving).is_gone)
         await asyncio.sleep(10)
-        kinds = [event.kind for event in watched.view.events if event.peer == str(leaving.node.peer_id)]
+        kinds = [event.kind for event in watched.view.events.since() if event.peer == str(leaving.node.peer_id)]
         assert [kind for kind in kinds if kind in ("left", "lost")] == ["left"]
         assert watched.state(staying) is PeerState.TRAINING
         await watched.swarm.close()

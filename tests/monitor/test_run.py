@@ -36,7 +36,7 @@ def made_up() -> MadeUpRun:
 
 
 def kinds(view: RunView) -> list[str]:
-    return [event.kind for event in view.events if event.kind not in ("epoch", "failed", "trouble")]
+    return [event.kind for event in view.events.since() if event.kind not in ("epoch", "failed", "trouble")]
 
 
 def test_the_swarm_is_the_sum_of_its_peers(made_up):
@@ -48,7 +48,7 @@ def test_the_swarm_is_the_sum_of_its_peers(made_up):
     assert summary.computing + summary.waiting + summary.averaging == pytest.approx(summary.step)
     assert set(summary.means) == set(summary.medians) == {"loss", "accuracy"}
     assert made_up.view.history.columns()["peers"][-1] == 5
-    assert "epoch" in [event.kind for event in made_up.view.events]
+    assert "epoch" in [event.kind for event in made_up.view.events.since()]
 
 
 def test_means_are_weighted_by_samples():
@@ -94,7 +94,7 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert view.peers[lost.peer].state is PeerState.LOST
     assert kinds(view) == ["left", "lost"]
     assert view.summary.values()["gone"] == 2
-    (event,) = [event for event in view.events if event.kind == "lost"]
+    (event,) = [event for event in view.events.since() if event.kind == "lost"]
     assert event.text.endswith("is lost, without a goodbye: silent for 60 s")
     view.hear_progress(lost.record(made_up.now, 5), made_up.now + 60, made_up.now)
     assert kinds(view) == ["left", "lost", "returned"]
@@ -120,7 +120,7 @@ def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
     for number in range(4):
         view.hear_progress(MadeUpPeer(rng, number).record(START, 1), START + 60, START)
     assert len(view.peers) == 2
-    assert [event.text for event in view.events] == ["there are more than 2 peers, and no more are shown"]
+    assert [event.text for event in view.events.since()] == ["there are more than 2 peers, and no more are shown"]
 
 
 def test_made_up_versions_and_figures_do_not_fill_the_screen():
@@ -156,7 +156,7 @@ def test_a_run_that_begins_anew_is_told(made_up):
         made_up.now += 1
         view.hear_progress(newcomer.record(made_up.now, reached), made_up.now + 60, made_up.now)
         view.tick(made_up.now)
-    told = [event for event in view.events if event.kind in ("epoch", "trouble")]
+    told = [event for event in view.events.since() if event.kind in ("epoch", "trouble")]
     assert (told[-1].kind, told[-1].text) == ("trouble", f"the run has gone back from epoch {epoch} to 0")
     assert told[-2].text.startswith(f"epoch {epoch}, ")
 
@@ -189,7 +189,7 @@ def test_failures_are_told_with_their_cause(made_up):
     report = peer.report(made_up.now, made_up.began, 3)
     news = {"rounds_failed": failed + 2, "failure": "no\x1b[31m answer", "troubles": {"alone": 1}}
     view.hear_report(peer.peer, msgspec.structs.replace(report, **news), made_up.now)
-    failure, trouble = list(view.events)[-2:]
+    failure, trouble = list(view.events.since())[-2:]
     assert (failure.kind, failure.peer) == ("failed", str(peer.peer))
     assert failure.text.endswith("2 rounds failed: no [31m answer"), "terminal codes of others are none here"
     assert trouble.text.endswith("alone")
@@ -210,7 +210,7 @@ def test_a_crowd_is_told_in_few_lines(made_up):
         peer = MadeUpPeer(rng, 0)
         view.hear_progress(peer.record(made_up.now, 3), made_up.now + 60, made_up.now)
     made_up.pass_second()
-    joined = [event.text for event in view.events if event.kind == "joined"]
+    joined = [event.text for event in view.events.since() if event.kind == "joined"]
     assert len(joined) == MAX_EVENTS_AT_ONCE + 1
     assert joined[-1] == f"and {50 - MAX_EVENTS_AT_ONCE} more of this kind (joined)"
 
@@ -225,8 +225,8 @@ def test_rows_have_a_value_for_each_column(made_up):
     made_up.pass_second()
     assert len(view.rows_since(change)) == 2
     assert len(view.rows_since(0)) == 5
-    assert view.events_since(view.number_of_events) == []
-    assert len(view.events_since(view.number_of_events - 2)) == 2
+    assert view.events.since(view.events.count) == []
+    assert len(view.events.since(view.events.count - 2)) == 2
 
 
 def test_an_empty_run_is_no_error():
@@ -270,7 +270,7 @@ def test_a_peer_is_gone_when_most_others_cannot_reach_it(made_up):
     report_of(made_up, others[2], lost=[end_of_id(victim.peer)])
     view.tick(made_up.now)
     assert view.peers[victim.peer].state is PeerState.LOST
-    assert view.events[-1].text.endswith("most others cannot reach it any more")
+    assert view.events.since()[-1].text.endswith("most others cannot reach it any more")
 
 
 def test_a_peer_that_answers_the_monitor_is_there_whatever_others_say(made_up):
@@ -346,7 +346,7 @@ def test_what_a_step_had_and_should_have_had(made_up):
 def test_epochs_tell_their_samples(made_up):
     for _ in range(20):
         made_up.pass_second()
-    assert " samples, " in [event.text for event in made_up.view.events if event.kind == "epoch"][-1]
+    assert " samples, " in [event.text for event in made_up.view.events.since() if event.kind == "epoch"][-1]
 
 
 def test_samples_of_peers_that_are_gone_or_were_started_again_count():
@@ -387,7 +387,7 @@ def test_the_time_to_a_goal_follows_from_the_pace():
     for _ in range(110):
         run.pass_second()
     assert run.view.summary.left == 0
-    assert [event.text for event in run.view.events if event.kind == "goal"] == [
+    assert [event.text for event in run.view.events.since() if event.kind == "goal"] == [
         "the run has reached its goal, epoch 10"
     ]
 
@@ -430,11 +430,11 @@ def test_epochs_do_not_push_out_what_is_rare(made_up, monkeypatch):
         for peer in made_up.peers:
             view.hear_progress(peer.record(made_up.now, epoch), made_up.now + 60, made_up.now)
         view.tick(made_up.now)
-    assert "left" in [event.kind for event in view.events]
-    assert [event.kind for event in view.latest_events(5)].count("epoch") == 5
-    assert "left" in [event.kind for event in view.latest_events(5)]
-    assert "epoch" not in [event.kind for event in view.news]
-    numbers = [event.number for event in view.events]
+    assert "left" in [event.kind for event in view.events.since()]
+    assert [event.kind for event in view.events.latest(5)].count("epoch") == 5
+    assert "left" in [event.kind for event in view.events.latest(5)]
+    assert "epoch" not in [event.kind for event in view.events.rare]
+    numbers = [event.number for event in view.events.since()]
     assert numbers == sorted(set(numbers))
 
 
@@ -474,7 +474,7 @@ def test_peers_are_called_by_their_names():
     assert unnamed.name == f"…{str(unnamed.peer)[-8:]}"
     assert row_of(named)[COLUMNS.index("name")] == "lab-0"
     made_up.view.hear_goodbye(named.peer, made_up.now)
-    assert made_up.view.events[-1].text == f"lab-0 ({end}) has left"
+    assert made_up.view.events.since()[-1].text == f"lab-0 ({end}) has left"
 
 
 def test_details_of_a_peer(made_up):

@@ -21,7 +21,7 @@ from shoal.net.transport import COOKIE_BYTES, Session, Stream, Throttle, send_fr
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.punching import Puncher
-from shoal.reach.relay.circuit import open_circuits
+from shoal.reach.relay.circuits import open_circuits
 from shoal.reach.relay.messages import Reach, Ready
 from tests.computers import inside
 from tests.nat.laboratory import Host

@@ -19,9 +19,9 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ShoalError, StreamClosedError
 from shoal.net.server import Server
 from shoal.net.tcp import stream as tcp_stream
+from shoal.net.tcp.listener import UnauthenticatedLimits
 from shoal.net.tcp.sessions import TcpSession
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.tcp.unauthenticated import UnauthenticatedLimits
 from shoal.net.transport import COOKIE_BYTES, Session, Stream
 from shoal.p2p import P2P, Identity, Multiaddr
 from tests.net.test_sessions import NO_IDLING, Circle, Count
@@ -134,7 +134,7 @@ async def test_dial(way: str) -> None:
     try:
         for address in await listening.listen(Multiaddr("/dns4/localhost/tcp/0"), accepted.append):
             target = Multiaddr(f"/dns4/localhost/tcp/{address['tcp']}")
-        own_sockets = dict(tcp_stream.owners)
+        own_sockets = set(tcp_stream.OwnSocket.open)
         places: set[str] = set()
         async for was_cancelled, stream in every_suspension(
             way, lambda: dialling.dial(target, identity.peer_id), places
@@ -144,7 +144,7 @@ async def test_dial(way: str) -> None:
         assert places >= {"_resolve", "connect", "prove_to_listener", "TcpStream.read_exactly_into"}
         await until(lambda: all(stream.closed for stream in accepted))
         await until(lambda: len(listening.strangers.shaking_hands) == len(listening.strangers.silent) == 0)
-        await until(lambda: tcp_stream.owners == own_sockets)
+        await until(lambda: set(tcp_stream.OwnSocket.open) == own_sockets)
     finally:
         await listening.close()
     await only_this_task()
@@ -181,7 +181,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
         await listening.close()
         for stream in (*accepted, *dialled):
             stream.abort()
-    await until(lambda: not tcp_stream.owners)
+    await until(lambda: not tcp_stream.OwnSocket.open)
     await only_this_task()
 
 
@@ -190,7 +190,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
 
 async def test_opening_a_session(way: str) -> None:
     async with Circle() as circle:
-        own_sockets = dict(tcp_stream.owners)
+        own_sockets = set(tcp_stream.OwnSocket.open)
         places: set[str] = set()
         cookies: list[bytes] = []
 
@@ -206,7 +206,7 @@ async def test_opening_a_session(way: str) -> None:
             assert not circle.near.strangers.sessions
         assert places >= {"connect", "TcpSession.write"}
         await until(lambda: len(circle.relay.strangers.shaking_hands) == len(circle.relay.strangers.silent) == 0)
-        await until(lambda: tcp_stream.owners == own_sockets)
+        await until(lambda: set(tcp_stream.OwnSocket.open) == own_sockets)
         assert await circle.session(circle.near)
     await only_this_task()
 
@@ -291,7 +291,7 @@ async def test_a_handshake_on_a_session(way: str) -> None:
 async def test_joining_two_sessions(way: str) -> None:
     async with Circle() as circle:
         ends: list[TcpSession] = []
-        before = dict(tcp_stream.owners)
+        before = set(tcp_stream.OwnSocket.open)
 
         async def prepare() -> None:
             ends[:] = [*await circle.session(circle.near), *await circle.session(circle.far)]
@@ -313,7 +313,7 @@ async def test_joining_two_sessions(way: str) -> None:
         async for _ in every_suspension(way, join, places):
             for session in ends:
                 session.abort()  # does nothing to those that were taken over
-            await until(lambda: tcp_stream.owners == before)
+            await until(lambda: set(tcp_stream.OwnSocket.open) == before)
             await prepare()
         assert "Splice.run" in places
     await only_this_task()
@@ -497,7 +497,7 @@ async def test_start(way: str, tmp_path: Path) -> None:
                 await p2p.shutdown()
             await until(lambda: first.server.connection_count == 0)
         await nothing_left(first)
-    await until(lambda: not tcp_stream.owners)
+    await until(lambda: not tcp_stream.OwnSocket.open)
     await only_this_task()
 
 

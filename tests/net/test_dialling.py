@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.addresses import AddressBook
-from shoal.net.dialler import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
+from shoal.net.connection_pool import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
 from shoal.net.memory import MemoryNetwork, MemoryTransport
 from shoal.net.transport import ON_ANSWER, Stream
 from shoal.p2p import Identity, PeerID

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from shoal.errors import DialError, RefusedDialError
-from shoal.net.tcp.proxies import Proxies, Proxy, ProxyError, connect_through
+from shoal.net.tcp.connect import Proxies, Proxy, ProxyError, connect_through
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import Header
 from shoal.p2p import P2P, Multiaddr, P2PContext, PeerID, ServicerBase

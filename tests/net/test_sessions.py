@@ -16,12 +16,12 @@ import pytest
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
+from shoal.net.tcp import listener as strangers_module
 from shoal.net.tcp import sessions as sessions_module
 from shoal.net.tcp import stream as tcp_stream
-from shoal.net.tcp import unauthenticated as strangers_module
 from shoal.net.tcp.connect import share_port
 from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
-from shoal.net.tcp.stream import TcpSocket
+from shoal.net.tcp.stream import OwnSocket
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import (
     COOKIE_BYTES,
@@ -86,7 +86,7 @@ class Circle:
         while not self.streams.empty():
             self.streams.get_nowait().abort()
         if kind is None:
-            await until(lambda: not tcp_stream.owners)
+            await until(lambda: not tcp_stream.OwnSocket.open)
 
     async def session(self, transport: TcpTransport, *, punchable: bool = False) -> tuple[TcpSession, TcpSession]:
         """One that a peer has opened to the relay, and the relay's end of it."""
@@ -123,9 +123,7 @@ async def has_ended(session: Session) -> bool:
 
 def raw(session: TcpSession) -> socket.socket:
     """The socket of a session, which belongs to the test from now on."""
-    taken = session.detach()
-    tcp_stream.disown_socket(taken.fileno(), taken)
-    return taken
+    return session.detach()
 
 
 # --- cookies ----------------------------------------------------------------------------------------------------------
@@ -328,7 +326,7 @@ async def test_the_port_of_a_punchable_session_can_be_used_again() -> None:
         assert len(ports) == 4
         assert all(session.is_punchable for session in sessions)
         for port in ports:
-            with TcpSocket(socket.AF_INET) as another:
+            with OwnSocket(socket.AF_INET) as another:
                 share_port(another)
                 another.bind(("", port))
                 another.listen()

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shoal.errors import StreamClosedError
-from shoal.net.memory import MemoryNetwork
-from shoal.net.pipes import WINDOW_BYTES
+from shoal.net.memory import WINDOW_BYTES, MemoryNetwork
 from shoal.net.tcp.stream import TcpStream
 from shoal.net.tcp.transport import TcpTransport
 from shoal.net.transport import Stream, Transport

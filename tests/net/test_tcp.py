@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
 from shoal.net.limits import Limits
 from shoal.net.tcp import handshake as handshake_module
+from shoal.net.tcp import listener as strangers_module
 from shoal.net.tcp import transport as tcp_module
-from shoal.net.tcp import unauthenticated as strangers_module
 from shoal.net.tcp.handshake import (
     ALPN,
     CHALLENGE_BYTES,

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.net.tcp import punch as tcp_punch
 from shoal.net.tcp.punch import MAX_PER_PORT, MAX_SYNS, Endpoint, punch_socket, punched
-from shoal.net.tcp.stream import close_socket, owners
+from shoal.net.tcp.stream import OwnSocket
 from tests.p2p.peers import PATIENCE, until
 
 HERE = "127.0.0.1"
@@ -32,27 +32,27 @@ class Port:
     def endpoint(self) -> Endpoint:
         return HERE, self.number
 
-    def punch(self, *candidates: Endpoint, seconds: float = PATIENCE) -> AsyncGenerator[tcp_punch.TcpSocket, None]:
+    def punch(self, *candidates: Endpoint, seconds: float = PATIENCE) -> AsyncGenerator[OwnSocket, None]:
         return punched(self.number, candidates, seconds, SOON)
 
     def close(self) -> None:
-        close_socket(self._held)
+        self._held.close()
 
 
 @asynccontextmanager
 async def ports(count: int) -> AsyncIterator[Sequence[Port]]:
     """Some ports; at the end nothing but what was there before is open."""
-    before = set(owners)
+    before = set(OwnSocket.open)
     made = [Port() for _ in range(count)]
     try:
         yield made
     finally:
         for port in made:
             port.close()
-    assert set(owners) == before
+    assert set(OwnSocket.open) == before
 
 
-async def first_of(port: Port, *candidates: Endpoint) -> tcp_punch.TcpSocket:
+async def first_of(port: Port, *candidates: Endpoint) -> OwnSocket:
     """The first connection; the punch is over then."""
     async with aclosing(port.punch(*candidates)) as connections:
         return await anext(connections)
@@ -88,7 +88,7 @@ async def persistent_stranger_at(port: Port) -> socket.socket:
             await asyncio.sleep(0)
 
 
-async def all_of(connections: AsyncIterator[tcp_punch.TcpSocket]) -> list[tcp_punch.TcpSocket]:
+async def all_of(connections: AsyncIterator[OwnSocket]) -> list[OwnSocket]:
     return [each async for each in connections]
 
 
@@ -122,8 +122,8 @@ async def test_two_ports_get_one_connection() -> None:
         assert one.getsockname() == other.getpeername() == left.endpoint
         assert one.getpeername() == other.getsockname() == right.endpoint
         await exchange(one, other)
-        close_socket(one)
-        close_socket(other)
+        one.close()
+        other.close()
 
 
 async def test_many_pairs_at_once() -> None:
@@ -135,8 +135,8 @@ async def test_many_pairs_at_once() -> None:
         )
         for one, other in zip(found[:8], found[8:], strict=True):
             await exchange(one, other)
-            close_socket(one)
-            close_socket(other)
+            one.close()
+            other.close()
 
 
 async def test_one_side_that_comes_late_is_waited_for() -> None:
@@ -146,8 +146,8 @@ async def test_one_side_that_comes_late_is_waited_for() -> None:
         late = await first_of(right, left.endpoint)
         one = await early
         await exchange(one, late)
-        close_socket(one)
-        close_socket(late)
+        one.close()
+        late.close()
 
 
 async def test_one_wrong_candidate_does_not_matter() -> None:
@@ -157,8 +157,8 @@ async def test_one_wrong_candidate_does_not_matter() -> None:
             first_of(left, wrong, right.endpoint), first_of(right, wrong, left.endpoint, wrong)
         )
         await exchange(one, other)
-        close_socket(one)
-        close_socket(other)
+        one.close()
+        other.close()
 
 
 async def test_the_port_listens_for_others_than_the_candidates_too() -> None:
@@ -168,7 +168,7 @@ async def test_the_port_listens_for_others_than_the_candidates_too() -> None:
         stranger = await persistent_stranger_at(port)
         found = await waiting
         await exchange(found, stranger)
-        close_socket(found)
+        found.close()
         stranger.close()
 
 
@@ -189,7 +189,7 @@ async def test_a_port_hands_up_only_some_connections() -> None:
             taken = await taking
         assert len(taken) == MAX_PER_PORT
         for each in [*taken, *crowd]:
-            close_socket(each)
+            each.close()
 
 
 async def test_it_ends_in_time() -> None:
@@ -212,12 +212,12 @@ async def test_what_nobody_takes_is_closed() -> None:
         async with aclosing(left.punch(right.endpoint)) as connections:
             one = asyncio.ensure_future(anext(connections))
             other = await first_of(right, left.endpoint)
-            close_socket(await one)
+            (await one).close()
             # It goes on listening, and nobody asks for what it finds.
             stranger = await stranger_at(left)
             assert stranger is not None
         stranger.close()
-        close_socket(other)
+        other.close()
 
 
 async def test_a_relay_that_lies_gets_few_syns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ async def test_a_port_in_use_is_asked_again(monkeypatch: pytest.MonkeyPatch, num
     attempts = 0
     really = tcp_punch.attempt
 
-    async def occupied(port: int, candidate: Endpoint) -> tcp_punch.TcpSocket | None:
+    async def occupied(port: int, candidate: Endpoint) -> OwnSocket | None:
         nonlocal attempts
         attempts += 1
         if attempts <= MAX_SYNS + 1:
@@ -257,7 +257,7 @@ async def test_a_port_in_use_is_asked_again(monkeypatch: pytest.MonkeyPatch, num
     async with ports(1) as (port,):
         with socket.create_server((HERE, 0)) as server:
             async with aclosing(punched(port.number, [server.getsockname()], PATIENCE, 0.0)) as connections:
-                close_socket(await anext(connections))
+                (await anext(connections)).close()
 
 
 async def test_without_a_listener_connecting_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +266,8 @@ async def test_without_a_listener_connecting_does(monkeypatch: pytest.MonkeyPatc
 
     async with ports(1) as (port,):
         with socket.create_server((HERE, 0)) as server:
-            monkeypatch.setattr(tcp_punch.TcpSocket, "listen", refuse, raising=False)
-            close_socket(await first_of(port, server.getsockname()))
+            monkeypatch.setattr(OwnSocket, "listen", refuse, raising=False)
+            (await first_of(port, server.getsockname())).close()
 
 
 def test_options_of_each_system() -> None:
@@ -279,17 +279,17 @@ def test_options_of_each_system() -> None:
             assert each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT)
         else:
             assert not hasattr(socket, "SO_REUSEPORT")
-        assert each.fileno() in owners
-        close_socket(each)
+        assert each in OwnSocket.open
+        each.close()
 
 
 def test_a_port_of_another_program_is_not_taken() -> None:
-    before = set(owners)
+    before = set(OwnSocket.open)
     with socket.socket() as other:
         other.bind((HERE, 0))
         with pytest.raises(OSError, match="in use"):
             punch_socket(socket.AF_INET, other.getsockname()[1])
-    assert set(owners) == before
+    assert set(OwnSocket.open) == before
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
@@ -302,5 +302,5 @@ async def test_ipv6_from_the_port_of_the_same_number() -> None:
         except OSError as e:
             pytest.skip(f"no IPv6: {e}")
         await exchange(one, other)
-        close_socket(one)
-        close_socket(other)
+        one.close()
+        other.close()

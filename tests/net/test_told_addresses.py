@@ -22,7 +22,7 @@ from shoal.net.transport import Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
 from shoal.reach.checkup import CALL_BACK_SECONDS, CallBack, CallMe, Checkup
-from shoal.reach.relay.incoming import may_be_dialled
+from shoal.reach.relay.circuits import may_be_dialled
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Number, Peers, serving, stub
 

@@ -45,7 +45,7 @@ for room in (
     "dht.records",
     "averaging.messages",
     "optim.progress.exchange",
-    "reach.candidates",
+    "reach.punching",
     "reach.checkup",
     "reach.presence",
     "reach.relay.messages",

@@ -13,7 +13,7 @@ from shoal.base.clock import get_dht_time
 from shoal.errors import AveragingError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.searches import let_go
+from shoal.optim.joint_optimizer import let_go
 from tests.optim.conftest import in_parallel, wait_until
 
 pytestmark = pytest.mark.devices

@@ -15,9 +15,9 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.low_rank import NEVER, LowRankState, LowRankStatement, agree
+from shoal.optim.low_rank import NEVER, LowRankAverager, LowRankState, LowRankStatement, agree
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
-from shoal.optim.power_sgd_averager import LowRankAverager, PowerSGDGradientAverager
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from tests.optim.conftest import in_parallel, wait_until
 
 RANK = 2

@@ -15,15 +15,15 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.dht import DHT
-from shoal.optim import Optimizer, searches
+from shoal.optim import Optimizer, joint_optimizer
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.joint_optimizer import let_go
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery import when
 from shoal.optim.recovery.when import Synchronization
-from shoal.optim.searches import let_go
 from shoal.p2p import PeerID
 from shoal.testing import Host, Network, run
 from tests.device import chosen_device
@@ -51,9 +51,7 @@ def test_a_peer_alone_trains_as_torch_does(make_trainers):
     (trainer,) = make_trainers(1, target=32)
     reference = make_model()
     optimizer, rng = sgd(reference.parameters()), torch.Generator().manual_seed(0)
-    trainer.step()
-    wait_until(lambda: trainer.opt.tracker.board.introduced, "the peer has looked for others")
-    for _ in range(11):
+    for _ in range(12):
         trainer.step()
     assert trainer.opt.local_epoch == 3
     for _ in range(3):
@@ -657,7 +655,7 @@ def test_a_silent_peer_delays_shutdown_one_round(monkeypatch):
         waits.append(({*futures}, timeout))
         now[0] += timeout
 
-    monkeypatch.setattr(searches.concurrent.futures, "wait", wait)
+    monkeypatch.setattr(joint_optimizer.concurrent.futures, "wait", wait)
     monkeypatch.setattr(when.time, "monotonic", lambda: now[0])
     controls = [StepControl(scheduled_time=0.0, deadline=1e12) for _ in range(3)]
     for control in controls[:2]:
@@ -822,8 +820,8 @@ def test_what_donors_say_about_themselves_does_not_count(make_trainers, averager
     liar.opt.state_averager.state_sharing_priority = 1e12
     in_parallel(lambda: first.train_until(3), lambda: liar.train_until(3))
     liar.opt.state_averager.state_sharing_priority = 1e12
-    sharing = first.opt.state_averager.node.state_sharing
+    downloads = first.opt.state_averager.node.state_downloads
     wait_until(lambda: first.opt.tracker.board.time_of_record(liar.opt.dht.peer_id.to_bytes()), "they know each other")
-    [(rank, peer)] = first.opt.dht.portal.call(sharing.find_donors())
+    [(rank, peer)] = first.opt.dht.portal.call(downloads.find_donors())
     assert peer == liar.opt.dht.peer_id
     assert -rank <= 4

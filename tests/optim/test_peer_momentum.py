@@ -11,8 +11,7 @@ from shoal.averaging import ClipToMedianNorm, TrimmedMean
 from shoal.base.clock import get_dht_time
 from shoal.errors import AveragingError
 from shoal.optim import Optimizer
-from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.peer_momentum import PeerMomentum, check_has_no_momentum
+from shoal.optim.grad_averager import GradientAverager, PeerMomentum, check_has_no_momentum
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from tests.optim.conftest import Trainer, backward, check_identical, in_parallel, make_model, meet, values

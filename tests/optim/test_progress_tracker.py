@@ -49,6 +49,16 @@ def test_peers_learn_of_each_other_and_of_the_end_of_the_epoch(trackers):
     wait_until(lambda: b.ready_to_update_epoch and observer.ready_to_update_epoch, "the others know, too")
 
 
+def test_a_lone_peer_ends_its_first_epoch_with_the_batch_that_completes_it(trackers):
+    """However soon that is: it waits until it has looked for others, and makes no further batch meanwhile."""
+    (a,) = trackers(1)
+    a.report_local_progress(0, 99)
+    assert not a.should_stop(patience=10)
+    a.report_local_progress(0, 100)
+    assert a.should_stop(patience=10)
+    assert a.is_introduced
+
+
 def test_a_record_tells_what_its_peer_calls_itself(trackers):
     (a,) = trackers(1)
     a.report_local_progress(0, 1)

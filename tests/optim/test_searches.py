@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from shoal.averaging import StepControl
-from shoal.optim.searches import watch_search
+from shoal.optim.joint_optimizer import watch_search
 from shoal.p2p import PeerID
 from shoal.peers.identity import Identity
 

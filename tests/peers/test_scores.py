@@ -204,14 +204,6 @@ def test_who_breaks_off_a_short_round_is_not_worth_a_line(memory: Memory, caplog
     assert not memory.metrics.troubles
 
 
-def test_who_tells_another_time_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    for seconds in (0.0, 1e6, 1e6, 0.0):
-        memory.behaviour.note_time(FRIEND, seconds)
-    [line] = [record.getMessage() for record in caplog.records]
-    assert f"peer {FRIEND} says that it is 1000000.0 seconds later" in line
-    assert memory.metrics.troubles == {"clocks that differ": 2}
-
-
 def test_what_strangers_take_is_counted_by_host_and_fades(memory: Memory) -> None:
     for _ in range(4):
         memory.behaviour.note_stranger("1.2.3.0/24", connects=True)

@@ -307,7 +307,7 @@ def test_advice_is_for_this_system(monkeypatch: pytest.MonkeyPatch, system: str)
 
 def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:
     """Windows says EINVAL where others say EPIPE."""
-    from shoal.cli.demo.messages import Leave, PeerProcess
+    from shoal.cli.demo.messages import PeerProcess, Train
 
     class Broken:
         def write(self, _: bytes) -> None:
@@ -318,11 +318,11 @@ def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:
     peer = PeerProcess.__new__(PeerProcess)
     peer.process = type("Process", (), {"stdin": Broken()})()
     with contextlib.nullcontext():
-        peer.tell(Leave())
+        peer.tell(Train())
         peer.hang_up()
 
 
-def test_who_reads_commands_leaves_the_standard_input_alone() -> None:
+def test_commands_are_not_read_from_standard_input() -> None:
     """A library that looks at it while somebody reads from it would wait, on Windows."""
     script = """
         import os

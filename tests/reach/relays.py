@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shoal.net.memory import MemoryNetwork
-from shoal.p2p import P2P, Multiaddr
+from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.reach.relay.messages import Connect, ConnectAnswer, Reserve, ReserveAnswer
 from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Number, Peers, Service, serving, stub, until
@@ -70,11 +71,32 @@ class Relayed(Peers):
         await super().__aexit__(*exc_info)
 
 
+class Told:
+    """A directory that knows some peers.
+
+    Args:
+        nodes: peers that others can dial.
+        find: looks for the addresses of a peer.
+    """
+
+    def __init__(self, nodes: Sequence[PeerID] = (), find: Callable[[PeerID], object] = lambda peer: None) -> None:
+        self.nodes, self._find = nodes, find
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        self._find(peer)
+
+    def dialable_peers(self) -> Sequence[PeerID]:
+        return self.nodes
+
+    def note_reachability(self) -> None:
+        pass
+
+
 def introduce(p2p: P2P, *relays: P2P) -> None:
     """Tell a peer which relays there are."""
     for relay in relays:
         p2p.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
-    p2p.reservations.candidates = lambda: [relay.peer_id for relay in relays]
+    p2p.directory = Told([relay.peer_id for relay in relays])
 
 
 def tell(caller: P2P, guest: P2P) -> list[Multiaddr]:
@@ -95,13 +117,20 @@ async def connect(caller: P2P, relay: P2P, **request: Any) -> Any:
     return answer
 
 
-async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
-    """Ask a relay for a reservation, and give it up at once."""
+@asynccontextmanager
+async def reserving(p2p: P2P, relay: P2P, **request: Any) -> AsyncIterator[Any]:
+    """Ask a relay for a reservation; what the relay answers holds until the end of the block."""
     async with RelayServer.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
         await call.send(Reserve(**request), end=True)
         answer = await call.receive(ReserveAnswer)
         assert answer is not None
+        yield answer
+
+
+async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Any:
+    """Ask a relay for a reservation, and give it up at once."""
+    async with reserving(p2p, relay, **request) as answer:
         return answer
 
 
-__all__ = ["HERE", "Relayed", "Service", "connect", "introduce", "reserve", "square", "tell"]
+__all__ = ["HERE", "Relayed", "Service", "Told", "connect", "introduce", "reserve", "reserving", "square", "tell"]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from shoal.errors import ProtocolError
 from shoal.net.transport import MAX_FRAME_BYTES, decode_header, pack_frame
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import (
-    LOWEST_PORT,
+from shoal.reach.punching import (
     MAX_CANDIDATES,
     CandidateHost,
     Candidates,
@@ -23,7 +22,7 @@ from shoal.reach.candidates import (
     own_candidates,
     worth_punching,
 )
-from shoal.reach.relay.messages import MAX_AT_ONCE
+from shoal.reach.relay.messages import LOWEST_PORT, MAX_AT_ONCE
 
 GLOBAL, GLOBAL_6 = "8.8.4.4", "2a00:1450::7"
 PORT = 40_000

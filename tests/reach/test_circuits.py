@@ -11,20 +11,25 @@ import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
 from shoal.net.addresses import is_loopback
-from shoal.net.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
+from shoal.net.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.net.limits import Limits
-from shoal.net.memory import MemoryNetwork
-from shoal.net.pipes import PipeEnd
+from shoal.net.memory import MemoryNetwork, PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.relay.circuit import FIRST_PAUSE, Circuit, successes
-from shoal.reach.relay.incoming import MAX_ANSWERS, may_be_dialled
+from shoal.reach.punching import FIRST_PAUSE, Circuit, Puncher
+from shoal.reach.relay.circuits import (
+    ANSWER_SECONDS,
+    HEAD_START,
+    MAX_ANSWERS,
+    REVERSE_SECONDS,
+    may_be_dialled,
+    successes,
+)
 from shoal.reach.relay.messages import MAX_AT_ONCE, Connected, Incoming, IncomingReverse, Reach
-from shoal.reach.relay.outgoing import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.reach.relays import HERE, Relayed, connect, introduce, square, tell
+from tests.reach.relays import HERE, Relayed, Told, connect, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")
@@ -193,10 +198,7 @@ async def test_who_has_left_its_relays_is_looked_up_again(kind: str) -> None:
         await until(lambda: new.peer_id in guest.reservations.held)
         caller.add_addresses(guest.peer_id, [circuit_address(old.get_addresses(old.peer_id)[0], old.peer_id)])
 
-        async def find(peer: PeerID) -> None:
-            tell(caller, guest)
-
-        caller.find_addresses = find
+        caller.directory = Told(find=lambda peer: tell(caller, guest))
         assert await square(caller, guest) == 9
 
 
@@ -488,7 +490,7 @@ async def test_an_unexpected_error_of_an_answer_is_told_once(
         async def break_down(*args: object, **options: object) -> list[Circuit]:
             raise KeyError("no such thing")
 
-        monkeypatch.setattr("shoal.reach.relay.incoming.open_circuits", break_down)
+        monkeypatch.setattr("shoal.reach.relay.circuits.open_circuits", break_down)
         told = Incoming(peer=caller.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
         for _ in range(3):
             guest.answering.answer(relay.peer_id, addresses, told)
@@ -501,7 +503,7 @@ async def test_an_unexpected_error_of_an_answer_is_told_once(
 # --- with direct connections on the way -------------------------------------------------------------------------------
 
 
-class Punch:
+class Punch(Puncher):
     """Finds direct connections after some time, or does not."""
 
     def __init__(self, after: float | None = None, *, works: bool = True) -> None:
@@ -520,7 +522,7 @@ class Punch:
         pass
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]

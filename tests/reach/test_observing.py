@@ -10,8 +10,8 @@ from shoal.errors import StreamClosedError
 from shoal.net.transport import Session, send_frame
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach import nat_probe as observing
-from shoal.reach.nat_probe import is_mapping_hard
+from shoal.reach import punching as observing
+from shoal.reach.punching import is_mapping_hard
 from shoal.reach.relay.messages import Observe, Observed, OpenObservation
 from shoal.reach.relay.server import RelayServer
 from tests.p2p.peers import Peers

@@ -32,9 +32,17 @@ from shoal.net.transport import (
 )
 from shoal.peers.identity import Identity
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import CandidateHost, Candidates
-from shoal.reach.punching import EXCHANGE_SECONDS, FIRST_PAUSE, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
-from shoal.reach.relay.circuit import Circuit
+from shoal.reach.punching import (
+    EXCHANGE_SECONDS,
+    FIRST_PAUSE,
+    LATE_SECONDS,
+    LATE_SHARE,
+    PUNCH_SECONDS,
+    CandidateHost,
+    Candidates,
+    Circuit,
+    Puncher,
+)
 from shoal.reach.relay.messages import MAX_AT_ONCE, Reach
 from shoal.testing import run
 from tests.p2p.peers import PATIENCE

@@ -8,19 +8,27 @@ from typing import Any
 import pytest
 
 from shoal.access.badges import ROLES_BY_NAME
-from shoal.access.membership import TOLERANCE_SECONDS
+from shoal.base.clock import TOLERANCE_SECONDS
 from shoal.errors import DialError, NoRoomError, StreamClosedError
 from shoal.net.limits import RelayLimits
 from shoal.net.transport import COOKIE_BYTES, receive_frame
 from shoal.p2p import P2P
 from shoal.reach.reachability import Reach
-from shoal.reach.relay.circuit import MEETING_SECONDS
-from shoal.reach.relay.messages import Connected, Observe, Observed, OpenObservation, Ready, RelayCode, Reserved
+from shoal.reach.relay.messages import (
+    MEETING_SECONDS,
+    Connected,
+    Observe,
+    Observed,
+    OpenObservation,
+    Ready,
+    RelayCode,
+    Reserved,
+)
 from shoal.reach.relay.server import IDLE_SECONDS, OBSERVATION_BURST, SILENT_SECONDS, UNUSED_SECONDS, RelayServer
 from shoal.testing import run
 from tests.access.test_membership import SECRET, TRAIN, Clock, invitation, revoke, set_clock
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.reach.relays import Relayed, connect, introduce, reserve, square, tell
+from tests.reach.relays import Relayed, connect, introduce, reserve, reserving, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -52,11 +60,11 @@ async def test_a_full_relay_gives_the_place_of_who_has_another_one_to_who_has_no
         introduce(newcomer, relay)
         answer = await reserve(newcomer, relay, others=1)
         assert (answer.code, answer.text) == (RelayCode.BUSY, "3 reservations"), "it can be reached already"
-        second.reservations.candidates = lambda: [other.peer_id]  # it does not come back when the newcomer has left
-        assert isinstance(await reserve(newcomer, relay), Reserved)
-        await until(lambda: second.peer_id not in relay.relay.guests)
-        assert {called.peer_id, only.peer_id} <= set(relay.relay.guests)
-        assert other.peer_id in second.reservations.held
+        # The newcomer keeps the place meanwhile: as soon as it is free, the second one comes back.
+        async with reserving(newcomer, relay) as answer:
+            assert isinstance(answer, Reserved)
+            assert set(relay.relay.guests) == {called.peer_id, only.peer_id, newcomer.peer_id}
+            assert other.peer_id in second.reservations.held
 
 
 def test_who_has_no_other_relay_makes_room_when_it_was_not_called_for_minutes() -> None:

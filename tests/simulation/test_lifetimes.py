@@ -68,9 +68,9 @@ def test_what_lives_longer_is_ignored(seconds, is_believed):
         keys = nodes[0].lanes[""].matchmaking.keys
         await table.store(keys.current_key, [], expiration, subkey=tag_of(liar))
         assert await keys.get_averagers(keys.current_key, only_active=True) == [(liar, expiration)] * is_believed
-        sharing = nodes[0].state_sharing
-        await table.store(sharing.key, [1.0, []], expiration, subkey=tag_of(liar))
-        assert [peer for _, peer in await sharing.find_donors()] == [liar] * is_believed
+        downloads = nodes[0].state_downloads
+        await table.store(downloads.key, [1.0, []], expiration, subkey=tag_of(liar))
+        assert [peer for _, peer in await downloads.find_donors()] == [liar] * is_believed
         [*tags] = table.records["run_progress"]
         for tag in tags:
             await table.store("run_progress", None, expiration, subkey=tag)

@@ -77,7 +77,7 @@ class Visitor(Trainer):
     async def live(self) -> None:
         await self.averager.start()
         while True:
-            if await self.averager.state_sharing.download() is not None:
+            if await self.averager.state_downloads.download() is not None:
                 self.record.downloads += 1
             await asyncio.sleep(0.5)
 

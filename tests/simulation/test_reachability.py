@@ -10,7 +10,7 @@ import torch
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTNode
-from shoal.dht.server_mode import STEP_DOWN_SECONDS
+from shoal.dht.joining import STEP_DOWN_SECONDS
 from shoal.reach.reachability import Reach, Reachability
 from shoal.reach.relay.client import RelayClient
 from shoal.testing import Nat, make_averager, run, start_step

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.net.transport import Stream
 from shoal.p2p import Multiaddr, PeerID
-from shoal.reach.relay.outgoing import OutgoingCircuits
+from shoal.reach.relay.circuits import OutgoingCircuits
 from shoal.testing import Link
 from tests.drills import mostly_drills
 from tests.simulation.relayed_rounds import WHAT, Scene, run_round, seconds_over

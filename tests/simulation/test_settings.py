@@ -182,7 +182,7 @@ def test_a_peer_that_has_mistyped_its_run_is_told_which_there_are(seed, caplog):
         assert lines == ["12 peers here train 'digits', 2 peers here train 'words', none 'digitss'. Is run_id right?"]
         view = RunView("digitz")
         await asyncio.wait_for(Observer(swarm.table, view).name_other_runs(), 30)
-        [event] = view.events
+        [event] = view.events.since()
         assert event.text.startswith("12 peers here train 'digits', 2 peers here train 'words', ")
         assert event.text.endswith("none 'digitz'. Check --run; private runs are not listed")
         await swarm.close()
@@ -217,7 +217,7 @@ def test_a_swarm_without_other_runs_is_told_so(seed):
     async def main() -> None:
         view = RunView("digits")
         await Observer(SharedTable(), view).name_other_runs()
-        [event] = view.events
+        [event] = view.events.since()
         assert event.text == "no run is listed here: nobody trains 'digits'. Check --run; private runs are not listed"
 
     run(main(), seed=seed)

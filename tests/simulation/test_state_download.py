@@ -9,8 +9,8 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.node import AveragerNode
+from shoal.averaging.state.donor import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.upload_slots import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import StreamClosedError
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT
@@ -37,7 +37,7 @@ def seconds_from(*rates: float) -> float:
             await donor.state_sharing.declare(True)
         newcomer = await start_averager(network.add_host(), [torch.zeros(1)], table)
         began = asyncio.get_running_loop().time()
-        state = await network.host_of(newcomer.p2p.peer_id).run(newcomer.state_sharing.download())
+        state = await network.host_of(newcomer.p2p.peer_id).run(newcomer.state_downloads.download())
         assert state is not None
         assert torch.equal(state.tensors[0], torch.arange(float(VALUES)))
         return asyncio.get_running_loop().time() - began
@@ -77,7 +77,7 @@ class Swarm:
         node = await start_averager(self.network.add_host(), [values], self.table, **self.settings)
         self.network.host_of(node.p2p.peer_id).uplink = rate
         # All are at the same epoch, whatever they say about themselves.
-        node.state_sharing.rank_donors = lambda peers: dict.fromkeys(peers, 7.0)
+        node.trust.rank_donors = lambda peers: dict.fromkeys(peers, 7.0)
         return node
 
     async def add_donor(
@@ -93,7 +93,7 @@ class Swarm:
     async def download(self, newcomer: AveragerNode) -> tuple[float | None, float]:
         """The value in the state that it gets, if any, and how many seconds that takes."""
         began = asyncio.get_running_loop().time()
-        state = await self.network.host_of(newcomer.p2p.peer_id).run(newcomer.state_sharing.download())
+        state = await self.network.host_of(newcomer.p2p.peer_id).run(newcomer.state_downloads.download())
         if state is not None:
             assert torch.equal(state.tensors[0], torch.full((SMALL,), float(state.tensors[0][0])))
         value = None if state is None else float(state.tensors[0][0])
@@ -128,7 +128,7 @@ def test_a_slow_donor_of_the_highest_priority_is_helped_or_replaced(is_same: boo
         for _ in range(2):
             await swarm.add_donor(1.0)
         newcomer = await swarm.add(torch.zeros(SMALL))
-        newcomer.state_sharing.rank_donors = None
+        newcomer.trust.rank_donors = None
         return await swarm.download(newcomer)
 
     value, seconds = run(main(), time_limit=400)
@@ -148,7 +148,7 @@ def test_a_donor_of_the_highest_priority_that_does_not_even_describe_its_state_h
         silent.state_sharing.send_chunks = say_nothing  # type: ignore[method-assign]
         await swarm.add_donor(1.0)
         newcomer = await swarm.add(torch.zeros(SMALL))
-        newcomer.state_sharing.rank_donors = None
+        newcomer.trust.rank_donors = None
         return await swarm.download(newcomer)
 
     value, seconds = run(main(), time_limit=400)
@@ -195,7 +195,7 @@ def test_dead_donors_of_several_epochs_cost_no_more_time_than_one() -> None:
         dead = [await swarm.add_donor() for _ in range(5)]
         alive, newcomer = await swarm.add_donor(), await swarm.add(torch.zeros(1))
         epochs = {node.p2p.peer_id: epoch for epoch, node in enumerate([alive, *dead])}
-        newcomer.state_sharing.rank_donors = lambda peers: {peer: float(epochs[peer]) for peer in peers}
+        newcomer.trust.rank_donors = lambda peers: {peer: float(epochs[peer]) for peer in peers}
         for node in dead:
             swarm.network.host_of(node.p2p.peer_id).power_off()
         value, seconds = await swarm.download(newcomer)
@@ -231,7 +231,7 @@ def test_so_are_the_plain_values_in_it(seed: int) -> None:
             epoch = 5 if number else 10**9
             donor.state_sharing.get_state = lambda epoch=epoch: ({"epoch": epoch}, [torch.ones(SMALL)])
         newcomer = await swarm.add(torch.zeros(1))
-        state = await newcomer.state_sharing.download()
+        state = await newcomer.state_downloads.download()
         assert state is not None
         assert state.metadata == {"epoch": 5}
 
@@ -281,7 +281,7 @@ def test_many_peers_of_one_host_have_one_vote_about_plain_values_too(monkeypatch
             liars |= {donor.p2p.peer_id} if number >= 2 else set()
         newcomer = await swarm.add(torch.zeros(1))
         monkeypatch.setattr(newcomer.p2p, "host_of", lambda peer: "one" if peer in liars else peer)
-        state = await newcomer.state_sharing.download()
+        state = await newcomer.state_downloads.download()
         assert state is not None
         assert state.metadata == {"scheduler": {"step_size": 5}}
 
@@ -293,7 +293,7 @@ def test_one_peer_has_one_place() -> None:
         swarm = Swarm()
         donor = await swarm.add_donor()
         stranger = await swarm.add(torch.zeros(1))
-        await stranger.state_sharing.find_donors()
+        await stranger.state_downloads.find_donors()
         asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=3)) for _ in range(2 * MAX_DOWNLOADS)]
         await asyncio.sleep(5)
         value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
@@ -415,7 +415,7 @@ def test_strangers_that_dawdle_do_not_occupy_all_places(chunks: int, caplog: pyt
         donor = await swarm.add_donor()
         strangers = [await swarm.add(torch.zeros(1)) for _ in range(2 * MAX_DOWNLOADS)]
         for stranger in strangers:
-            await stranger.state_sharing.find_donors()
+            await stranger.state_downloads.find_donors()
         asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks)) for stranger in strangers[:MAX_DOWNLOADS]]
         await asyncio.sleep(5)
         newcomers = [await swarm.add(torch.zeros(1)) for _ in range(2)]
@@ -443,7 +443,7 @@ def test_who_has_half_of_the_state_keeps_its_place() -> None:
         donor = await swarm.add_donor()
         strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_DOWNLOADS)]
         for stranger in strangers:
-            await stranger.state_sharing.find_donors()
+            await stranger.state_downloads.find_donors()
         asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=14)) for stranger in strangers]
         await asyncio.sleep(40)
         value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
@@ -462,7 +462,7 @@ def test_who_has_all_of_the_state_is_not_blamed_for_being_slow_to_hang_up(caplog
         strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_SNAPSHOTS)]
         asking = []
         for stranger in strangers:
-            await stranger.state_sharing.find_donors()
+            await stranger.state_downloads.find_donors()
             asking.append(asyncio.ensure_future(ask_slowly(stranger, donor, chunks=2**20, last_pause=60.0)))
             await asyncio.sleep(20)
         value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
@@ -477,7 +477,7 @@ def test_who_has_all_of_the_state_is_not_blamed_for_being_slow_to_hang_up(caplog
 
 def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them use what they are given, however little that is."""
-    monkeypatch.setattr("shoal.net.pipes.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
+    monkeypatch.setattr("shoal.net.memory.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
 
     async def main() -> None:
         swarm = Swarm()
@@ -493,40 +493,18 @@ def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_a_full_donor_names_those_who_have_its_state() -> None:
-    async def main() -> None:
-        swarm = Swarm()
-        donor = await swarm.add_donor()
-        first = await swarm.add(torch.full((SMALL,), 1.0))
-        assert (await swarm.download(first))[0] == 1.0
-        first.state_sharing.set(allowed=True)  # without a word in the table
-        strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_DOWNLOADS)]
-        for stranger in strangers:
-            await stranger.state_sharing.find_donors()
-        asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=0)) for stranger in strangers]
-        await asyncio.sleep(1)
-        newcomer = await swarm.add(torch.zeros(1))
-        value, seconds = await swarm.download(newcomer)
-        assert value == 1.0
-        assert seconds < 5
-        assert first.p2p.metrics.bytes_sent > 4 * SMALL
-        await cancel_and_wait(*asking)
-
-    run(main())
-
-
 def test_a_state_that_was_refused_is_not_downloaded_again() -> None:
     async def main() -> None:
         swarm = Swarm()
         await swarm.add_donor(fill=666.0)
         newcomer = await swarm.add(torch.zeros(1))
-        sharing = newcomer.state_sharing
-        state = await sharing.download()
+        downloads = newcomer.state_downloads
+        state = await downloads.download()
         assert state is not None
-        sharing.leave_out(state.donor, state.version)
-        assert await sharing.download() is None
+        downloads.leave_out(state.donor, state.version)
+        assert await downloads.download() is None
         await swarm.add_donor(fill=666.0)
-        assert await sharing.download() is None
+        assert await downloads.download() is None
         await swarm.add_donor(fill=1.0)
         assert (await swarm.download(newcomer))[0] == 1.0
         assert newcomer.p2p.metrics.states_refused == 1
@@ -539,14 +517,14 @@ def test_a_donor_whose_state_did_not_fit_is_the_last_hope() -> None:
         swarm = Swarm()
         bad = await swarm.add_donor(fill=2.0)
         newcomer = await swarm.add(torch.zeros(1))
-        newcomer.state_sharing.leave_out(bad.p2p.peer_id, None)
+        newcomer.state_downloads.leave_out(bad.p2p.peer_id, None)
         assert (await swarm.download(newcomer))[0] == 2.0
         for _ in range(3):
             await swarm.add_donor(fill=2.0)
         good = await swarm.add_donor(fill=1.0)
-        for _, peer in await newcomer.state_sharing.find_donors():
+        for _, peer in await newcomer.state_downloads.find_donors():
             if peer != good.p2p.peer_id:
-                newcomer.state_sharing.leave_out(peer, None)
+                newcomer.state_downloads.leave_out(peer, None)
         assert (await swarm.download(newcomer))[0] == 1.0
 
     run(main())

@@ -35,14 +35,14 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
 from shoal.errors import ShoalError, SimulationError
+from shoal.optim.global_step import SECONDS_BETWEEN_LOOKS, awaits_newcomers
 from shoal.optim.history.journal import Lineage
+from shoal.optim.joint_optimizer import watch_search
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import SECONDS_TO_ASK, ProgressTracker, make_guard
-from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, awaits_newcomers
-from shoal.optim.searches import watch_search
 from shoal.p2p import PeerID
 from shoal.testing import Host, Link, Network, make_averager, start_dht_node
 
@@ -278,7 +278,7 @@ class Trainer:
             if gives_way:  # if both sides do, neither may get the state of the other
                 sharing.set(allowed=False)
             try:
-                state = await sharing.download()
+                state = await self.averager.state_downloads.download()
             except ShoalError:
                 state = None
             if gives_way:

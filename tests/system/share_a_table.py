@@ -7,8 +7,8 @@ import json
 import sys
 
 from shoal import DHT, get_dht_time
+from shoal.net.tcp import listener as strangers
 from shoal.net.tcp import transport as tcp
-from shoal.net.tcp import unauthenticated as strangers
 
 SECONDS_TO_LIVE = 3600.0
 PATIENCE_SECONDS = 60.0

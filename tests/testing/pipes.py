@@ -6,7 +6,7 @@ import asyncio
 
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import Host
-from shoal.testing.host import SimulatedStream
+from shoal.testing.links import SimulatedStream
 
 
 class Listener:

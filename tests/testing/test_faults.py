@@ -10,7 +10,7 @@ import pytest
 from shoal.base.clock import get_dht_time
 from shoal.errors import DialError, StreamClosedError
 from shoal.testing import START_OF_TIME, HostState, Link, Network, SimulationError, Trace, run
-from shoal.testing.host import RETRANSMISSION_SECONDS
+from shoal.testing.links import RETRANSMISSION_SECONDS
 from shoal.testing.network import DIAL_TIMEOUT
 from tests.testing.pipes import Listener, connect, now, read
 

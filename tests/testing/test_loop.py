@@ -168,7 +168,7 @@ def test_circles_are_reported_with_what_runs(monkeypatch):
     async def main():
         await asyncio.gather(runs_in_circles(), asyncio.sleep(100))
 
-    with pytest.raises(SimulationError, match=r"round and round(.|\n)*runs_in_circles"):
+    with pytest.raises(SimulationError, match=r"endless loop(.|\n)*runs_in_circles"):
         run(main())
 
 

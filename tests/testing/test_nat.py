@@ -13,8 +13,9 @@ from shoal.errors import DialError, SimulationError
 from shoal.net.transport import Session, Throttle
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import Host, Link, Nat, Network, run
-from shoal.testing.host import HostTransport, SimulatedStream
+from shoal.testing.links import SimulatedStream
 from shoal.testing.nat import endpoint_of
+from shoal.testing.network import HostTransport
 from tests.testing.pipes import Listener, now, read
 
 ONE_WAY = 0.03

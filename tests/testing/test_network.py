@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
-from shoal.net.pipes import WINDOW_BYTES
+from shoal.net.memory import WINDOW_BYTES
 from shoal.p2p import P2P, Header, Identity, Multiaddr, P2PContext, ServicerBase
 from shoal.testing import Link, Machine, Network, SimulationError, run, start_peers
 from tests.testing.pipes import Listener, connect, now, read

@@ -181,7 +181,7 @@ def test_state_is_shared():
         donor, newcomer = await start_averagers(network, [[torch.ones(3)], [torch.zeros(3)]], table)
         donor.state_sharing.set(allowed=True)
         await asyncio.sleep(1)
-        metadata, tensors = await newcomer.state_sharing.download()
+        metadata, tensors = await newcomer.state_downloads.download()
         assert metadata is None
         assert torch.equal(tensors[0], torch.ones(3))
 

@@ -197,7 +197,7 @@ def test_one_that_differs_keeps_nobody_out(dht: shoal.DHT, checkpoint: Path, tmp
         trainer = trainer_of_adapters(dht, tmp_path, bases[2], steps=1, batch=16)
         refusals = []
         bases[2].register_forward_pre_hook(
-            lambda *_: refusals.append(trainer.swarm.state_averager.node.state_sharing.contradictions)
+            lambda *_: refusals.append(trainer.swarm.state_averager.node.state_downloads.contradictions)
         )
         trainer.train()
         assert refusals[0].keys() == {others[1].dht.peer_id}

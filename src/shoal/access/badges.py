@@ -25,16 +25,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import MAX_NAME_CHARACTERS, one_line, quoted
 from shoal.errors import NotAMemberError
 from shoal.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, PeerID, verify_signature
 
-MAX_BADGE_BYTES = 1024
+# Chosen: the run key, a delegate and a guest of it. Each grant takes about 200 bytes.
 MAX_GRANTS = 3
-# Keys on a list of revocations, so that the list fits into one message.
+MAX_BADGE_BYTES = 1024
+# Keys on a list of revocations. Chosen: the list takes 140 kB, and a message has at most a megabyte.
 MAX_REVOKED = 4096
-# Badges that this process remembers to be valid. A signature takes a tenth of a millisecond to check.
-REMEMBERED_BADGES = 4096
 
 GRANT_PURPOSE, REVOCATION_PURPOSE = "shoal grant 1", "shoal revocations 1"
 
@@ -149,7 +149,8 @@ def encode_badge(chain: Chain) -> bytes:
 _decoder = msgspec.msgpack.Decoder(Annotated[list[Grant], Meta(min_length=1, max_length=MAX_GRANTS)])
 
 
-@functools.lru_cache(REMEMBERED_BADGES)
+# A signature takes a tenth of a millisecond to check.
+@functools.lru_cache(MOST)
 def read_badge(run_key: bytes, data: bytes) -> Badge:
     """Check the signatures of a badge. Whether it has expired or is revoked is another question.
 

@@ -27,7 +27,7 @@ from shoal.access.badges import (
     read_badge,
 )
 from shoal.access.tokens import OWN_BADGE_SECONDS, Token, given_token, path_of, read_token
-from shoal.base.clock import SwarmClock
+from shoal.base.clock import TOLERANCE_SECONDS, SwarmClock
 from shoal.base.logs import Seldom, one_line
 from shoal.errors import NotAMemberError, P2PDaemonError
 from shoal.metrics import Metrics
@@ -35,8 +35,6 @@ from shoal.peers.identity import Identity, PeerID
 
 logger = logging.getLogger(__name__)
 
-# Seconds after its end for which a badge is still accepted, because clocks differ.
-TOLERANCE_SECONDS = 60.0
 # The list of revocations that is kept beside a token file has its name and this ending.
 REVOKED_SUFFIX = ".revoked"
 # A refused peer tries again and again; once an hour is enough for the user. Not measured.

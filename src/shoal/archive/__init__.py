@@ -1,9 +1,9 @@
-"""Archives: the state of a run in files, from which it goes on when all of its peers are gone.
+"""Archives: the state of a run in files, from which it continues when all of its peers are gone.
 
-An archiver (:mod:`~.keeping`) is a peer that trains nothing. From time to time it downloads the state as a newcomer
-does. :mod:`~.contents` gives each tensor its name, and :mod:`~.store` writes them to a folder: the manifest comes last,
-and an archive without one does not count. :mod:`~.reviving` gives an archive to newcomers, as a donor that trains
-nothing. :mod:`~.loading` puts it into a model and an optimizer.
+In reading order: an archiver (:mod:`~.keeping`) is a peer that trains nothing; from time to time it downloads the state
+as a newcomer does. :mod:`~.contents` gives each tensor its name, and :mod:`~.store` writes the tensors to a folder. The
+manifest comes last, and an archive without one does not count. :mod:`~.reviving` gives an archive to newcomers, as a
+donor that trains nothing. :mod:`~.loading` puts it into a model and an optimizer.
 """
 
 import shoal.base.needs_torch  # noqa: F401

@@ -6,9 +6,8 @@ then statistics of the outer optimizer; and after these the statistics of inner 
 borders of its parameters, so that each of these has its name and shape. What lies between two parameters is kept, too,
 so that the vector is the same again to the bit.
 
-Names come from a peer, which may be any. They are keys inside of files, never parts of paths. Tensors of the model have
-the names that they have there, whatever these are; where shoal would give one of these to another tensor, it takes
-another name.
+Names come from a peer, and may be anything. They are keys inside files, never parts of paths. Tensors of the model keep
+their names; if shoal needs a name that is taken, it chooses another one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MOST_PARAMETERS = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is kept under a name of its own."""
+    """A tensor that is stored under a name of its own."""
 
     name: str
     part: str
@@ -88,7 +87,7 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
 
 
 def _make_names_differ(named: Sequence[list[Piece]]) -> None:
-    """Give another name to each tensor of no model whose name is taken."""
+    """Rename each tensor outside the model whose name is taken."""
     taken = {piece.name for each in named for piece in each if piece.part == MODEL}
     for each in named:
         for place, piece in enumerate(each):
@@ -111,7 +110,7 @@ def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[li
     parameters, extra, buffers = (_count(counts[kind]) for kind in ("parameters", "extra", "buffers"))
     statistics = metadata["optimizer_metadata"]["names"]
     if parameters + extra + buffers + len(statistics) != len(tensors):
-        raise ValueError(f"the state has {len(tensors)} tensors, and says something else")
+        raise ValueError(f"the state has {len(tensors)} tensors, and says otherwise")
     of_parameters = _names_or_numbers(names["parameters"], parameters)
     unnamed = extra - len(names["extra"])
     for index, tensor in enumerate(tensors):

@@ -1,8 +1,8 @@
-"""Keeps archives of a run: now and then, a peer that trains nothing downloads its state and writes it down.
+"""Keeps archives of a run: from time to time, a peer that trains nothing downloads the state and stores it.
 
-It hears the progress of the others, but tells none of its own, so nobody counts it or waits for it. It takes the
-version of the state that most donors show, as newcomers do. Donors know that it only keeps the state: a peer that
-trains alone does not wait for it, and newcomers have the first claim to places.
+It listens to the progress of the others and reports none itself, so no peer counts it or waits for it. It takes the
+version of the state that most donors show, as newcomers do. Donors know that it only archives the state: a peer that
+trains alone does not wait for it, and newcomers are served first.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from shoal.archive.contents import EPOCHS, PREFIXES
 from shoal.archive.manifest import Manifest
 from shoal.archive.store import Store, memory_of_this_machine
 from shoal.averaging.finite import first_not_finite
+from shoal.averaging.groups.settings import Trust
 from shoal.averaging.node import AveragerNode
-from shoal.averaging.state.donor import StateSharing
-from shoal.averaging.state.download import GivenState, OwnedState, State
+from shoal.averaging.state.download import GivenState, State
+from shoal.averaging.state.newcomer import DownloadOptions, StateDownloads
 from shoal.base.logs import counted, one_line
-from shoal.compression import NoCompression
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.p2p import PeerID
+from shoal.p2p import PeerID, StubBase
 
 if TYPE_CHECKING:
     from shoal.dht import DHT, DHTNode
 
 logger = logging.getLogger(__name__)
 
-# A donor is given up after so many seconds of silence.
+# A donor is given up after this many seconds of silence.
 SILENCE_SECONDS = 30.0
-# How often an archiver looks whether there is something new, once it is time, and whether a run has begun.
+# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun.
 SECONDS_BETWEEN_LOOKS = 2.0
-# If nobody gives the state, the next attempt comes so many seconds later, or when it is due if that is sooner.
+# If no donor serves the state, the next attempt comes this many seconds later, or when it is due if that is sooner.
 SECONDS_TO_RETRY = 10.0
-# In one attempt so many donors may give something that is no good.
+# How many donors may give a bad state in one attempt.
 MOST_BAD = 3
 LEAST_RATE = 1e5
-"""Bytes per second: a donor would take a slower archiver for one that is gone."""
+"""Bytes per second: a donor would take a slower archiver for a dead one."""
 
 
 class _NobodyGives(ArchiveError):
-    """No donor was found, or none has delivered."""
+    """No donor was found, or none delivered."""
 
 
 class Archiver:
-    """Writes the state of a run to a store, again and again.
+    """Writes the state of a run to a store at intervals.
 
     Args:
         dht: of this peer.
         run_id: name of the run.
         store: where archives go.
         every: the least number of seconds from the beginning of one archive to that of the next.
-        keep: how many archives stay, the newest ones; that of the highest epoch stays besides.
+        keep: how many archives stay: the newest ones. The one of the highest epoch stays, too.
         rate: the most bytes to download in a second.
-        say: is told in words what happens.
+        say: gets a line for everything that happens.
 
     Raises:
         ArchiveError: there are archives of another run.
@@ -91,9 +91,8 @@ class Archiver:
         self._dht, self._run_id, self._store = dht, run_id, store
         self._every, self._keep, self._say = every, keep, say
         self._tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
-        self._sources = {kind: sharing_of(dht, run_id, kind, trains=False, rate=rate) for kind in PREFIXES}
-        for source in self._sources.values():
-            source.rank_donors = self._tracker.rank_donors
+        trust = Trust(rank_donors=self._tracker.rank_donors)
+        self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
         self._further: str | None = None
         self.latest: Manifest | None = None
         """Of the latest archive that was written."""
@@ -103,7 +102,7 @@ class Archiver:
         self._tracker.shutdown(1.0)
 
     def run(self, stop: threading.Event) -> None:
-        """Write archives until ``stop`` is set. What goes wrong is told, and tried again at the next time."""
+        """Write archives until ``stop`` is set. Failures are reported, and it tries again at the next time."""
         due, told = -math.inf, ""
         pause = min(SECONDS_BETWEEN_LOOKS, self._every)
         while not stop.is_set():
@@ -115,9 +114,9 @@ class Archiver:
             try:
                 latest = self.write_one()
             except (ShoalError, OSError) as e:
-                if str(e) != told:  # while nobody trains, one line is enough
+                if str(e) != told:  # while no peer trains, one line is enough
                     self._say(f"no archive: {e}")
-                # What could not be written was downloaded: donors are not to give it again and again.
+                # It was downloaded but could not be written: donors should not have to serve it over and over.
                 is_cheap = isinstance(e, _NobodyGives)
                 told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
                 continue
@@ -125,9 +124,9 @@ class Archiver:
             told, due = "", began_at + self._every
 
     def write_last(self) -> None:
-        """Before the end, write one more archive if the run may have come on since the latest one.
+        """Before the end, write one more archive if the run may have advanced since the latest one.
 
-        What goes wrong is told.
+        Failures are reported.
         """
         if not self._is_news():
             return
@@ -153,7 +152,7 @@ class Archiver:
         """Download the state and write one archive; older ones are removed if there are too many.
 
         Raises:
-            ArchiveError: nobody gives the state, or it could not be written. The archives before it stand.
+            ArchiveError: no donor serves the state, or it could not be written. Earlier archives are unharmed.
             ShoalError: the download failed.
         """
         self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
@@ -179,8 +178,8 @@ class Archiver:
             raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{counted(len(bad), 'peer')} gave a state that is no good; {self._store.last_good()}")
 
-    def _download(self, kind: str, source: StateSharing, bad: set[PeerID]) -> tuple[State, PeerID] | None:
-        """The state of a run and its donor; ``None`` if nobody but the bad ones gives it."""
+    def _download(self, kind: str, source: StateDownloads, bad: set[PeerID]) -> tuple[State, PeerID] | None:
+        """The state of a run and its donor; ``None`` if only the bad donors serve it."""
         found = self._dht.run_coroutine(partial(_download, source, skip=bad))
         if found is None:
             return None
@@ -191,7 +190,7 @@ class Archiver:
                 return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
         return State(metadata, tensors), found.donor
 
-    def _download_statistics(self, source: StateSharing) -> State | None:
+    def _download_statistics(self, source: StateDownloads) -> State | None:
         """Each peer has other statistics of its inner optimizers: those of any are as good, if they are finite."""
         bad = set[PeerID]()
         while len(bad) < MOST_BAD:
@@ -205,8 +204,8 @@ class Archiver:
             )
         return None
 
-    def _refuse(self, source: StateSharing, donor: PeerID, why: str, bad: set[PeerID]) -> None:
-        """Tell why what a donor gave is no good, and ask it no more for a while."""
+    def _refuse(self, source: StateDownloads, donor: PeerID, why: str, bad: set[PeerID]) -> None:
+        """Log why the state of a donor is bad, and do not ask it again for a while."""
         logger.warning("%s", one_line(why))
         bad.add(donor)
         self._dht.run_coroutine(partial(_leave_out, source, donor))
@@ -214,7 +213,7 @@ class Archiver:
     def _tell_further(self, archive: str | None) -> None:
         if archive is not None and archive != self._further:
             self._say(
-                f"the run is behind {archive}, which stays. If it has begun anew by mistake: stop its peers, and bring "
+                f"the run is behind {archive}, which stays. If it was restarted by mistake: stop its peers, and bring "
                 f"it back with `shoal revive {self._store.url}/{archive}`"
             )
         self._further = archive
@@ -230,31 +229,32 @@ def check_role(dht: DHT) -> None:
         dht.p2p.membership.check_own(Roles.TRAIN)
 
 
-def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = math.inf) -> StateSharing:
-    """Finds and asks the donors of a run; gives nothing itself.
+def downloads_of(
+    dht: DHT, run_id: str, kind: str, trust: Trust | None = None, rate: float = math.inf
+) -> StateDownloads:
+    """Finds and asks the donors of a run; serves nothing itself.
 
     Args:
         kind: of the optimizers of the run.
-        trains: see :class:`~shoal.averaging.state.donor.StateSharing`.
+        trust: ranks the donors.
+        rate: the most bytes that are taken in a second.
     """
     prefix = PREFIXES[kind].format(run_id)
-    return StateSharing(
-        dht.p2p,
-        dht.node,
-        f"{prefix}.all_averagers",
-        lambda: OwnedState(None, []),
-        NoCompression(),
-        declare_period=60.0,
-        chunk_timeout=SILENCE_SECONDS,
+    options = DownloadOptions(
         max_bytes=memory_of_this_machine(),
-        get_stub=lambda peer: AveragerNode.get_stub(dht.p2p, peer, namespace=prefix),
-        trains=trains,
-        rate=rate,
+        chunk_timeout=SILENCE_SECONDS,
         is_one_state=False,  # this peer does not know how the run averages
+        trains=False,
+        rate=rate,
     )
 
+    def get_stub(peer: PeerID) -> StubBase:
+        return AveragerNode.get_stub(dht.p2p, peer, namespace=prefix)
 
-async def _download(source: StateSharing, *_: Any, **options: Any) -> GivenState | None:
+    return StateDownloads(dht.p2p, dht.node, f"{prefix}.all_averagers", get_stub, options, trust)
+
+
+async def _download(source: StateDownloads, *_: Any, **options: Any) -> GivenState | None:
     return await source.download(**options)
 
 
@@ -262,5 +262,5 @@ async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | 
     return await read_pass(node, run_id)
 
 
-async def _leave_out(source: StateSharing, donor: PeerID, *_: Any) -> None:
+async def _leave_out(source: StateDownloads, donor: PeerID, *_: Any) -> None:
     source.leave_out(donor, None)

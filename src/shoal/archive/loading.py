@@ -37,7 +37,7 @@ def load_archive(
         model: receives the parameters and buffers that the archive has. Parameters are found by their names. If the
             archive has numbers instead, they are taken in the order of the model, and only if all shapes are right.
         optimizer: receives what belongs to it. A :class:`~shoal.Optimizer` or :class:`~shoal.DiLoCo` gets the whole
-            state with its epoch, and goes on from there; give it the model that it trains. A torch optimizer gets its
+            state with its epoch, and continues from there; give it the model that it trains. A torch optimizer gets its
             statistics; its hyper-parameters, such as the learning rate, stay as they are.
 
     Returns:
@@ -118,5 +118,5 @@ def _load_statistics(archive: Archive, optimizer: torch.optim.Optimizer) -> None
         described, statistics = inner[0], tensors[sum(each["tensors"] for each in metadata["fragments"]) :]
     if not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
-    # Without hyper-parameters: whoever loads an archive has chosen his own.
+    # Without hyper-parameters: the program that loads an archive has chosen its own.
     load_optimizer_state(optimizer, without_hyperparameters(described), statistics)

@@ -1,4 +1,4 @@
-"""The file that tells what an archive is, and whose being there makes it count."""
+"""The file that describes an archive. An archive counts only if it is there."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Format(msgspec.Struct, frozen=True):
 
 
 class NotWholeError(ArchiveError):
-    """An archive was never finished, or its manifest is damaged: nobody can read it any more."""
+    """An archive was never finished, or its manifest is damaged: it can never be read again."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an archive is. Its hash is over all fields: others may come with another format only."""
+    """What an archive is. Its hash covers all fields, so new fields need a new format."""
 
     format: int
     kind: str

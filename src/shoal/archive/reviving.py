@@ -1,9 +1,9 @@
-"""Brings a run back whose peers are all gone: a peer that trains nothing gives them the state of an archive.
+"""Revives a run whose peers are all gone: a peer that trains nothing serves the state of an archive.
 
-It publishes a record of progress with the epoch of the archive, and says in it that it is only a donor: so newcomers
-begin at that epoch, and nobody waits for it in rounds. It is needed until another peer gives the state of that epoch or
-of a later one. Declarations of peers that were killed stay in the table for a while, so it asks a peer for its state
-before it believes that.
+It publishes a record of progress with the epoch of the archive, in which it calls itself only a donor: so newcomers
+begin at that epoch, and no peer waits for it in rounds. It is needed until another peer serves the state of that epoch
+or of a later one. Announcements of peers that were killed stay in the DHT for a while, so it asks a peer for its state
+before it trusts such an announcement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.archive.contents import PREFIXES, epoch_of
-from shoal.archive.keeping import check_role, sharing_of
+from shoal.archive.keeping import check_role, downloads_of
 from shoal.archive.store import DATA, Archive, memory_of_this_machine
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateHeader
@@ -30,7 +30,7 @@ from shoal.data.chunks import PassState
 from shoal.data.kept import tell_pass
 from shoal.data.leases import RECORD_SECONDS
 from shoal.errors import ArchiveError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.messages import STATISTICS
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -41,28 +41,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
-# Others may still be downloading when another donor is there: they have so many seconds to end.
+# Peers may still be downloading when another donor appears: they have this many seconds to finish.
 SECONDS_TO_END = 600.0
 _ANSWER_SECONDS = 30.0
 
 
 class Donor(DecentralizedAverager):
-    """Gives the state of an archive, and averages with nobody.
+    """Serves the state of an archive, and does not average.
 
     Args:
         dht: of this peer.
-        archive: what to give.
+        archive: what to serve.
     """
 
     def __init__(self, dht: DHT, archive: Archive) -> None:
         self._archive = archive
         super().__init__([], dht, start=False, prefix=PREFIXES[archive.kind].format(archive.run_id))
         self.state_sharing_priority = archive.epoch
-
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        super().run_in_background(await_ready=True, timeout=timeout)
-        if self._archive.kind == "DiLoCo":
-            self.node.state_sharing.get_part = self._get_part
 
     @property
     def _outer_tensors(self) -> int:
@@ -76,15 +71,15 @@ class Donor(DecentralizedAverager):
             {name: value for name, value in metadata.items() if name != "inner"}, tensors[: self._outer_tensors]
         )
 
-    def _get_part(self, part: bytes) -> OwnedState | None:
+    def get_part(self, part: bytes) -> OwnedState | None:
         metadata, tensors = self._archive.state
-        if part == STATISTICS:
+        if self._archive.kind == "DiLoCo" and part == STATISTICS:
             return OwnedState(metadata.get("inner"), tensors[self._outer_tensors :])
         return None  # single updates of the past are not kept
 
 
 class Revival(Facade):
-    """Gives an archive to all who come, until somebody else does.
+    """Serves an archive to all newcomers, until another peer does.
 
     Args:
         dht: of this peer.
@@ -102,11 +97,11 @@ class Revival(Facade):
         check_role(dht)
         if archive.is_private and dht.p2p.membership is None:
             raise ValueError(
-                f"{archive.path} is of a private run, and without a token everybody could have its model: give the "
+                f"{archive.path} is of a private run, and without a token anyone could get its model: give the "
                 "token of the run, or of a new one"
             )
         if dht.client_mode:
-            raise ValueError("a peer that others cannot call gives nothing to anybody: leave out client_mode")
+            raise ValueError("a peer that others cannot call cannot serve a state: leave out client_mode")
         self._dht, self._kind, self._epoch = dht, archive.kind, archive.epoch
         self._run_id = archive.run_id
         self._passed = None if archive.data is None else _passed_in(archive)
@@ -115,7 +110,7 @@ class Revival(Facade):
         if rounds := archive.state.metadata.get("rounds"):
             self._tracker.compare_rounds()
             self._tracker.adopt_lineage(Lineage.unpack(rounds), archive.epoch)
-        self._others = sharing_of(dht, archive.run_id, archive.kind, trains=False)
+        self._others = downloads_of(dht, archive.run_id, archive.kind)
         self._donor = Donor(dht, archive)
         try:
             self._tell_pass()
@@ -127,11 +122,11 @@ class Revival(Facade):
             raise
 
     def is_alive(self) -> bool:
-        """Whether it gives the state."""
+        """Whether it serves the state."""
         return self._donor.is_alive()
 
     def run(self, stop: threading.Event) -> PeerID | None:
-        """Give the state until another peer does, or until ``stop`` is set.
+        """Serve the state until another peer does, or until ``stop`` is set.
 
         Returns:
             The other peer; ``None`` if there is none.
@@ -147,7 +142,7 @@ class Revival(Facade):
         return None
 
     def _tell_pass(self) -> None:
-        """Tell the peers that come what was done of their data."""
+        """Publish how much of the data was done."""
         self._told_pass_at = time.monotonic()
         if self._passed is not None:
             self._dht.run_coroutine(self._tell)
@@ -157,7 +152,7 @@ class Revival(Facade):
         await tell_pass(node, self._run_id, self._passed)
 
     async def _find_other(self, *_: Any) -> PeerID | None:
-        """A peer that trains and gives a state that is not older than this one."""
+        """A peer that trains and serves a state that is not older than this one."""
         records = self._tracker.board.companions_to_call(get_dht_time())
         trains = {PeerID(r.peer_id) for r in records if not r.is_donor and r.epoch >= self._epoch}
         if not trains:
@@ -168,7 +163,7 @@ class Revival(Facade):
         return None
 
     async def _gives(self, peer: PeerID) -> bool:
-        """Ask a peer for its state, and look of which epoch it is."""
+        """Ask a peer for its state, and check its epoch."""
         try:
             stub = AveragerNode.get_stub(self._dht.p2p, peer, namespace=self._donor.prefix)
             async with stub.rpc_download_state() as call:
@@ -183,7 +178,7 @@ class Revival(Facade):
             return False
 
     def _let_end(self, stop: threading.Event) -> None:
-        """Wait for downloads that are under way."""
+        """Wait for downloads in flight."""
         places, ends_at = self._donor.node.state_sharing.places, time.monotonic() + SECONDS_TO_END
         while places.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
             pass

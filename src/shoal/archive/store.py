@@ -8,14 +8,14 @@
                           data.msgpack            what is done of a shared pass over data, if the run has one
                           manifest.json           which run and epoch; size and hash of each file. Written last
 
-Nothing is ever changed or renamed, because at many addresses that is not possible in one step. An archive counts only
-if its manifest is there and whole, which it is only when everything before it has been written. So whatever happens
-while an archive is being written, the ones before it stand. Files that a manifest names besides these are checked and
-otherwise left alone: there is room for what later versions keep beside the state.
+Nothing is ever changed or renamed, because many file systems cannot do that atomically. An archive counts only if its
+manifest is there and complete, which it is only after everything else has been written. So whatever happens while an
+archive is being written, earlier ones are unharmed. Other files that a manifest names are checked and otherwise
+ignored: there is room for what later versions store.
 
-An archive may have been copied from somebody else, so nothing in it is believed before it is checked. Files have plain
-names, so that none lies outside of the folder. In a folder of this machine they are regular files: no links, pipes or
-devices. Their sizes are compared before they are read, and no read goes beyond them.
+An archive may come from anywhere, so nothing in it is trusted before it is checked. Files have plain names, so that
+none lies outside the folder. In a folder of this machine they are regular files: no links, pipes or devices. Their
+sizes are compared before they are read, and no read goes beyond them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VALUES, DATA = "state.msgpack", "data.msgpack"
-# Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
+# A remote file is copied in memory before it is written, so a large state is split into several files. Chosen.
 MOST_BYTES_OF_FILE = 2**28
 _WRITERS = 4
 _PIECE_BYTES = 2**20
@@ -68,13 +68,13 @@ class Archive:
     state: State
     """As the donor gave it."""
     tensors: dict[str, torch.Tensor]
-    """By name: all that is kept, statistics of optimizers too."""
+    """By name: everything stored, including the statistics of optimizers."""
     names: tuple[str, ...]
     """Of the tensors that belong to the model."""
     data: dict[str, Any] | None = None
     """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
     is_private: bool = False
-    """Whether only members of the run could have this state."""
+    """Whether the run was private."""
 
     @property
     def kind(self) -> str:
@@ -141,7 +141,7 @@ class Store:
         """
         try:
             with self._open(folder, MANIFEST) as (file, size):
-                # Some web servers do not tell the size.
+                # Some web servers do not report the size.
                 most = _MANIFEST_BYTES if size is None else size
                 data = _read(file, most + 1) if most <= _MANIFEST_BYTES else b""
         except FileNotFoundError:
@@ -223,7 +223,7 @@ class Store:
         return manifest
 
     def _make_folder(self, epoch: int) -> str:
-        """Make the folder of the next archive. One that another archiver has made just now is not touched."""
+        """Make the folder of the next archive. One that another archiver has just made is left alone."""
         number = max(map(_number_of, self.folders()), default=0) + 1
         while True:
             folder = f"{number:06d}-epoch-{epoch}"
@@ -266,7 +266,7 @@ class Store:
         return File(len(data), _hash_of(data))
 
     def _make_lasting(self, *folders: str) -> None:
-        """What stands in these folders is there even if the power goes now."""
+        """Make sure that the contents of these folders survive a power failure."""
         if not self._is_local or os.name == "nt":  # there folders cannot be opened
             return
         for path in folders:
@@ -279,8 +279,8 @@ class Store:
     def prune(self, keep: int) -> str | None:
         """Remove all but the newest archives, and what older attempts have left.
 
-        The one of the highest epoch stays, too: if all peers were lost and have begun anew, new archives must not take
-        the place of what they had reached.
+        The one of the highest epoch stays, too: if all peers were lost and have started over, new archives must not
+        replace what the run had reached.
 
         Args:
             keep: how many whole ones stay.
@@ -294,13 +294,13 @@ class Store:
             if folder != furthest:
                 self._remove(folder)
         for folder in unfinished:
-            # What is newer than all of them may be under way.
+            # A newer one may be in progress.
             if whole and _number_of(folder) < _number_of(whole[0]):
                 self._remove(folder)
         return furthest if furthest and _epoch_of(furthest) > _epoch_of(whole[0]) else None
 
     def _remove_unfinished(self) -> None:
-        """Remove what killed archivers have left, if there is a good archive: it may be why there is no room."""
+        """Remove what killed archivers left behind, if there is a good archive: it may be why the disk is full."""
         whole, unfinished = self._sort()
         for folder in unfinished if whole else ():
             self._remove(folder)
@@ -319,7 +319,7 @@ class Store:
         return whole, unfinished
 
     def _remove(self, folder: str) -> None:
-        """Remove an archive, its manifest first, so that it never seems whole when it is not."""
+        """Remove an archive, its manifest first, so that it never looks complete when it is not."""
         for path in (self._path(folder, MANIFEST), self._path(folder)):
             try:
                 self._fs.rm(path, recursive=True)
@@ -387,7 +387,7 @@ class Store:
         return b"".join(self._pieces(folder, name, told, told.bytes))
 
     def _check(self, folder: str, name: str, told: File) -> None:
-        """Check a file of which this version knows no use, without holding it in memory."""
+        """Check a file that this version has no use for, without holding it in memory."""
         for _ in self._pieces(folder, name, told, _PIECE_BYTES):
             pass
 
@@ -423,7 +423,7 @@ class Store:
         self._check_kind(folder, name, os.lstat(path).st_mode)
         with open(os.open(path, _READ_ONLY), "rb") as file:
             status = os.fstat(file.fileno())
-            self._check_kind(folder, name, status.st_mode)  # another one may have been put there meanwhile
+            self._check_kind(folder, name, status.st_mode)  # it may have been replaced in the meantime
             yield file, status.st_size
 
     def _check_kind(self, folder: str, name: str, mode: int) -> None:
@@ -463,13 +463,13 @@ class Store:
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
 
     def _tell_further(self, taken: str) -> None:
-        """Tell whoever takes the newest archive of an older one that is further."""
+        """Warn if an older archive than the newest is of a later epoch."""
         older = [folder for folder, _ in self.whole() if _number_of(folder) < _number_of(taken)]
         further = max(older, key=_epoch_of, default=taken)
         if _epoch_of(further) > _epoch_of(taken):
             logger.warning(
-                "the newest archive is taken: %s. But %s/%s is of a later epoch: take that one, if the run has begun "
-                "anew by mistake", taken, self.url, further,
+                "the newest archive is taken: %s. But %s/%s is of a later epoch: take that one if the run was "
+                "restarted by mistake", taken, self.url, further,
             )  # fmt: skip
 
     def _open_one(self, folder: str) -> Archive:
@@ -493,7 +493,7 @@ class Store:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; file systems that cannot do something at all often say nothing."""
+    """The text of an error; file systems that do not support an operation often give none."""
     return one_line(str(error)) or f"{type(error).__name__}: not possible there"
 
 
@@ -503,7 +503,7 @@ def _is_known(name: str) -> bool:
 
 
 def _read(file: IO[bytes], most: int) -> bytes:
-    """What a file has, and no more than this. Web servers give less at a time than they are asked for."""
+    """The content of a file, up to a limit. Web servers return less at a time than asked for."""
     pieces = list[bytes]()
     while most > 0 and (piece := file.read(most)):
         pieces.append(piece)
@@ -512,7 +512,7 @@ def _read(file: IO[bytes], most: int) -> bytes:
 
 
 def memory_of_this_machine() -> int:
-    """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
+    """Its size in bytes; no state can be larger. A terabyte if the system does not say."""
     if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**40

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from shoal.averaging.node import AveragerNode, average_once, schema_of
 from shoal.averaging.round.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.round.session import GroupSession
 from shoal.averaging.state.download import Layout, OwnedState, State, check_fit, layout_of
+from shoal.averaging.state.newcomer import CheckTensors
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door, options_from
@@ -31,15 +33,30 @@ from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.compression.base import check_codec, copies_of
 from shoal.compression.serialization import check_state_codec
 from shoal.dht.dht import check_dht
-from shoal.errors import AllreduceException, ReactorError
+from shoal.errors import ReactorError
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 Infos = Sequence[CompressionInfo]
+
+
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """The same method, but it does not keep its object alive: the loop must not keep what the user has dropped."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        alive = weak()
+        if alive is None:
+            raise ReactorError("this averager does not exist any more")
+        result: T = alive(*args, **kwargs)
+        return result
+
+    return call
 
 
 class DecentralizedAverager(Facade):
@@ -197,7 +214,6 @@ class DecentralizedAverager(Facade):
             "sender_timeout": sender_limit,
             "reducer_timeout": reducer_limit,
         }
-        self._expected: Layout | None = None
         self._portal = Portal(type(self).__name__)
         self._started: concurrent.futures.Future[AveragerNode] | None = None
         if start:
@@ -231,23 +247,6 @@ class DecentralizedAverager(Facade):
         return self._started
 
     async def _start(self) -> AveragerNode:
-        # Weak, because the node must not keep an averager alive that its user has dropped.
-        get_state = weakref.WeakMethod(self.get_current_state)
-
-        def current_state() -> Any:
-            getter = get_state()
-            if getter is None:
-                raise ReactorError("this averager does not exist any more")
-            return getter()
-
-        average_in_group = weakref.WeakMethod(self.average_in_group)
-
-        async def average(session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
-            method = average_in_group()
-            if method is None:
-                raise AllreduceException("this averager does not exist any more")
-            await method(session, tensors, infos)
-
         node = AveragerNode(
             self.dht.p2p,
             self.dht.node,
@@ -255,8 +254,9 @@ class DecentralizedAverager(Facade):
             self.tensor_infos,
             self._config,
             self._lock,
-            current_state,
-            average,
+            _weakly(self.get_current_state),
+            _weakly(self.average_in_group),
+            _weakly(self.get_part),
         )
         node.state_sharing.set(allowed=self._allow_state_sharing, priority=self._state_sharing_priority)
         await node.start()
@@ -478,6 +478,13 @@ class DecentralizedAverager(Facade):
             copies = copies_of(tensors)
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos)
 
+    def get_part(self, part: bytes) -> OwnedState | None:
+        """A part of the state by its name, for peers that ask for no more; ``None``: there is none by this name.
+
+        Called in a worker thread, like :meth:`get_current_state`.
+        """
+        return None
+
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None, *, skip: Collection[PeerID] = ()
     ) -> Any:
@@ -491,15 +498,21 @@ class DecentralizedAverager(Facade):
         Raises:
             TimeoutError: the download took longer than ``timeout``.
         """
-        self._expected = self._expected_layout()
-        coro = self._download_state(skip)
+        coro = self._download_state(skip, self._check_of_downloads())
         return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)
 
-    def _expected_layout(self) -> Layout | None:
-        """The tensors that a downloaded state must have; others are refused before they are downloaded.
+    def _check_of_downloads(self) -> CheckTensors | None:
+        """What refuses tensors that this peer has no use for, before they are downloaded; ``None``: nothing does.
 
-        Called before each download, by its caller. ``None``: a subclass decides itself what a state is, so its size is
-        limited, but not its shape.
+        Called before each download, by its caller.
+        """
+        layout = self._expected_layout()
+        return None if layout is None else functools.partial(check_fit, own=layout)
+
+    def _expected_layout(self) -> Layout | None:
+        """The tensors that a downloaded state must have.
+
+        ``None``: a subclass decides itself what a state is, so its size is limited, but not its shape.
         """
         return layout_of(self._tensors) if self._gives_the_state_of(DecentralizedAverager) else None
 
@@ -507,12 +520,9 @@ class DecentralizedAverager(Facade):
         """Whether no subclass has changed what the state of this kind of averager is."""
         return getattr(self.get_current_state, "__func__", None) is kind.get_current_state
 
-    async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
-        sharing, expected = (await self._ready_node()).state_sharing, self._expected
-        if expected is not None:
-            sharing.check = lambda part, given: check_fit(given, expected)
-        return await sharing.download(skip)
+    async def _download_state(self, skip: Collection[PeerID], check: CheckTensors | None) -> State | None:
+        return await (await self._ready_node()).state_downloads.download(skip, check=check)
 
     def leave_out(self, donor: PeerID, version: bytes | None) -> None:
         """Do not ask this donor for a while, whose state was refused."""
-        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_sharing.leave_out, donor, version)
+        self._portal.reactor.loop.call_soon_threadsafe(self.node.state_downloads.leave_out, donor, version)

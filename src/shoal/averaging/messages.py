@@ -364,10 +364,6 @@ class StatusReply(Header, omit_defaults=True):
     """The one who answers does not follow the asker any more, which has coordinated the round until now."""
 
 
-# The most other donors that a full donor names.
-MAX_OTHER_DONORS = 4
-
-
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
 
@@ -403,8 +399,6 @@ class DonorBusy(StateAnswer, tag=3):
 
     again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     """The number of seconds after which there may be a place."""
-    others: Annotated[list[PeerAddresses], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
-    """Peers that have downloaded this state and may give it."""
 
 
 class ChunkRequest(Header):

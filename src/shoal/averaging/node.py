@@ -42,7 +42,8 @@ from shoal.averaging.round.exchange import AllReduceSettings
 from shoal.averaging.round.session import ActiveRounds, GroupSession, Round, RoundIsCommitted
 from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
-from shoal.averaging.state.download import GetState
+from shoal.averaging.state.download import GetState, OwnedState
+from shoal.averaging.state.newcomer import DownloadOptions, StateDownloads
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, one_line, words_of
@@ -146,6 +147,7 @@ class AveragerNode(ServicerBase):
         lock: held while the tensors are averaged.
         get_state: returns the state that newcomers download.
         average: averages in a group that was found.
+        get_part: returns a part of the state by its name, or ``None`` to refuse it.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class AveragerNode(ServicerBase):
         lock: TensorLock,
         get_state: GetState,
         average: Average = average_once,
+        get_part: Callable[[bytes], OwnedState | None] = lambda part: None,
     ) -> None:
         self.p2p, self.tensors, self.infos, self.config, self.lock = p2p, tensors, list(infos), config, lock
         self.average = average
@@ -177,20 +180,18 @@ class AveragerNode(ServicerBase):
         }
         self._lane_of_prefix = {config.lane_prefix(tag): lane for tag, lane in self.lanes.items()}
         vector_bytes = sum(info.descriptor.numel() * info.descriptor.dtype.itemsize for info in infos)
-        self.state_sharing = StateSharing(
-            p2p,
-            dht_node,
-            f"{config.prefix}.all_averagers",
-            get_state,
-            config.state_compression,
-            declare_period=config.declare_state_period,
-            chunk_timeout=config.chunk_timeout,
+        key = f"{config.prefix}.all_averagers"
+        self.state_sharing = StateSharing(p2p, dht_node, key, config, get_state, get_part, self.trust)
+        """Gives the state to others."""
+        downloads = DownloadOptions(
             # A state may hold much more than the averaged tensors, such as optimizer statistics.
             max_bytes=16 * vector_bytes + 2**30,
-            get_stub=self.stub,
+            chunk_timeout=config.chunk_timeout,
             agreement=config.agreement,
             is_one_state=config.target_group_size is None,
         )
+        self.state_downloads = StateDownloads(p2p, dht_node, key, self.stub, downloads, self.trust)
+        """Gets the states of others."""
         self._warn_seldom = Seldom(logger.warning)
         self._tasks: list[asyncio.Task[Any]] = []
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.

@@ -8,3 +8,5 @@
 - :mod:`~.standby` lets the optimizers of a waiting thread take part in rounds.
 - :mod:`~.inherited` is the table of import paths that programs know; :mod:`~.extras` has what such programs use.
 """
+
+VERSION = "0.1.0"

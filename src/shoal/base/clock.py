@@ -1,20 +1,23 @@
 """DHT time: one clock for the swarm, in Unix seconds.
 
 All expiration times come from this clock. It is the machine's clock minus its offset, the seconds by which it is ahead
-of the swarm. :class:`SwarmClock` learns the offset from exchanges with other peers, so that a machine whose clock is
+of the swarm. :class:`SwarmClock` measures the offset in the greetings of connections, so that a machine whose clock is
 off by minutes takes part like any other. A process has one such clock for all its swarms, because the offset is that
 of the machine; in a simulation, each simulated machine has one.
 
 How an offset is found
-    Each exchange with a peer measures two differences: to the peer's own clock, and to the peer's opinion of the time
-    of the swarm. A peer has one vote, from its exchange with the shortest round trip.
-
     1. A peer that knows only the peers through which it joined adopts the time that most of them hold.
     2. If two thirds of all known clocks, including this machine's, agree, they are right. So the machines that NTP
-       keeps right set the time, no matter who came first, and are themselves never corrected.
-    3. Otherwise the time is the one that most peers hold, including this one. So there is a time even if most clocks
-       are off by different amounts. No single peer is followed.
+       keeps right set the time, no matter who came first.
+    3. Otherwise the time is the one that most peers hold; this machine's time and clock count like two peers.
     4. Without a majority nothing changes.
+
+How it is applied
+    At once in the first ten minutes: from the first exchange on, after the machine's clock has jumped, and after the
+    swarm was lost and found. Later the time moves by at most a second in a minute, and so never goes back. The
+    exception is a difference of more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS``, if most of those that tell it have
+    agreed with this machine before. If two or more of the known peers have delivered in averaging rounds, only these
+    count. So a crowd of strangers does not take the swarm to another time.
 
 How time passes
     Between two exchanges, time passes as on a clock of the machine that is never set and keeps running while the
@@ -22,16 +25,6 @@ How time passes
     other peers notice nothing. The user gets one line, and the peers are asked for the time again, because it may be
     the machine that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that
     has met no others follows the clock of its machine.
-
-How it is applied
-    Differences below a quarter of a second are ignored: they may be measurement errors. Offsets found in the first
-    seconds are applied at once. Later the time does not go back by small amounts, it slows down instead. It is set back
-    only if it is more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, because others then misjudge every record.
-    When others have agreed with this machine for ten minutes, its time is settled. From then on it moves by at most a
-    second per minute, so that a crowd of newcomers cannot take the swarm to another time. Only three things still move
-    it at once: the machine's clock has jumped; this peer has lost the swarm and come back; or two thirds of the known
-    peers say so, most of whom agreed with this machine before. If two or more of the known peers have delivered in
-    averaging rounds, only these have a vote on a settled time: a crowd of strangers does not move it at all.
 """
 
 from __future__ import annotations
@@ -47,7 +40,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from shoal.base.bounded import Bounded
 from shoal.errors import set_the_clock
 
 logger = logging.getLogger(__name__)
@@ -56,53 +48,39 @@ DHTExpiration = float
 
 # Peers whose clocks differ by more than this many seconds cannot share expiration times safely.
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
-# Differences up to this are not corrected.
+# How far the clocks of two peers may differ before their badges, requests and records are refused. Chosen.
+TOLERANCE_SECONDS = 20 * MAX_DHT_TIME_DISCREPANCY_SECONDS
+# Differences up to this, beyond the possible error of an exchange, are not corrected. Chosen: clocks with NTP differ by
+# hundredths of a second.
 UNNOTICEABLE_SECONDS = 0.25
 
 WORTH_A_WARNING_SECONDS = 1.0
 # Least difference of two readings: half a microsecond, so that they still differ after something is added to both.
 SMALLEST_STEP = 2.0**-21
-# Corrections apply at once for so long after the first exchange: peers still report, and nothing depends on it yet.
-SETTLING_SECONDS = 5.0
-# Seconds per second by which this clock loses while it slows down, until it is not ahead any more.
-SLOW_DOWN = 0.1
-# The time is settled when this many others, or all known ones if they are fewer, have agreed with it for so long.
-SETTLED_BY = 3
-SETTLED_AFTER_SECONDS = 600.0
-# Seconds per second by which a settled time moves.
+# Corrections apply at once for so long. Chosen: in a young swarm most clocks have met after some minutes.
+SETTLING_SECONDS = 600.0
+# Seconds per second by which the time moves later. Chosen: quicker than any clock drifts, too slow to break a round.
 CREEP = 1 / 60
-# Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them.
+# Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them. Chosen.
 MAX_SOURCES = 32
-# Older samples are forgotten.
+# Older exchanges are forgotten. Connections are renewed every quarter of an hour.
 MAX_AGE_SECONDS = 3600.0
 # Slower exchanges are too inexact to be used.
-MAX_ROUND_TRIP_SECONDS = 3.0
-# After this time a slow exchange replaces a quick one, because the clock may have drifted.
-NEWER_IS_BETTER_SECONDS = 600.0
-# How often both clocks are read, to get two readings of one moment.
-READING_ATTEMPTS = 5
-# Limits the weight of short round trips: otherwise one peer that claims to be near could outvote two that are not.
-_SHORT_ROUND_TRIP = 0.4
+MAX_ROUND_TRIP_SECONDS = MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 
 class _Sample(NamedTuple):
-    """The result of an exchange with a peer, in seconds."""
+    """The result of the last exchange with a peer, in seconds."""
 
     ahead_of_clock: float
     """How far this machine's clock is ahead of the peer's clock."""
     ahead_of_swarm: float
     """How far it is ahead of the peer's opinion of the time of the swarm."""
-    round_trip: float
     heard_at: float
-    has_agreed: bool = False
+    has_agreed: bool
     """Whether the peer has ever agreed with this machine about the time of the swarm."""
-    is_mate: bool = False
-    """Whether it has delivered in averaging rounds, when it was last heard."""
-
-
-class _Vote(NamedTuple):
-    offset: float
-    round_trip: float
+    is_mate: bool
+    """Whether it has delivered in averaging rounds."""
 
 
 class _Course(NamedTuple):
@@ -112,13 +90,11 @@ class _Course(NamedTuple):
     """By how much the one clock of the machine is ahead of the other one. If that changes, the first one was set."""
     offset: float = 0.0
     begin: float = 0.0
-    rate: float = 0.0
-    """Seconds per second."""
     since: float = 0.0
 
     def at(self, now: float) -> float:
         """The value at this reading of the monotonic clock."""
-        moved = self.rate * (now - self.since)
+        moved = CREEP * (now - self.since)
         return self.begin + max(-moved, min(moved, self.offset - self.begin))
 
 
@@ -144,18 +120,16 @@ class SwarmClock:
         self._lock = threading.RLock()  # any thread that asks for the time may find that the clock has jumped
         self._course = _Course(self._wall() - self._monotonic())
         self.samples: dict[Hashable, _Sample] = {}
-        """What each source has told last."""
+        """What each peer has told last."""
         self.on_jump: dict[Hashable, Callable[[], object]] = {}
         """Called, in any thread, after the machine's clock has jumped; by the names of :meth:`add_own`."""
         self._met_at = -math.inf
         self._own: dict[Hashable, None] = {}
         self._joined_through: dict[Hashable, None] = {}
-        self._first_heard_at: float | None = None
-        self._agreed_since: float | None = None
-        self._is_settled = False
+        # Since when corrections apply at once; ``None``: from the next exchange on.
+        self._settles_since: float | None = None
+        self._has_heard = False
         self._told_offset = 0.0
-        # Peers that tell another time than this settled clock, and since when; the first ones are forgotten.
-        self._differing: Bounded[Hashable, float] = Bounded()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +156,7 @@ class SwarmClock:
 
     def _read_at_once(self) -> tuple[float, float] | None:
         """Both clocks at one moment; ``None`` if this thread is held up each time between the two readings."""
-        for _ in range(READING_ATTEMPTS):
+        for _ in range(5):
             before, wall, now = self._monotonic(), self._wall(), self._monotonic()
             if now - before < UNNOTICEABLE_SECONDS:
                 return wall, now
@@ -219,12 +193,12 @@ class SwarmClock:
     @property
     def is_disputed(self) -> bool:
         """Whether there are peers to compare with, but no majority of them agrees."""
-        return bool(self.samples) and self._estimate() is None
+        return bool(self.samples) and self._estimate(list(self.samples.values())) is None
 
     @property
     def is_joining(self) -> bool:
         """Whether the user has named peers of a swarm, and nobody has told the time yet."""
-        return bool(self._joined_through) and self._first_heard_at is None
+        return bool(self._joined_through) and not self._has_heard
 
     # --- exchanges with others ----------------------------------------------------------------------------------------
 
@@ -246,9 +220,13 @@ class SwarmClock:
         if source not in self._own:  # nothing will be heard from these, see add_own
             self._joined_through[source] = None
 
+    def settle_anew(self) -> None:
+        """Let the time be corrected at once again: after an outage, for example, it may be wrong."""
+        self._settles_since = None
+
     def hear(
         self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float, *, is_mate: bool = False
-    ) -> float:
+    ) -> None:
         """Record an exchange with another peer that has just ended.
 
         Args:
@@ -257,151 +235,69 @@ class SwarmClock:
             their_offset: seconds by which its own clock was ahead of that.
             round_trip: seconds that the exchange took, without the time that the peer needed to answer.
             is_mate: the peer has delivered in averaging rounds.
-
-        Returns:
-            By how many seconds the peer's time is later than the one that this peer and others have agreed about, if it
-            keeps telling another one; else 0.
         """
         numbers = (swarm_time, their_offset, round_trip)
         if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
-            return 0.0
+            return
         if round_trip > MAX_ROUND_TRIP_SECONDS:
-            return 0.0
+            return
         round_trip = max(0.0, round_trip)
         with self._lock:
             wall, now, course = self._read()
-            self._met_at = now
+            self._met_at, self._has_heard = now, True
             # Where the system only slows down or speeds up its clock, the two clocks drift apart. That is no jump.
             self._course = course._replace(wall_beyond_monotonic=wall - now)
-            if self._first_heard_at is None:
-                self._first_heard_at = now
-            ahead = wall - (swarm_time + round_trip / 2)
-            self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now, is_mate=is_mate))
-            self._note_agreement(now)
-            new = self.samples.get(source)
-            if new is not None and (self._course.offset or self._told_offset or not _is_unnoticeable(new)):
-                self._decide(now)  # otherwise no correction is active, and the new sample asks for none
-            return self._lasting_difference(source, self.offset - ahead, now)
-
-    def _lasting_difference(self, source: Hashable, seconds: float, now: float) -> float:
-        """Newcomers with wrong clocks have some time to adopt that of the swarm."""
-        if not self._is_settled or abs(seconds) <= MAX_DHT_TIME_DISCREPANCY_SECONDS:
-            self._differing.pop(source, None)
-            return 0.0
-        since = self._differing.setdefault(source, now)
-        # Without anybody who agrees, it may be this machine that is wrong.
-        is_right = any(abs(s.ahead_of_swarm - self.offset) <= UNNOTICEABLE_SECONDS for s in self.samples.values())
-        return seconds if is_right and now - since >= SETTLING_SECONDS else 0.0
-
-    def settle_anew(self) -> None:
-        """Let the time be corrected at once again: after an outage, for example, it may be wrong."""
-        self._agreed_since, self._is_settled = None, False
-
-    def _note_agreement(self, now: float) -> None:
-        agreeing, present = 0, self.offset
-        for source, sample in self.samples.items():
-            if abs(sample.ahead_of_swarm - present) <= MAX_DHT_TIME_DISCREPANCY_SECONDS:
-                agreeing += 1
-                if not sample.has_agreed:
-                    self.samples[source] = sample._replace(has_agreed=True)
-        if not agreeing or agreeing < min(SETTLED_BY, len(self.samples)):
-            self._agreed_since = None
-        elif self._agreed_since is None:
-            self._agreed_since = now
-        elif now - self._agreed_since >= SETTLED_AFTER_SECONDS:
-            # It stays settled even if nobody agrees any more: otherwise attackers could unsettle it by disagreeing.
-            self._is_settled = True
-
-    def _decide(self, now: float) -> None:
-        self._forget_what_is_older(now - MAX_AGE_SECONDS)
-        estimate = self._estimate()
-        if estimate is not None:
-            self._follow(0.0 if abs(estimate) <= UNNOTICEABLE_SECONDS else estimate)
-        self._tell()
-
-    def _forget_what_is_older(self, oldest: float) -> None:
-        for source, sample in list(self.samples.items()):
-            if sample.heard_at < oldest:
-                del self.samples[source]
-
-    def _note(self, source: Hashable, new: _Sample) -> None:
-        old = self.samples.get(source)
-        if old is None and len(self.samples) >= MAX_SOURCES:
-            self._forget_what_is_older(new.heard_at - MAX_AGE_SECONDS)
-            if len(self.samples) >= MAX_SOURCES:
-                return
-        if old is not None and self._is_better(old, new):
-            new = old._replace(ahead_of_swarm=new.ahead_of_swarm, is_mate=new.is_mate)
-        self.samples[source] = new._replace(has_agreed=old is not None and old.has_agreed)
-
-    @staticmethod
-    def _is_better(old: _Sample, new: _Sample) -> bool:
-        possible_error = (old.round_trip + new.round_trip) / 2 + UNNOTICEABLE_SECONDS
-        is_same_clock = abs(old.ahead_of_clock - new.ahead_of_clock) < possible_error
-        return (
-            is_same_clock and old.round_trip < new.round_trip and new.heard_at - old.heard_at < NEWER_IS_BETTER_SECONDS
-        )
+            if self._settles_since is None:
+                self._settles_since = now
+            for other, sample in list(self.samples.items()):
+                if sample.heard_at < now - MAX_AGE_SECONDS:
+                    del self.samples[other]
+            former = self.samples.get(source)
+            if former is not None or len(self.samples) < MAX_SOURCES:
+                ahead, present = wall - (swarm_time + round_trip / 2), course.at(now)
+                error = round_trip / 2 + UNNOTICEABLE_SECONDS
+                of_clock, of_swarm = ahead - their_offset, ahead
+                # What the exchange cannot tell from no difference is none.
+                of_clock = 0.0 if abs(of_clock) <= error else of_clock
+                of_swarm = present if abs(of_swarm - present) <= error else of_swarm
+                agrees = abs(of_swarm - present) <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+                has_agreed = agrees or (former is not None and former.has_agreed)
+                self.samples[source] = _Sample(of_clock, of_swarm, now, has_agreed, is_mate)
+            self._decide(now)
 
     # --- deciding -----------------------------------------------------------------------------------------------------
 
-    def _estimate(self) -> float | None:
+    def _decide(self, now: float) -> None:
+        is_settling = self._settles_since is not None and now - self._settles_since <= SETTLING_SECONDS
+        voters = list(self.samples.values())
+        mates = [sample for sample in voters if sample.is_mate]
+        # With one mate alone all vote: of two clocks, nobody can tell which one is wrong.
+        voters = mates if len(mates) > 1 else voters
+        estimate = self._estimate(voters)
+        if estimate is not None:
+            offset = 0.0 if abs(estimate) <= UNNOTICEABLE_SECONDS else estimate
+            is_far = abs(offset - self._course.at(now)) > MAX_DHT_TIME_DISCREPANCY_SECONDS
+            self._follow(offset, now, at_once=is_settling or (is_far and _have_changed_their_minds(voters, offset)))
+        self._tell()
+
+    def _estimate(self, voters: Sequence[_Sample]) -> float | None:
+        """The offset that most support, or ``None``."""
+        clocks, opinions = [0.0, *(each.ahead_of_clock for each in voters)], [each.ahead_of_swarm for each in voters]
         if all(source in self._joined_through for source in self.samples):
-            found = self._agreement_of_opinions([])
-            return self._agreement_of_clocks() if found is None else found
-        found = self._agreement_of_clocks()
-        if found is None and len(self._voters) > 1:
-            found = self._agreement_of_opinions([_Vote(self.offset, 0.0)])
-        if found is None and not self._is_settled:
-            # The machine stood still, and its clock has been set since: it agrees with the only other one.
-            only = next(iter(self.samples.values()))
-            agree = max(abs(only.ahead_of_clock), abs(only.ahead_of_swarm)) <= MAX_DHT_TIME_DISCREPANCY_SECONDS
-            found = 0.0 if len(self.samples) == 1 and agree else None
+            found = _agreement(opinions, len(opinions) // 2 + 1)
+            return _agreement([0.0, *opinions], (len(opinions) + 1) // 2 + 1) if found is None else found
+        found = _agreement(clocks, math.ceil(len(clocks) * 2 / 3)) if len(clocks) >= 3 else None
+        if found is None:
+            opinions += [0.0, self.offset]
+            found = _agreement(opinions, len(opinions) // 2 + 1)
         return found
 
-    @property
-    def _voters(self) -> list[_Sample]:
-        """Whose time counts. With one mate alone all vote: of two clocks, nobody can tell which one is wrong."""
-        mates = [sample for sample in self.samples.values() if sample.is_mate] if self._is_settled else []
-        return mates if len(mates) > 1 else list(self.samples.values())
-
-    def _agreement_of_clocks(self) -> float | None:
-        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self._voters)]
-        return _agreement(clocks, math.ceil(len(clocks) * 2 / 3)) if len(clocks) >= 3 else None
-
-    def _agreement_of_opinions(self, own: list[_Vote]) -> float | None:
-        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self._voters)]
-        return _agreement(opinions, len(opinions) // 2 + 1)
-
-    def _follow(self, offset: float) -> None:
-        course = self._course
-        planned = course.offset
+    def _follow(self, offset: float, now: float, *, at_once: bool) -> None:
+        course, present = self._course, self._course.at(now)
+        planned = present if at_once else course.offset
         if offset == planned or (offset and abs(offset - planned) <= UNNOTICEABLE_SECONDS):
             return
-        present, now = self.offset, self._monotonic()
-        rate = self._rate_towards(offset, present, now)
-        self._course = _Course(course.wall_beyond_monotonic, offset, present if rate else offset, rate, now)
-
-    def _rate_towards(self, offset: float, present: float, now: float) -> float:
-        """Seconds per second by which the time moves; 0 = it moves at once."""
-        if self._is_settled:
-            if not self._have_changed_their_minds(offset):
-                return CREEP
-            self.settle_anew()
-        is_new = self._first_heard_at is None or now - self._first_heard_at <= SETTLING_SECONDS
-        goes_back_a_little = 0 < offset - present <= MAX_DHT_TIME_DISCREPANCY_SECONDS
-        return SLOW_DOWN if goes_back_a_little and not is_new else 0.0
-
-    def _have_changed_their_minds(self, offset: float) -> bool:
-        """Whether two thirds of the voters support this offset, most of whom agreed with this machine before."""
-        voters = self._voters
-        for_it = [
-            sample
-            for sample in voters
-            if min(abs(sample.ahead_of_clock - offset), abs(sample.ahead_of_swarm - offset))
-            <= MAX_DHT_TIME_DISCREPANCY_SECONDS
-        ]
-        is_majority = len(for_it) * 3 >= len(voters) * 2
-        return is_majority and sum(sample.has_agreed for sample in for_it) * 2 > len(for_it)
+        self._course = course._replace(offset=offset, begin=offset if at_once else present, since=now)
 
     def _tell(self, jump: float = 0.0) -> None:
         offset = self._course.offset
@@ -426,23 +322,21 @@ class SwarmClock:
         )
 
 
-def _is_unnoticeable(sample: _Sample) -> bool:
-    return max(abs(sample.ahead_of_clock), abs(sample.ahead_of_swarm)) <= UNNOTICEABLE_SECONDS
+def _have_changed_their_minds(voters: Sequence[_Sample], offset: float) -> bool:
+    """Whether two thirds of the voters support this offset, most of whom agreed with this machine before."""
+    for_it = [
+        each
+        for each in voters
+        if min(abs(each.ahead_of_clock - offset), abs(each.ahead_of_swarm - offset)) <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+    ]
+    return len(for_it) * 3 >= len(voters) * 2 and sum(each.has_agreed for each in for_it) * 2 > len(for_it)
 
 
-def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
-    """Weighted median of the votes that agree; short round trips weigh most. ``None`` if too few votes agree."""
-    middle = sorted(vote.offset for vote in votes)[(len(votes) - 1) // 2]
-    near = sorted(vote for vote in votes if abs(vote.offset - middle) <= MAX_DHT_TIME_DISCREPANCY_SECONDS)
-    if len(near) < needed:
-        return None
-    weights = [1 / (_SHORT_ROUND_TRIP + vote.round_trip) for vote in near]
-    half, passed = sum(weights) / 2, 0.0
-    for vote, weight in zip(near, weights, strict=True):
-        passed += weight
-        if passed >= half:
-            return vote.offset
-    return near[-1].offset
+def _agreement(offsets: Sequence[float], needed: int) -> float | None:
+    """The median of the offsets that agree with the median of all; ``None`` if too few do."""
+    middle = sorted(offsets)[(len(offsets) - 1) // 2]
+    near = sorted(each for each in offsets if abs(each - middle) <= MAX_DHT_TIME_DISCREPANCY_SECONDS)
+    return near[(len(near) - 1) // 2] if len(near) >= needed else None
 
 
 class ProcessClock(SwarmClock):
@@ -459,11 +353,7 @@ class ProcessClock(SwarmClock):
         self._latest_lock = threading.Lock()
 
     def time(self) -> float:
-        # As in the base class, with fewer calls: this is asked for hundreds of times in each round.
-        wall, monotonic, course = self._wall(), self._monotonic(), self._course
-        if not -WORTH_A_WARNING_SECONDS < wall - monotonic - course.wall_beyond_monotonic < WORTH_A_WARNING_SECONDS:
-            wall, monotonic, course = self._read()
-        now = wall - (course.at(monotonic) if course.rate else course.offset)
+        now = super().time()
         with self._latest_lock:
             if -UNNOTICEABLE_SECONDS < now - self._latest < SMALLEST_STEP:
                 now = self._latest + SMALLEST_STEP

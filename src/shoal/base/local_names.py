@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 
-SHOWN_CHARACTERS = 80
+from shoal.base.logs import quoted
 
 
 def why_not_answered(bound: str, host: str | None, chosen: str = "") -> str | None:
@@ -28,7 +28,7 @@ def why_not_answered(bound: str, host: str | None, chosen: str = "") -> str | No
     if is_chosen or _is_loopback(name) or name == "localhost" or name.endswith(".localhost"):
         return None
     return (
-        f"This server is for programs of this machine only, and does not answer to {host[:SHOWN_CHARACTERS]!r}. "
+        f"This server is for programs of this machine only, and does not answer to {quoted(host)}. "
         f"Ask for http://localhost instead. To show it to others, let it listen at another address than {bound}, such "
         "as 0.0.0.0."
     )

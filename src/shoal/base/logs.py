@@ -58,7 +58,7 @@ from shoal.base.bounded import Bounded
 from shoal.base.signs import as_far_as
 
 PACKAGE = "shoal"
-# The length of a quoted text.
+# The length of a quoted text. Chosen: about a line, like all numbers here.
 QUOTED_CHARACTERS = 120
 # The length of a text from another peer.
 TOLD_CHARACTERS = 800
@@ -68,8 +68,6 @@ MOST_LINES_OF_A_KIND = 5
 MOST_LINES, WIDTH = 2, 100
 # The names that peers give themselves: their length, and of how many peers they are remembered.
 MAX_NAME_CHARACTERS = 32
-# Of an error in a traceback: the errors behind it whose words are made harmless.
-_MOST_CAUSES = 32
 # Characters of a peer id that are shown: its end, which is what differs between peers.
 SHOWN_CHARACTERS = 8
 
@@ -130,7 +128,7 @@ def _without_codes(text: str) -> str:
 
 
 def _harmless_traceback(text: str, error: BaseException | None) -> str:
-    for _ in range(_MOST_CAUSES):
+    for _ in range(32):  # longer chains of causes are circles
         if error is None:
             break
         said = str(error)

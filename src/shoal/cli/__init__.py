@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from shoal.base.logs import harmless
 from shoal.errors import BootstrapError, ValidationError
+
+T = TypeVar("T")
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
@@ -26,19 +31,80 @@ def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> N
         parser.add_argument(f"--{name.replace('-', '_')}", **hidden)
 
 
-def run_name(text: str) -> str:
-    """Read the name of a run."""
-    if not text or "." in text:
-        raise argparse.ArgumentTypeError(f"must be the run_id of the optimizers, which has no dots, got {text!r}")
-    return text
+def value(what: str, convert: Callable[[str], T], is_good: Callable[[T], bool]) -> Callable[[str], T]:
+    """A ``type`` for ``add_argument`` that checks the value.
+
+    Args:
+        what: completes "must be".
+        convert: raises ``ValueError`` if the text stands for no value.
+        is_good: whether the value can be used.
+    """
+
+    def read(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            found = convert(text)
+            if is_good(found):
+                return found
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text or repr(text)}")
+
+    return read
 
 
-def number(text: str) -> float:
-    """The number that a text stands for; NaN if it is none, which no comparison lets through."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def whole(what: str, least: int, end: int) -> Callable[[str], int]:
+    """A ``type`` for whole numbers from ``least`` on, below ``end``."""
+    return value(what, int, lambda number: least <= number < end)
+
+
+port_of = whole("the number of a port, from 0 to 65535", 0, 2**16)
+
+
+def _rate(text: str) -> float:
+    factor = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:].upper())
+    return float(text) if factor is None else float(text[:-1]) * factor
+
+
+rate_of = value("bytes per second, such as 5M or 800k", _rate, lambda rate: 0 < rate < math.inf)
+
+
+def add_addresses(parser: argparse.ArgumentParser, what: str, nargs: str = "*") -> None:
+    """Add the addresses of other peers."""
+    parser.add_argument("addresses", nargs=nargs, default=[], metavar="ADDRESS", help=what)
+
+
+def add_listening(
+    parser: argparse.ArgumentParser, where: str = "all networks of this machine on a free port", extra: str = ""
+) -> None:
+    """Add where a peer listens, and what it tells others.
+
+    Args:
+        where: it listens by default.
+        extra: added to the help of the second option.
+    """
+    host = f"where to listen (default: SHOAL_HOST_MADDRS, or {where})"
+    add_option(parser, "host-maddrs", nargs="*", default=None, metavar="ADDRESS", help=host)
+    announce = f"what others are told instead of that{extra}"
+    add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="ADDRESS", help=announce)
+
+
+def add_identity(
+    parser: argparse.ArgumentParser, identity: str = "file with the key of this peer; made if missing"
+) -> None:
+    """Add which peer this is, and by which right it takes part."""
+    add_option(parser, "identity-path", type=Path, metavar="FILE", help=identity)
+    add_token(parser)
+
+
+def add_token(parser: argparse.ArgumentParser, what: str = "of a private run") -> None:
+    """Add ``--token``."""
+    parser.add_argument("--token", metavar="TOKEN", help=f"{what}, as text or as a file (default: SHOAL_TOKEN)")
+
+
+def add_run_name(parser: argparse.ArgumentParser) -> None:
+    """Add the name of a run."""
+    name = value("the run_id of the optimizers, which has no dots", str, lambda text: bool(text) and "." not in text)
+    parser.add_argument(
+        "--run", dest="run_id", type=name, required=True, metavar="NAME", help="the run_id of its optimizers"
+    )
 
 
 def end_on_signals() -> None:
@@ -48,7 +114,7 @@ def end_on_signals() -> None:
 
 
 def tell_error(command: str, error: Exception) -> None:
-    """Print why a command ends, and what tells more if it could not join."""
-    print(f"shoal {command}: {harmless(str(error))}", file=sys.stderr)
+    """Print why a command such as ``shoal dht`` ends, and what tells more if it could not join."""
+    print(f"{command}: {harmless(str(error))}", file=sys.stderr)
     if isinstance(error, (BootstrapError, ValidationError)):
         print("More about each address: shoal doctor ADDRESS", file=sys.stderr)

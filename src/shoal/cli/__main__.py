@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import shoal
 from shoal.base.signs import make_output_plain
-from shoal.cli import archive, dht, monitor, token
+from shoal.cli import archive, dht, monitor, tell_error, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
+from shoal.errors import ShoalError
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -105,8 +106,11 @@ def main(arguments: Sequence[str] | None = None, **preset: Any) -> int:
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output, such as head, is gone
+    except BrokenPipeError:  # the reader of the output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its end, when it writes the rest
+        return 1
+    except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
+        tell_error(" ".join(parsed.parser.prog.split()[:2]), error)
         return 1
     return status
 

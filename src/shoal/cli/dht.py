@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.base.logs import counted, shown_name
-from shoal.cli import add_option, end_on_signals, number, tell_error
-from shoal.cli.token import add_token_option
+from shoal.cli import add_addresses, add_identity, add_listening, add_option, end_on_signals, rate_of, value
 from shoal.dht import DHT, DHTNode
-from shoal.errors import P2PDaemonError, ShoalError
+from shoal.errors import P2PDaemonError
 from shoal.net.limits import RelayLimits, increase_file_limit
 from shoal.net.own_addresses import chosen_host_maddrs, everywhere
 from shoal.net.pasted import line_to_paste, reach_of, read_addresses, short_form
@@ -172,45 +171,10 @@ def add_parser(subparsers: Any) -> None:
         "dht", help="run a peer through which others join the swarm", description=DESCRIPTION
     )
 
-    parser.add_argument(
-        "addresses",
-        nargs="*",
-        default=[],
-        metavar="ADDRESS",
-        help="join the swarm of these peers; `local`: of those in the local network; none: start one",
-    )
-    add_option(
-        parser,
-        "initial-peers",
-        nargs="*",
-        default=[],
-        metavar="ADDRESS",
-        help="the same, as an option",
-    )
-    add_option(
-        parser,
-        "host-maddrs",
-        nargs="*",
-        default=None,
-        metavar="ADDRESS",
-        help="where to listen (default: SHOAL_HOST_MADDRS or all networks, on the port of the last time)",
-    )
-    add_option(
-        parser,
-        "announce-maddrs",
-        nargs="*",
-        default=None,
-        metavar="ADDRESS",
-        help="what others are told instead of that, such as the public side of a forwarded port",
-    )
-    add_option(
-        parser,
-        "identity-path",
-        type=Path,
-        metavar="FILE",
-        help="file that keeps this peer's key, instead of the one kept under --name; made if missing",
-    )
-    add_token_option(parser)
+    add_addresses(parser, "join the swarm of these peers; `local`: of those in the local network; none: start one")
+    add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
+    add_listening(parser, "all networks, on the port of the last time", ", such as the public side of a forwarded port")
+    add_identity(parser, "file that keeps this peer's key, instead of the one kept under --name; made if missing")
     parser.add_argument(
         "--name",
         metavar="WORD",
@@ -225,7 +189,7 @@ def add_parser(subparsers: Any) -> None:
     add_option(
         parser,
         "refresh-period",
-        type=_positive,
+        type=value("a positive number of seconds", float, lambda seconds: 0 < seconds < threading.TIMEOUT_MAX),
         default=30.0,
         metavar="SECONDS",
         help="how often to report and to look for peers that are gone (default: 30)",
@@ -246,28 +210,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, for_scripts=False)
 
 
-def _positive(text: str) -> float:
-    seconds = number(text)
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
-    return seconds
-
-
-def rate_of(text: str) -> float:
-    """Read a number of bytes per second, such as 5M."""
-    unit = text[-1:].upper()
-    try:
-        rate = float(text[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be bytes per second, such as 5M or 800k, got {text}")
-    return rate
-
-
-_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
     end_on_signals()
@@ -283,9 +225,6 @@ def run(arguments: argparse.Namespace) -> int:
             dht = _start(arguments, kept)
         except KeyboardInterrupt:
             return 0
-        except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
-            tell_error("dht", error)
-            return 1
         try:
             addresses = dht.get_visible_maddrs()
             if arguments.for_scripts:

@@ -11,13 +11,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.cli import add_option, end_on_signals, run_name, tell_error
-from shoal.cli.token import add_token_option
+from shoal.cli import add_addresses, add_identity, add_option, add_run_name, end_on_signals, port_of, whole
 from shoal.dht import DHT
-from shoal.errors import ShoalError, torch_is_missing
+from shoal.errors import torch_is_missing
 
 if TYPE_CHECKING:
     from shoal.monitor.exporters import Exporter
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows a run while it trains: its peers, how fast they are, their losses if they report them, what has failed and why.
-It joins as an observer for whom nobody waits, and changes nothing.
+It joins as an observer that nobody waits for, and changes nothing.
 """
 EPILOG = """\
 Peers report their own figures with optimizer.report(loss=loss). Without that, only their progress is seen.
@@ -39,19 +37,10 @@ T = TypeVar("T")
 def add_parser(subparsers: Any) -> None:
     """Add ``monitor`` to the subcommands."""
     parser = subparsers.add_parser("monitor", help="watch a run", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("addresses", nargs="*", default=[], metavar="ADDRESS", help="of one or more peers of the run")
+    add_addresses(parser, "of one or more peers of the run")
     add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
-    parser.add_argument(
-        "--run", dest="run_id", type=run_name, required=True, metavar="NAME", help="the run_id of its optimizers"
-    )
-    add_token_option(parser)
-    add_option(
-        parser,
-        "identity-path",
-        type=Path,
-        metavar="FILE",
-        help="file with the key of this peer, if the token is a badge",
-    )
+    add_run_name(parser)
+    add_identity(parser, "file with the key of this peer, if the token is a badge")
     parser.add_argument(
         "--web",
         nargs="?",
@@ -70,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     add_option(
         parser,
         "goal-epochs",
-        type=goal_of,
+        type=whole("the number of an epoch, from 1", 1, 2**53),
         default=0,
         metavar="N",
         help="the epoch at which the run is to end: shows how long that will take",
@@ -83,20 +72,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def port_of(text: str) -> int:
-    """Read the number of a port."""
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"must be the number of a port, from 0 to 65535, got {text}")
-    return int(text)
-
-
-def goal_of(text: str) -> int:
-    """Read the number of an epoch."""
-    if not text.isdecimal() or not 0 < int(text) < 2**53:
-        raise argparse.ArgumentTypeError(f"must be the number of an epoch, from 1, got {text}")
-    return int(text)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Watch until SIGINT or SIGTERM and return the exit status."""
     end_on_signals()
@@ -104,10 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         with ExitStack() as stack:
             _watch(arguments, stack)
     except KeyboardInterrupt:
-        return 0
-    except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
-        tell_error("monitor", error)
-        return 1
+        pass
     return 0
 
 
@@ -115,7 +87,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     addresses = [*arguments.addresses, *arguments.initial_peers]
     if not addresses:
         raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
-    if importlib.util.find_spec("torch") is None:  # before it joins in vain
+    if importlib.util.find_spec("torch") is None:  # before it joins for nothing
         raise torch_is_missing()
     dht = stack.enter_context(
         DHT(

@@ -26,8 +26,8 @@ from shoal.access.tokens import (
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import counted, quoted
 from shoal.base.reactor import Portal
-from shoal.cli import add_option, number
-from shoal.errors import P2PDaemonError, ShoalError
+from shoal.cli import add_option, add_token, value
+from shoal.errors import P2PDaemonError
 from shoal.net.pasted import read_targets
 from shoal.p2p import P2P, Identity, PeerID
 from shoal.p2p.joining import parse_peer_addresses
@@ -37,11 +37,12 @@ DESCRIPTION = """\
 A run whose peers have a token is private: nobody else can make a single call to them. Each peer gets the token as
 token=, --token or SHOAL_TOKEN, as text or as the path of a file.
 """
+# Ten years: what is to last longer is a token of the run itself. Chosen.
 MAX_DAYS = 3650.0
 HOW_TO_USE = "Give it to each peer: shoal.DHT(..., token=TOKEN), shoal dht --token TOKEN, or SHOAL_TOKEN=TOKEN"
 CANNOT_BE_TAKEN_BACK = (
-    "Who has the secret key of the run itself can come back under another identity. If you have given it away, begin "
-    "anew with `shoal token new`, and give the new token to those who stay."
+    "Anyone with the secret key of the run itself can come back under another identity. If you have given it away, "
+    "start over with `shoal token new`, and give the new token to those who stay."
 )
 
 
@@ -54,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     new = commands.add_parser("new", help="begin a private run", description="Makes the secret key of a private run.")
     new.add_argument("name", metavar="NAME", help="what to call the run; only its members see it")
     _add_output(new)
-    new.set_defaults(run=lambda arguments: _guarded(_make_run, arguments))
+    new.set_defaults(run=_make_run)
 
     invite = commands.add_parser(
         "invite",
@@ -62,20 +63,21 @@ def add_parser(subparsers: Any) -> None:
         description="Makes an invitation for any number of guests, or with --peer a badge for one peer.",
     )
     invite.add_argument("--role", default="train", metavar="ROLE", help=f"one of {', '.join(ROLES_BY_NAME)}")
-    invite.add_argument("--days", type=_days, default=30.0, help="how long it is good (default: 30)")
+    days = value(f"a number of days up to {MAX_DAYS:g}", float, lambda days: 0 < days <= MAX_DAYS)
+    invite.add_argument("--days", type=days, default=30.0, help="how long it is good (default: 30)")
     invite.add_argument("--peer", metavar="PEER_ID", help="for this peer alone; it needs its identity file, too")
-    invite.add_argument("--name", default="", metavar="TEXT", help="whom it is for; peers that meet the guest see it")
-    add_token_option(invite, "of the run, or an invitation that is to be passed on")
+    invite.add_argument("--name", default="", metavar="TEXT", help="the guest's name; peers that meet the guest see it")
+    add_token(invite, "of the run, or an invitation that is to be passed on")
     add_option(invite, "identity-path", type=Path, metavar="FILE", help="the key of this peer, if the token is a badge")
     _add_output(invite)
-    invite.set_defaults(run=lambda arguments: _guarded(_invite, arguments))
+    invite.set_defaults(run=_invite)
 
     show = commands.add_parser("show", help="tell what a token allows", description="Tells what a token allows.")
     show.add_argument(
         "shown", nargs="?", metavar="TOKEN", help="the token, as text or as a file (default: SHOAL_TOKEN)"
     )
     show.add_argument("--token", metavar="TOKEN", help="the same, as an option")
-    show.set_defaults(run=lambda arguments: _guarded(_show, arguments))
+    show.set_defaults(run=_show)
 
     revoke = commands.add_parser(
         "revoke",
@@ -86,8 +88,8 @@ def add_parser(subparsers: Any) -> None:
         "keys", nargs="*", default=[], metavar="KEY", help="a peer id, or the key that `shoal token show` tells"
     )
     revoke.add_argument("--via", required=True, metavar="ADDRESS", help="a peer of the run, which tells the others")
-    add_token_option(revoke, "of the run: its secret key")
-    revoke.set_defaults(run=lambda arguments: _guarded(_revoke, arguments))
+    add_token(revoke, "of the run: its secret key")
+    revoke.set_defaults(run=_revoke)
 
 
 def _show_help(parser: argparse.ArgumentParser) -> int:
@@ -95,31 +97,10 @@ def _show_help(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
-def add_token_option(parser: argparse.ArgumentParser, what: str = "of a private run") -> None:
-    """Add ``--token`` to a command."""
-    parser.add_argument("--token", metavar="TOKEN", help=f"{what}, as text or as a file (default: SHOAL_TOKEN)")
-
-
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write it to a new file that only you can read"
     )
-
-
-def _days(text: str) -> float:
-    days = number(text)
-    if not 0 < days <= MAX_DAYS:
-        raise argparse.ArgumentTypeError(f"must be a number of days up to {MAX_DAYS:g}, got {text}")
-    return days
-
-
-def _guarded(command: Any, arguments: argparse.Namespace) -> int:
-    try:
-        status: int = command(arguments)
-    except (ShoalError, ValueError, OSError) as error:
-        print(f"shoal token: {error}", file=sys.stderr)
-        return 1
-    return status
 
 
 def _given(token: str | None) -> str | os.PathLike[str]:
@@ -153,7 +134,7 @@ def _make_run(arguments: argparse.Namespace) -> int:
     return _hand_out(
         token,
         arguments.output,
-        f"This is the secret key of the run {token.run}. Keep it like a password: who has it can do everything.",
+        f"This is the secret key of the run {token.run}. Keep it like a password: it allows everything.",
         f"{HOW_TO_USE}. For others, rather make invitations: shoal token invite",
     )
 
@@ -192,7 +173,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print(*_describe(token), sep="\n")
     badge = token.content
     if badge is not None and badge.expires <= get_dht_time():
-        print("shoal token: it has expired: ask who has invited you for a new one", file=sys.stderr)
+        print("shoal token: it has expired: ask the person who invited you for a new one", file=sys.stderr)
         return 1
     return 0
 

@@ -151,7 +151,7 @@ def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
 
 
 def _centre(mean: float, deviation: float) -> float:
-    """What to subtract from the values to keep their precision; mostly nothing, which is fastest."""
+    """What to subtract from the values to keep their precision; usually nothing, which is fastest."""
     return mean if abs(mean) > deviation / 2 else 0.0
 
 

@@ -155,7 +155,7 @@ def codec_of(compression: int) -> CompressionBase:
 
 
 def check_nbytes(metadata: TensorMetadata, nbytes: int) -> None:
-    """Check that a serialized tensor with this description can take so many bytes, before there are any.
+    """Check that a serialized tensor with this description can take this many bytes, before there are any.
 
     Raises:
         ValueError: it cannot, its codec is unknown, or there is no such tensor.

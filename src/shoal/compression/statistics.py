@@ -23,7 +23,7 @@ from shoal.compression.base import (
 )
 from shoal.compression.floating import FLOATING_TYPES, BFloat16Compression, FloatingPointCompression, in_chunks
 
-# So many values tell most tensors that are not counters from those that are.
+# This many values tell most tensors that are not counters from those that are.
 _FIRST_LOOK = 4096
 _SHIFT = 15
 _LARGEST_CODE = 0x7F7FFFFF >> _SHIFT

@@ -7,8 +7,8 @@ lower positions are sent. Magnitudes below 2**-24, the smallest of float16, coun
 bits a magnitude is one of two levels of its chunk: the mean of those above, or of those not above, the mean of all that
 the chunk sends. If these are equal, so are both levels.
 
-The bytes are little-endian. Each kind of number stands together, for all chunks in order, so that nobody has to go from
-chunk to chunk:
+The bytes are little-endian. The numbers of one kind are stored together, for all chunks in order, so that they can be
+read without a loop over chunks:
 
 =========  ============================================================================================================
 bytes      what they are
@@ -138,7 +138,7 @@ class TopKCompression(CompressionBase):
         return SparseTensor(size, torch.from_numpy(indices), torch.from_numpy(values))
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Exact if all that could be sent is not 0; else an upper limit."""
+        """Exact if no value that could be sent is 0; otherwise an upper limit."""
         full, rest = divmod(math.prod(info.size), BLOCK)
         sent, chunks = full * self.most(BLOCK), full
         if rest:
@@ -178,8 +178,8 @@ class _Sent(NamedTuple):
         # Magnitudes sort like their bits, read as whole numbers.
         bits = scratch("bits", torch.int32, rows.numel()).view(rows.shape)
         torch.bitwise_and(rows.view(torch.int32), 2**31 - 1, out=bits)
-        # Of each of many groups of values take the largest. So many of these are among the values to send that the
-        # smallest of them is a lower limit for all values to send, and hardly any others are above it.
+        # Take the largest of each of many groups of values. The smallest of the ``most`` largest of these is a lower
+        # limit for all values to send, and few other values are above it.
         groups = min(BLOCK, 2 ** (2 * most - 1).bit_length())
         largest = bits.view(len(rows), BLOCK // groups, groups).amax(1).numpy()
         if np.max(largest) >= _INFINITY_BITS:  # true for NaN as well
@@ -194,7 +194,7 @@ class _Sent(NamedTuple):
 
 
 def _largest(indices: np.ndarray, bits: np.ndarray, rows: int, most: int) -> np.ndarray:
-    """At most so many indices of each row, namely those of the largest bits."""
+    """At most ``most`` indices of each row: those of the largest bits."""
     row, position = np.divmod(indices, BLOCK)
     counts = np.bincount(row, minlength=rows)
     width = int(counts.max(initial=0))
@@ -209,7 +209,7 @@ def _largest(indices: np.ndarray, bits: np.ndarray, rows: int, most: int) -> np.
 
 
 def _table(values: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """Put values that belong to rows, so many to each, into these rows, from the left; the rest is 0."""
+    """Put values into the rows they belong to, ``counts`` of them to each, from the left; the rest is 0."""
     table = np.zeros((len(counts), width), dtype=values.dtype)
     starts = np.cumsum(counts) - counts
     table.reshape(-1)[np.arange(len(values)) + np.repeat(np.arange(len(counts)) * width - starts, counts)] = values
@@ -306,7 +306,7 @@ def _unpacked(buffer: Buffer, count: int, bits: int) -> tuple[np.ndarray, np.nda
     """Where the values are, and the values.
 
     Raises:
-        RuntimeError: the bytes are not those of a tensor with so many values.
+        RuntimeError: the bytes are not those of a tensor with this many values.
     """
     data = np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)
     chunks = -(-count // BLOCK)

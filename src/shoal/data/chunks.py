@@ -1,13 +1,14 @@
-"""What is known of the chunks of a data set: which ones are done, and who passes over which of the others.
+"""What is known of the chunks of a data set: which are done, and which peer passes over which of the others.
 
-Chunks are counted in blocks of 4096, each with a key of its own in the table. A block's record of a peer has one bit
+Chunks are counted in blocks of 4096, each with a key of its own in the DHT. A block's record of a peer has one bit
 for each chunk that is done by anybody, as far as the peer knows, and the chunks that the peer holds at the moment.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -16,14 +17,42 @@ from msgspec import Meta
 from shoal.base.logs import one_line
 
 CHUNKS_PER_BLOCK = 4096
+"""One bit each: so a record has half a kilobyte. Chosen."""
 _FINISHED_BYTES = 2**13
 MOST_CHUNKS = CHUNKS_PER_BLOCK * 8 * _FINISHED_BYTES
-"""Of a data set: each block has a bit in the record of the pass."""
+"""Of a data set: each block has a bit in the record of the pass, which has eight kilobytes at most."""
 LONGEST_CHUNK = 2**31 - 1
 MAX_HELD = 128
-"""Most chunks of one block that a peer may hold at a time."""
-# A lease that is said to last longer than this many times the usual life is not believed.
-_LONGEST_LEASE = 4
+"""Most chunks of one block that a peer may hold at a time: 128 numbers are a quarter of a kilobyte. Chosen."""
+LEASE_SECONDS = 30.0
+"""How long a lease lasts, and so how long the chunks of a peer that has died are missing. Chosen."""
+# A lease that claims to last longer than this is not believed: it is a lie, or its clock is far off. Chosen.
+_LONGEST_LEASE_SECONDS = 4 * LEASE_SECONDS
+
+
+@dataclass(frozen=True)
+class PassName:
+    """Which pass a record is about. Peers with equal names share the pass."""
+
+    run_id: str
+    number: int
+    samples: int | None
+    """Size of the data set; ``None``: a stream, whether or not its end is known."""
+    chunk: int
+    """Samples of a chunk."""
+    order: str
+    """Tells in which order the samples are, by :func:`order_of`; empty: not shuffled."""
+
+    def block_key(self, block: int) -> str:
+        """Where peers tell what they have done of one block, and what they hold."""
+        size = "stream" if self.samples is None else self.samples
+        return f"{pass_key(self.run_id)}.{self.number}.{size}.{self.chunk}.{self.order}.{block}"
+
+
+def pass_key(run_id: str) -> str:
+    """Where the peers of a run tell at which pass they are."""
+    return f"{run_id}_data"
+
 
 _Number = Annotated[int, Meta(ge=0, lt=CHUNKS_PER_BLOCK)]
 
@@ -51,7 +80,7 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     finished: Annotated[bytes, Meta(max_length=_FINISHED_BYTES)]
     """One bit for each block of which all chunks are done."""
     order: Annotated[str, Meta(max_length=32)] = ""
-    """Tells in which order the samples are, by :func:`order_of`."""
+    """As in :class:`PassName`."""
     is_stream: bool = False
 
     def __post_init__(self) -> None:
@@ -59,7 +88,7 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> int | None:
-        """As in the keys of its blocks: ``None`` for a stream, whether or not its end is known."""
+        """As in :class:`PassName`."""
         return None if self.is_stream or self.samples < 0 else self.samples
 
 
@@ -145,7 +174,7 @@ def join_blocks(finished: int, others: Mapping[int, int]) -> int:
 
 
 def rank(owner: bytes, chunk: int) -> bytes:
-    """Who has the smallest one of all that claim a chunk keeps it. Nobody can choose it for many chunks."""
+    """Of several peers that claim a chunk, the one with the smallest rank keeps it. No peer can choose its ranks."""
     return hashlib.blake2b(chunk.to_bytes(8, "little") + owner, digest_size=16).digest()
 
 
@@ -155,38 +184,42 @@ class Block:
     Args:
         size: number of its chunks.
         owner: this peer's tag; its own records are not news.
-        lease_seconds: how long leases last.
     """
 
-    def __init__(self, size: int, owner: bytes, lease_seconds: float) -> None:
+    def __init__(self, size: int, owner: bytes) -> None:
         self.size = size
         self.done = 0
-        self._owner, self._lease_seconds = owner, lease_seconds
+        self._owner = owner
         self._held: dict[bytes, tuple[frozenset[int], float]] = {}
+
+    @property
+    def all(self) -> int:
+        """Every chunk, as bits."""
+        return (1 << self.size) - 1
 
     @property
     def is_finished(self) -> bool:
         """Whether every chunk is done."""
-        return self.done == (1 << self.size) - 1
+        return self.done == self.all
 
     def learn(self, owner: bytes, record: BlockRecord) -> None:
         """Add what a peer says. What is done stays done."""
-        self.done |= unpack_bits(record.done) & ((1 << self.size) - 1)
+        self.done |= unpack_bits(record.done) & self.all
         if owner != self._owner:
             self._held[owner] = frozenset(record.held), record.until
 
     def holders(self, now: float) -> list[bytes]:
         """Other peers that hold chunks."""
-        return [owner for owner, (held, until) in self._held.items() if held and self._lasts(until, now)]
+        latest = now + _LONGEST_LEASE_SECONDS
+        return [owner for owner, (held, until) in self._held.items() if held and now < until <= latest]
 
     def free(self, mine: Collection[int], now: float) -> list[int]:
         """Chunks that are neither done nor held by anybody."""
         taken = {chunk for owner in self.holders(now) for chunk in self._held[owner][0]}
-        left = ((1 << self.size) - 1) & ~self.done
-        return [chunk for chunk in numbers_in(left) if chunk not in taken and chunk not in mine]
+        return [chunk for chunk in numbers_in(self.all & ~self.done) if chunk not in taken and chunk not in mine]
 
     def is_lost(self, chunk: int, number: int, now: float) -> bool:
-        """Whether a chunk that this peer holds is done, or kept by somebody else who claims it too.
+        """Whether a chunk that this peer holds is done, or kept by another peer that claims it too.
 
         Args:
             chunk: its number within the block.
@@ -197,39 +230,90 @@ class Block:
         own = rank(self._owner, number)
         return any(chunk in self._held[owner][0] and rank(owner, number) < own for owner in self.holders(now))
 
-    def _lasts(self, until: float, now: float) -> bool:
-        return now < until <= now + _LONGEST_LEASE * self._lease_seconds
 
+class DataChunks:
+    """What this peer knows of all chunks of a pass. A finished block shrinks to one bit.
 
-def shuffler(size: int, key: str) -> Callable[[int], int]:
-    """A permutation of ``range(size)`` that takes no memory and is the same everywhere.
-
-    It is a Feistel network of four rounds over the next larger power of four; numbers outside of the range go round
-    once more (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Args:
+        samples: size of the data set; ``None``: a stream, whose end is not known yet.
+        chunk: samples of a chunk.
+        owner: this peer's tag.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    seeds = [
-        int.from_bytes(hashlib.blake2b(f"{key}/{turn}".encode(), digest_size=8).digest(), "little") for turn in range(4)
-    ]
 
-    def once(index: int) -> int:
-        left, right = index >> half, index & mask
-        for seed in seeds:
-            left, right = right, left ^ (_mixed(right ^ seed) & mask)
-        return left << half | right
+    def __init__(self, samples: int | None, chunk: int, owner: bytes) -> None:
+        self.samples = samples
+        self.finished = 0
+        """The blocks of which all chunks are done, as bits."""
+        self.blocks: dict[int, Block] = {}
+        """Those of which something is known, and that are not finished."""
+        self._chunk, self._owner = chunk, owner
 
-    def permuted(index: int) -> int:
-        index = once(index)
-        while index >= size:
-            index = once(index)
-        return index
+    @property
+    def count(self) -> int:
+        """How many there are, as far as it is known."""
+        return 2**53 if self.samples is None else -(-self.samples // self._chunk)
 
-    return permuted
+    def block(self, number: int) -> Block:
+        """What is known of a block."""
+        block = self.blocks.get(number)
+        if block is None:
+            block = self.blocks[number] = Block(self._size_of(number), self._owner)
+            if self.finished >> number & 1:
+                block.done = block.all
+        return block
 
+    def _size_of(self, number: int) -> int:
+        return max(0, min(CHUNKS_PER_BLOCK, self.count - number * CHUNKS_PER_BLOCK))
 
-def _mixed(value: int) -> int:
-    """Bits that all depend on all bits (the finalizer of SplitMix64)."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 31
+    @property
+    def done(self) -> int:
+        """The chunks that are done, as bits."""
+        bits = join_blocks(self.finished, {number: block.done for number, block in self.blocks.items()})
+        return bits if self.samples is None else bits & ((1 << self.count) - 1)
+
+    def add_done(self, bits: int) -> set[int]:
+        """Note chunks that are done; returns the blocks in which that is news."""
+        news = set[int]()
+        for number in range(-(-bits.bit_length() // CHUNKS_PER_BLOCK)):
+            block = self.block(number)
+            done = bits >> number * CHUNKS_PER_BLOCK & block.all
+            if done & ~block.done:
+                block.done |= done
+                news.add(number)
+        return news
+
+    def end_at(self, samples: int) -> None:
+        """A stream has ended: what lies behind its end is no chunk."""
+        self.samples = samples
+        for number, block in self.blocks.items():
+            block.size = self._size_of(number)
+            block.done &= block.all
+
+    def is_lost(self, chunk: int, now: float) -> bool:
+        """Whether a chunk that this peer holds is done, or another peer keeps it."""
+        number, index = divmod(chunk, CHUNKS_PER_BLOCK)
+        return self.finished >> number & 1 == 1 or self.block(number).is_lost(index, chunk, now)
+
+    def unfinished(self, position: int) -> list[int]:
+        """The blocks in which something is left. Of a stream without a known end, the first new one is among them.
+
+        Args:
+            position: of a stream: where this peer is.
+        """
+        if self.samples is not None:
+            blocks = -(-self.count // CHUNKS_PER_BLOCK)
+        else:
+            blocks = 2 + max(position // CHUNKS_PER_BLOCK, *self.blocks, self.finished.bit_length(), 0)
+        return [number for number in range(blocks) if not self.finished >> number & 1]
+
+    def retire(self, unpublished: Collection[int]) -> list[int]:
+        """Shrink the blocks to one bit each that others know to be finished; returns their numbers."""
+        finished = [
+            number
+            for number, block in self.blocks.items()
+            if self.finished >> number & 1 or (block.size and block.is_finished and number not in unpublished)
+        ]
+        for number in finished:
+            self.finished |= 1 << number
+            del self.blocks[number]
+        return finished

@@ -1,9 +1,9 @@
-"""Leases of chunks, through the table: the part of a shared pass that runs in the background loop.
+"""Leases of chunks through the DHT: the part of a shared pass that runs in the background loop.
 
 A peer claims chunks by writing their numbers into its own record, and reads the record of the block once more. Of
-several peers that claim the same chunk, the one with the smallest hash keeps it. Leases are renewed at half of their
+several peers that claim the same chunk, the one with the lowest rank keeps it. Leases are renewed at half of their
 life, so the chunks of a peer that is gone are free after :data:`LEASE_SECONDS`. What is done is a set that only grows:
-every peer publishes the union of what it knows, and so nothing is lost when peers leave.
+every peer publishes the union of what it knows, so nothing is lost when peers leave.
 
 All peers work in the first block that has free chunks. Blocks that are finished have one bit each in the record of the
 whole pass, which tells newcomers where the others are.
@@ -25,12 +25,14 @@ from shoal.base.logs import Seldom, one_line
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.data.chunks import (
     CHUNKS_PER_BLOCK,
+    LEASE_SECONDS,
     MAX_HELD,
-    Block,
     BlockRecord,
+    DataChunks,
+    PassName,
     PassRecord,
-    join_blocks,
     pack_bits,
+    pass_key,
     unpack_bits,
 )
 from shoal.dht import DHTNode
@@ -40,77 +42,192 @@ from shoal.errors import ShoalError
 logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)
 
-LEASE_SECONDS = 30.0
-# Chunks of a loop that has not come on for so long, not even by a batch, are given to others. It may hang, or its
-# program may have left it without a goodbye.
+# All of these are chosen; tests in virtual time hold what follows from them.
+# The chunks of a training loop that has not asked for a batch for this long are given to others: it may hang, or its
+# program may have left it without saying so.
 PATIENCE_SECONDS = 600.0
 # Records outlive leases, so that what a peer had done is known when it is gone.
 RECORD_SECONDS = 3600.0
-# Least time between two records of one block: others repeat what is done and not published when a peer is killed.
+# Least time between two records of one block. Others repeat what a peer had done and not published when it was killed.
 PUBLISH_SECONDS = 0.5
 # Between claiming and reading once more: another peer may have read before this one's claim, and claim after it.
 SETTLE_SECONDS = 0.3
-# Work that a peer holds ahead, in seconds of its own pace.
+# Work that a peer holds ahead, in seconds at its own pace.
 AHEAD_SECONDS = 5.0
-# How often a peer that has nothing to do looks whether there is something, and all look at which pass the others are.
+# How often an idle peer looks for free chunks, and how often every peer looks at which pass the others are.
 POLL_SECONDS, LOOK_SECONDS = 2.0, 30.0
 
 WAITING: Final = -1
 """What :meth:`Leases.next` returns instead of a chunk if others hold all that are left."""
 
 
+class _Loop:
+    """The training loop as the background sees it: its chunks, its pace, and whether it makes progress."""
+
+    def __init__(self, now: float) -> None:
+        self.ready: deque[int] = deque()
+        """DataChunks that are held and not begun."""
+        self.claimed: list[int] = []
+        """Not held yet: others may claim them too."""
+        self.begun: set[int] = set()
+        self.signs = 0
+        """Signs of life, counted up with each batch."""
+        self.is_asking = False
+        """It waits for a chunk."""
+        self.is_abandoned = False
+        """It seems to be gone, so what it has begun is given to others."""
+        self.pace = 0.0
+        """DataChunks per second, smoothed."""
+        self._last_done = math.nan
+        self._seen = 0, now
+
+    @property
+    def held(self) -> set[int]:
+        """The chunks that others are not to take."""
+        return {*self.claimed, *self.ready, *(() if self.is_abandoned else self.begun)}
+
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks of these chunks."""
+        return {chunk // CHUNKS_PER_BLOCK for chunk in self.held}
+
+    def finish(self, chunks: list[int], now: float) -> None:
+        """It has passed over these chunks."""
+        if not math.isnan(self._last_done):
+            momentary = len(chunks) / max(now - self._last_done, 1e-3)
+            self.pace = momentary if not self.pace else 0.8 * self.pace + 0.2 * momentary
+        self._last_done = now
+        self.begun.difference_update(chunks)
+
+    def begin_again(self) -> None:
+        """What was begun and is not done comes again."""
+        self.ready.extendleft(sorted(self.begun, reverse=True))
+        self.begun.clear()
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self.claimed.clear()
+        self.ready.clear()
+        self.begun.clear()
+
+    def drop_from(self, end: int) -> None:
+        """There are no chunks from this number on."""
+        self.begun = {chunk for chunk in self.begun if chunk < end}
+        self.ready = deque(chunk for chunk in self.ready if chunk < end)
+
+    def look(self, now: float) -> set[int]:
+        """Whether it makes progress; if not for too long, lets go of its chunks once, and returns their blocks."""
+        signs, since = self._seen
+        if self.signs != signs or self.is_asking:
+            self._seen, self.is_abandoned = (self.signs, now), False
+        elif now - since > PATIENCE_SECONDS and not self.is_abandoned and self.held:
+            blocks = self.blocks
+            self.is_abandoned = True
+            self.ready.clear()
+            return blocks
+        return set()
+
+
+class _Records:
+    """What this peer and others have written about a pass into the DHT.
+
+    Args:
+        node: this peer's node.
+        name: of the pass.
+    """
+
+    def __init__(self, node: DHTNode, name: PassName) -> None:
+        self.tag = tag_of(node.peer_id)
+        self.node, self._name = node, name
+        self.warn_seldom = Seldom(logger.warning)
+        self.unpublished: set[int] = set()
+        """Blocks of which others do not know everything yet."""
+        self.written: dict[int, float] = {}
+        """When each block was written last."""
+        self._expiration = 0.0  # of the last record
+        self._told: tuple[PassRecord, float] | None = None
+
+    @property
+    def are_silent(self) -> bool:
+        """Whether this peer has written nothing yet."""
+        return not self._expiration
+
+    async def of_block(self, number: int) -> list[tuple[bytes, BlockRecord]]:
+        """What peers say of a block."""
+        return await records_under(self.node, self._name.block_key(number), BlockRecord, self.warn_seldom)
+
+    async def of_pass(self) -> list[tuple[bytes, PassRecord]]:
+        """What other peers say of the pass they are at."""
+        found = await records_under(self.node, pass_key(self._name.run_id), PassRecord, self.warn_seldom)
+        return [(owner, record) for owner, record in found if owner != self.tag]
+
+    def is_due(self, number: int, now: float, *, is_held: bool, has_done: bool) -> bool:
+        """Whether a block is to be written: to renew leases, to tell news, or to keep the record alive."""
+        age = now - self.written.get(number, -math.inf)
+        return (
+            (is_held and age >= LEASE_SECONDS / 2)
+            or (number in self.unpublished and age >= PUBLISH_SECONDS)
+            or (has_done and age >= RECORD_SECONDS / 2)
+        )
+
+    async def write_block(self, number: int, done: int, held: set[int]) -> bool:
+        """Write what is done of a block, and the chunks that this peer holds; returns whether the DHT took it."""
+        indices = sorted(chunk % CHUNKS_PER_BLOCK for chunk in held if chunk // CHUNKS_PER_BLOCK == number)
+        record = BlockRecord(pack_bits(done), indices, get_dht_time() + LEASE_SECONDS)
+        self.unpublished.discard(number)
+        self.written[number] = asyncio.get_running_loop().time()
+        is_stored = False
+        try:
+            is_stored = await self._store(self._name.block_key(number), record)
+        finally:
+            if not is_stored:  # also if the DHT has failed
+                self.unpublished.add(number)
+        if not is_stored:
+            self.warn_seldom("the DHT did not take the record of this peer's share of the data; it tries again")
+        return is_stored
+
+    async def write_pass(self, record: PassRecord) -> None:
+        """Write at which pass this peer is, unless that is known."""
+        now = asyncio.get_running_loop().time()
+        if self._told is None or record != self._told[0] or now > self._told[1] + RECORD_SECONDS / 2:
+            self._told = record, now
+            if not await self._store(pass_key(self._name.run_id), record):
+                self._told = None
+
+    async def _store(self, key: str, record: BlockRecord | PassRecord) -> bool:
+        # Of two records with the same expiration, the DHT keeps the first.
+        self._expiration = max(get_dht_time() + RECORD_SECONDS, math.nextafter(self._expiration, math.inf))
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        return await self.node.store(key, value, self._expiration, subkey=self.tag)
+
+    def forget(self, number: int) -> None:
+        """A block is finished and needs no record of its own any more."""
+        self.unpublished.discard(number)
+        self.written.pop(number, None)
+
+
 class Leases:
     """The chunks of one pass that this peer holds, and what all peers have done.
 
     Args:
-        node: its node of the table.
-        run_id: name of the run; with the number of the pass and the sizes it makes the keys.
-        number: which pass it is, from 0.
-        samples: size of the data set; ``None``: a stream, whose end is not known yet.
-        chunk: samples of a chunk.
-        in_order: take chunks in the order of their numbers, as a stream needs it; otherwise any.
-        order: see :func:`~shoal.data.chunks.order_of`; empty: samples are not shuffled.
+        node: its node of the DHT.
+        name: of the pass.
+        rng: decides which chunks it claims.
     """
 
-    def __init__(
-        self,
-        node: DHTNode,
-        run_id: str,
-        *,
-        number: int,
-        samples: int | None,
-        chunk: int,
-        in_order: bool,
-        rng: random.Random,
-        order: str = "",
-    ) -> None:
-        self.number, self.samples, self.chunk = number, samples, chunk
+    def __init__(self, node: DHTNode, name: PassName, rng: random.Random) -> None:
+        self.name = name
         self.position = 0
         """Of a stream: chunks before this one can only be had by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
-        self.signs = 0
-        """Of life of the training loop, which counts them up with each batch."""
-        self.found_at = number
+        self.found_at = name.number
         """At which pass the others were when this peer came."""
-        self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
-        self._tag = tag_of(node.peer_id)
-        self._run_id, self._is_stream = run_id, samples is None
-        self._warn_seldom = Seldom(logger.warning)
-        self._blocks: dict[int, Block] = {}
-        self._finished = 0  # bits of blocks
-        self._ready: deque[int] = deque()  # chunks that are held and were not begun
-        self._claimed: list[int] = []  # not yet held: others may claim them, too
-        self._begun: set[int] = set()
-        self._to_publish: set[int] = set()  # blocks
-        self._written: dict[int, float] = {}  # when each block was written last
+        self._rng, self._records = rng, _Records(node, name)
+        self._chunks = DataChunks(name.samples, name.chunk, self._records.tag)
+        self._loop = _Loop(asyncio.get_running_loop().time())
         self._next_look = 0.0
-        self._told: tuple[PassRecord, float] | None = None
-        self._expiration = 0.0  # of the last record
-        self._pace, self._last_done = 0.0, math.nan  # chunks per second
         self._is_idle = False  # others hold all that is left
-        self._seen = self.signs, asyncio.get_running_loop().time()
-        self._is_asked = self._is_abandoned = False  # by the loop: it waits for a chunk; it has gone, as it seems
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
         self.keeping = asyncio.ensure_future(self._keep())
@@ -118,18 +235,28 @@ class Leases:
 
     # --- for the training loop ----------------------------------------------------------------------------------------
 
+    @property
+    def samples(self) -> int | None:
+        """Size of the data set; ``None``: a stream, whose end is not known yet."""
+        return self._chunks.samples
+
+    def note_life(self) -> None:
+        """The training loop is making progress."""
+        self._loop.signs += 1
+
     async def next(self, wait: bool) -> int | None:
         """The next chunk to pass over, ``None`` when all are done.
 
         Args:
             wait: wait while others hold all that are left; otherwise return :data:`WAITING`.
         """
-        self.signs += 1
+        loop = self._loop
+        self.note_life()
         while True:
-            while self._ready:
-                chunk = self._ready.popleft()
-                if not self._is_lost(chunk):
-                    self._begun.add(chunk)
+            while loop.ready:
+                chunk = loop.ready.popleft()
+                if not self._chunks.is_lost(chunk, get_dht_time()):
+                    loop.begun.add(chunk)
                     self._wake.set()  # it may be time to claim more
                     return chunk
             if self.is_over:
@@ -141,80 +268,63 @@ class Leases:
             if not self._is_idle:
                 self._wake.set()
             self._news.clear()
-            self._is_asked = True
+            loop.is_asking = True
             try:
                 await self._news.wait()
             finally:
-                self._is_asked = False
-                self.signs += 1
+                loop.is_asking = False
+                self.note_life()
 
     def finish(self, *chunks: int) -> None:
-        """These chunks are done; those that end with one batch are told at once."""
-        self.signs += 1
-        done = [chunk for chunk in chunks if chunk < self._chunks()]  # a stream may have ended before
+        """These chunks are done. Give those that end with one batch together: it is one message."""
+        self.note_life()
+        done = [chunk for chunk in chunks if chunk < self._chunks.count]  # a stream may have ended before
         if not done:
             return
-        now = asyncio.get_running_loop().time()
-        if not math.isnan(self._last_done):
-            momentary = len(done) / max(now - self._last_done, 1e-3)
-            self._pace = momentary if not self._pace else 0.8 * self._pace + 0.2 * momentary
-        self._last_done = now
+        self._loop.finish(done, asyncio.get_running_loop().time())
         for chunk in done:
-            self._begun.discard(chunk)
             number, index = divmod(chunk, CHUNKS_PER_BLOCK)
-            self._block(number).done |= 1 << index
-            self._to_publish.add(number)
+            self._chunks.block(number).done |= 1 << index
+            self._records.unpublished.add(number)
         self._wake.set()
 
     def begin_again(self) -> None:
-        """Whatever was begun and is not done comes once more."""
-        self._ready.extendleft(sorted(self._begun, reverse=True))
-        self._begun.clear()
+        """What was begun and is not done comes again."""
+        self._loop.begin_again()
 
     def end_at(self, samples: int) -> None:
-        """A stream ends after so many samples."""
+        """The stream has ended after this many samples."""
         if self.samples is not None and samples != self.samples:
-            self._warn_seldom(
+            self._records.warn_seldom(
                 "the stream of this peer ended after %d samples, and others say %d: the rest counts as done. Streams "
                 "must have the same samples at each peer.", samples, self.samples,
             )  # fmt: skip
         if self.samples is not None:
             return
-        self.samples = samples
-        chunks = self._chunks()
-        self._begun = {chunk for chunk in self._begun if chunk < chunks}
-        self._ready = deque(chunk for chunk in self._ready if chunk < chunks)
-        for number, block in self._blocks.items():
-            self._resize(number, block)
+        self._chunks.end_at(samples)
+        self._loop.drop_from(self._chunks.count)
         self._next_look = 0.0
         self._wake.set()
 
     @property
     def done(self) -> int:
         """The chunks that are done, as bits."""
-        bits = join_blocks(self._finished, {number: block.done for number, block in self._blocks.items()})
-        return bits if self.samples is None else bits & ((1 << self._chunks()) - 1)
+        return self._chunks.done
 
     def add_done(self, bits: int) -> None:
         """Add chunks that are known to be done, such as those of an archive."""
-        for number in range(-(-bits.bit_length() // CHUNKS_PER_BLOCK)):
-            block = self._block(number)
-            news = bits >> number * CHUNKS_PER_BLOCK & ((1 << block.size) - 1)
-            if news & ~block.done:
-                block.done |= news
-                self._to_publish.add(number)
+        self._records.unpublished |= self._chunks.add_done(bits)
         self._wake.set()
 
     async def close(self) -> None:
         """Let go of everything: others take it at once."""
         await cancel_and_wait(self.keeping)
-        self._claimed.clear()
-        self._ready.clear()
-        self._begun.clear()
-        if self._node.is_alive and self.is_over:
+        self._loop.drop()
+        if self._records.node.is_alive and self.is_over:
             await self._look_at_pass()  # tells that it is
-        if self._node.is_alive:
-            await asyncio.gather(*(self._write(number) for number in list(self._blocks) if number in self._written))
+        if self._records.node.is_alive:
+            blocks = [number for number in self._chunks.blocks if number in self._records.written]
+            await asyncio.gather(*map(self._write, blocks))
 
     # --- the background -----------------------------------------------------------------------------------------------
 
@@ -224,11 +334,11 @@ class Leases:
                 try:
                     pause = await self._turn()
                 except ShoalError as e:
-                    if not self._node.is_alive:
+                    if not self._records.node.is_alive:
                         raise
-                    # Such as a cable that is out: what is held goes on, and the rest when the table is back.
-                    self._claimed, pause = [], POLL_SECONDS
-                    self._warn_seldom("the table cannot be used, so no more data are leased for now: %s", e)
+                    # For example, a cable is unplugged: keep what is held, and continue when the DHT is back.
+                    self._loop.claimed, pause = [], POLL_SECONDS
+                    self._records.warn_seldom("the DHT cannot be used, so no more data are leased for now: %s", e)
                 await wait_at_most(self._wake, pause)
                 self._wake.clear()
         except Exception as e:  # it reaches the training loop, which waits for chunks
@@ -238,233 +348,133 @@ class Leases:
 
     async def _turn(self) -> float:
         """Do what is due; returns the seconds until something else may be."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._next_look:
+        now, records, loop = asyncio.get_running_loop().time, self._records, self._loop
+        if now() >= self._next_look:
             await self._look_at_pass()
-        self._look_at_loop(loop.time())
-        held = self._blocks_held()
-        for number, block in list(self._blocks.items()):
-            age = loop.time() - self._written.get(number, -math.inf)
-            if (
-                (number in held and age >= LEASE_SECONDS / 2)
-                or (number in self._to_publish and age >= PUBLISH_SECONDS)
-                or (block.done and age >= RECORD_SECONDS / 2)
-            ):
+        if released := loop.look(now()):
+            records.warn_seldom(
+                "the loop over the data of run %r has asked for no batch for %.0f minutes, so others get its chunks. "
+                "If it is over, shut its SharedPass down", self.name.run_id, PATIENCE_SECONDS / 60,
+            )  # fmt: skip
+            records.unpublished |= released
+            self._is_idle = False
+        held = loop.blocks
+        for number, block in list(self._chunks.blocks.items()):
+            if records.is_due(number, now(), is_held=number in held, has_done=bool(block.done)):
                 await self._write(number)
-        wanted = max(1, min(MAX_HELD // 2, math.ceil(self._pace * AHEAD_SECONDS)))
+        wanted = max(1, min(MAX_HELD // 2, math.ceil(loop.pace * AHEAD_SECONDS)))
         took = True
-        if len(self._ready) <= wanted // 2 and not self.is_over and not self._is_abandoned:
+        if len(loop.ready) <= wanted // 2 and not self.is_over and not loop.is_abandoned:
             took = await self._take(wanted)
-            self._is_idle = not took and not self._ready
+            self._is_idle = not took and not loop.ready
             self._news.set()
-        self._note_finished()
+        self._retire()
         if self.is_over:
             await self._look_at_pass()
             return 0.0
-        ends = (self._written[number] + LEASE_SECONDS / 2 for number in self._blocks_held() & self._written.keys())
-        waits = [min([self._next_look, *ends]) - loop.time()]
-        if self._to_publish:
+        ends = (records.written[number] + LEASE_SECONDS / 2 for number in loop.blocks & records.written.keys())
+        waits = [min([self._next_look, *ends]) - now()]
+        if records.unpublished:
             waits.append(PUBLISH_SECONDS)
         if not took:
             waits.append(POLL_SECONDS * self._rng.uniform(0.5, 1.0))
         return max(0.01, min(waits))
 
-    def _look_at_loop(self, now: float) -> None:
-        """Let go of everything if the training loop stands still."""
-        signs, since = self._seen
-        if self.signs != signs or self._is_asked:
-            self._seen, self._is_abandoned = (self.signs, now), False
-        elif now - since > PATIENCE_SECONDS and not self._is_abandoned and self._held():
-            self._warn_seldom(
-                "the loop over the data of run %r has not come on for %.0f minutes, so others get its chunks. If it is "
-                "over, shut its SharedPass down", self._run_id, PATIENCE_SECONDS / 60,
-            )  # fmt: skip
-            self._to_publish |= self._blocks_held()
-            self._is_abandoned, self._is_idle = True, False
-            self._ready.clear()
-
     async def _take(self, wanted: int) -> bool:
-        """Claim up to so many chunks of the first block that has free ones; returns whether some were got."""
-        unfinished, read = self._unfinished(), set[int]()
-        # A stream goes on first, and begins again when nothing is left ahead.
-        for first in dict.fromkeys((self.position if self._in_order else 0, 0)):
+        """Claim up to this many chunks of the first block that has free ones; returns whether it got some."""
+        unfinished, read = self._chunks.unfinished(self.position), set[int]()
+        # A stream is read ahead first, and starts again when nothing is left ahead.
+        for first in dict.fromkeys((self.position if self._is_stream else 0, 0)):
             for number in unfinished:
                 if (number + 1) * CHUNKS_PER_BLOCK <= first:
                     continue
-                if number not in read:  # mostly the first one has free chunks, and no other is read
+                if number not in read:  # usually the first one has free chunks, and no other is read
                     await self._read(number)
                     read.add(number)
                 claimed = self._choose(number, first, wanted, get_dht_time())
                 if not claimed:
                     continue
-                self._claimed = claimed
+                self._loop.claimed = claimed
                 is_stored = await self._write(number)
                 await asyncio.sleep(SETTLE_SECONDS)
                 await self._read(number)
-                self._claimed = []
-                got = [chunk for chunk in claimed if is_stored and not self._is_lost(chunk)]
-                self._ready.extend(got)
+                self._loop.claimed = []
+                now = get_dht_time()
+                got = [chunk for chunk in claimed if is_stored and not self._chunks.is_lost(chunk, now)]
+                self._loop.ready.extend(got)
                 if len(got) < len(claimed):
-                    self._to_publish.add(number)
+                    self._records.unpublished.add(number)
                 return bool(got)
         return False
 
     def _choose(self, number: int, first: int, wanted: int, now: float) -> list[int]:
-        """Some free chunks of a block, at random: then two peers that choose at once hardly ever choose the same."""
-        block, start = self._block(number), number * CHUNKS_PER_BLOCK
-        mine = {chunk - start for chunk in self._held()}
+        """Some free chunks of a block, at random: two peers that choose at once rarely choose the same."""
+        block, start = self._chunks.block(number), number * CHUNKS_PER_BLOCK
+        mine = {chunk - start for chunk in self._loop.held}
         free = [start + index for index in block.free(mine, now) if start + index >= first]
         others = len(block.holders(now))
-        # The last chunks are shared by all who are there, so that nobody waits for one peer in the end.
+        # The last chunks are shared by all peers that are there, so that nobody waits for one peer in the end.
         fair = max(1, len(free) // (2 * (others + 1)))
         count = min(wanted, fair, MAX_HELD - sum(0 <= index < CHUNKS_PER_BLOCK for index in mine), len(free))
-        if self._in_order:
+        if self._is_stream:
             free = free[: max(count, 2 * count * others)]
         return sorted(self._rng.sample(free, count)) if count > 0 else []
 
-    def _held(self) -> set[int]:
-        return {*self._claimed, *self._ready, *(() if self._is_abandoned else self._begun)}
+    @property
+    def _is_stream(self) -> bool:
+        return self.name.samples is None
 
-    def _blocks_held(self) -> set[int]:
-        return {chunk // CHUNKS_PER_BLOCK for chunk in self._held()}
-
-    def _is_lost(self, chunk: int) -> bool:
-        number, index = divmod(chunk, CHUNKS_PER_BLOCK)
-        return self._finished >> number & 1 == 1 or self._block(number).is_lost(index, chunk, get_dht_time())
-
-    # --- blocks -------------------------------------------------------------------------------------------------------
-
-    def _chunks(self) -> int:
-        """How many there are, as far as it is known."""
-        return 2**53 if self.samples is None else -(-self.samples // self.chunk)
-
-    def _size_of(self, number: int) -> int:
-        return max(0, min(CHUNKS_PER_BLOCK, self._chunks() - number * CHUNKS_PER_BLOCK))
-
-    def _block(self, number: int) -> Block:
-        block = self._blocks.get(number)
-        if block is None:
-            block = self._blocks[number] = Block(self._size_of(number), self._tag, LEASE_SECONDS)
-            if self._finished >> number & 1:
-                block.done = (1 << block.size) - 1
-        return block
-
-    def _resize(self, number: int, block: Block) -> None:
-        block.size = self._size_of(number)
-        block.done &= (1 << block.size) - 1
-
-    def _unfinished(self) -> list[int]:
-        """Numbers of the blocks in which something is left; of a stream without an end the first new one, too."""
-        if self.samples is not None:
-            blocks = -(-self._chunks() // CHUNKS_PER_BLOCK)
-        else:
-            blocks = 2 + max(self.position // CHUNKS_PER_BLOCK, *self._blocks, self._finished.bit_length(), 0)
-        return [number for number in range(blocks) if not self._finished >> number & 1]
-
-    def _note_finished(self) -> None:
-        """Finished blocks become one bit each, and need no records of their own any more."""
-        for number, block in list(self._blocks.items()):
-            if block.is_finished and self._size_of(number) and number not in self._to_publish:
-                self._finished |= 1 << number
-                del self._blocks[number]
-                self._written.pop(number, None)
-                self._next_look = 0.0
-        if self.samples is not None and not self._unfinished():
+    def _retire(self) -> None:
+        """Finished blocks need no records of their own any more; see whether they are all."""
+        for number in self._chunks.retire(self._records.unpublished):
+            self._records.forget(number)
+            self._next_look = 0.0
+        if self.samples is not None and not self._chunks.unfinished(0):
             self.is_over = True
             self._news.set()
 
-    # --- the table ----------------------------------------------------------------------------------------------------
-
-    def _key_of(self, number: int) -> str:
-        samples = None if self._is_stream else self.samples
-        return block_key(self._run_id, self.number, samples, self.chunk, self._order, number)
-
     async def _read(self, number: int) -> None:
-        block = self._block(number)
-        for owner, record in await records_under(self._node, self._key_of(number), BlockRecord, self._warn_seldom):
+        block = self._chunks.block(number)
+        for owner, record in await self._records.of_block(number):
             block.learn(owner, record)
-        before = len(self._ready)
-        self._ready = deque(chunk for chunk in self._ready if not self._is_lost(chunk))
-        if len(self._ready) < before:
-            self._to_publish.add(number)
+        ready, now = self._loop.ready, get_dht_time()
+        self._loop.ready = deque(chunk for chunk in ready if not self._chunks.is_lost(chunk, now))
+        if len(self._loop.ready) < len(ready):
+            self._records.unpublished.add(number)
 
     async def _write(self, number: int) -> bool:
-        block, loop = self._block(number), asyncio.get_running_loop()
-        held = sorted(chunk % CHUNKS_PER_BLOCK for chunk in self._held() if chunk // CHUNKS_PER_BLOCK == number)
-        now = get_dht_time()
-        record = BlockRecord(pack_bits(block.done), held, now + LEASE_SECONDS)
-        self._to_publish.discard(number)
-        self._written[number] = loop.time()
-        is_stored = False
-        try:
-            is_stored = await self._store(self._key_of(number), record)
-        finally:
-            if not is_stored:  # also if the table has failed
-                self._to_publish.add(number)
-        if not is_stored:
-            self._warn_seldom("the table did not take the record of this peer's share of the data; it tries again")
-        return is_stored
+        return await self._records.write_block(number, self._chunks.block(number).done, self._loop.held)
 
     async def _look_at_pass(self) -> None:
-        """Learn at which pass the others are and which blocks are finished, and tell it."""
-        loop = asyncio.get_running_loop()
-        self._next_look = loop.time() + LOOK_SECONDS * self._rng.uniform(0.7, 1.0)
-        for owner, record in await records_under(self._node, pass_key(self._run_id), PassRecord, self._warn_seldom):
-            if owner == self._tag:
-                continue
-            if record.chunk != self.chunk or (record.samples != self.samples and not self._is_stream):
-                self._warn_seldom(
+        """Learn at which pass the others are and which blocks are finished, and tell them."""
+        self._next_look = asyncio.get_running_loop().time() + LOOK_SECONDS * self._rng.uniform(0.7, 1.0)
+        name, warn_seldom = self.name, self._records.warn_seldom
+        for owner, record in await self._records.of_pass():
+            if record.chunk != name.chunk or (record.samples != self.samples and not self._is_stream):
+                warn_seldom(
                     "peer %s passes over %d samples in chunks of %d, this peer over %s in chunks of %d: no work is "
                     "shared. Give both the same data and `chunk`",
-                    peer_of(owner), record.samples, record.chunk, self.samples, self.chunk, about=owner,
+                    peer_of(owner), record.samples, record.chunk, self.samples, name.chunk, about=owner,
                 )  # fmt: skip
-            elif record.order != self._order:
-                self._warn_seldom(
+            elif record.order != name.order:
+                warn_seldom(
                     "peer %s passes over the same data in another order: the two share no work. Give both the same "
                     "`seed` and `shuffle`, or another run_id", peer_of(owner), about=owner,
                 )  # fmt: skip
-            elif record.number > self.number:
+            elif record.number > name.number:
                 self.is_over = True
-                if not self._expiration:  # this peer has not told anything yet
+                if self._records.are_silent:
                     self.found_at = max(self.found_at, record.number)
-            elif record.number == self.number:
-                self._finished |= unpack_bits(record.finished)
+            elif record.number == name.number:
+                self._chunks.finished |= unpack_bits(record.finished)
                 if self._is_stream and self.samples is None and record.samples >= 0:
                     self.end_at(record.samples)
-        for number in list(self._blocks):
-            if self._finished >> number & 1:
-                del self._blocks[number]
-                self._to_publish.discard(number)
-                self._written.pop(number, None)
+        for number in self._chunks.retire(self._chunks.blocks):  # only what others have told
+            self._records.forget(number)
         samples = -1 if self.samples is None else self.samples
-        finished = 0 if self.is_over else self._finished
-        number, packed = self.number + self.is_over, pack_bits(finished)
-        told = PassRecord(number, samples, self.chunk, packed, self._order, self._is_stream)
-        if self._told is None or told != self._told[0] or loop.time() > self._told[1] + RECORD_SECONDS / 2:
-            self._told = told, loop.time()
-            if not await self._store(pass_key(self._run_id), told):
-                self._told = None
-
-    async def _store(self, key: str, record: BlockRecord | PassRecord) -> bool:
-        # Of two records with the same expiration, the table keeps the first.
-        self._expiration = max(get_dht_time() + RECORD_SECONDS, math.nextafter(self._expiration, math.inf))
-        value = msgspec.to_builtins(record, builtin_types=(bytes,))
-        return await self._node.store(key, value, self._expiration, subkey=self._tag)
-
-
-def pass_key(run_id: str) -> str:
-    """Where peers tell at which pass they are."""
-    return f"{run_id}_data"
-
-
-def block_key(run_id: str, number: int, samples: int | None, chunk: int, order: str, block: int) -> str:
-    """Where peers tell what they have done of one block of a pass, and what they hold.
-
-    Args:
-        samples: ``None``: of a stream.
-    """
-    size = "stream" if samples is None else samples
-    return f"{pass_key(run_id)}.{number}.{size}.{chunk}.{order}.{block}"
+        packed = pack_bits(0 if self.is_over else self._chunks.finished)
+        at = name.number + self.is_over
+        await self._records.write_pass(PassRecord(at, samples, name.chunk, packed, name.order, self._is_stream))
 
 
 async def records_under(

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from shoal.base import standby
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
-from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, order_of, pack_bits, parse_state, shuffler, unpack_bits
+from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, PassName, order_of, pack_bits, parse_state, unpack_bits
 from shoal.data.leases import WAITING, Leases
+from shoal.data.shuffled import shuffler
 from shoal.dht import DHT
 from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
@@ -29,9 +30,9 @@ SHUTDOWN_SECONDS = 5.0
 class SharedPass(Facade, Sampler[list[int]]):
     """Batches of a data set over which all peers of a run pass once, together.
 
-    The data set is cut into chunks, and each peer leases the ones over which it passes next through the table of the
-    swarm. Peers may come and go: the chunks of one that is gone are free again after half a minute. Each chunk is
-    passed over at least once, and hardly any twice. It is a batch sampler for map-style data sets::
+    The data set is cut into chunks, and each peer leases the ones that it passes over next through the DHT.
+    Peers may come and go: the chunks of a peer that is gone are free again after half a minute. Each chunk is passed
+    over at least once, and rarely twice. It is a batch sampler for map-style data sets::
 
         with shoal.data.SharedPass(dataset, dht, "my_run", batch_size=32) as shared:
             for epoch in range(10):
@@ -39,21 +40,21 @@ class SharedPass(Facade, Sampler[list[int]]):
                     ...
 
     Each iteration is one pass, or the rest of one that was left early. It ends when the whole swarm has passed over
-    everything, so peers get different numbers of batches, and there is no ``len()``. A peer that comes later begins
-    with the pass that the others are at; the iterations of earlier passes have no batches. Wherever the network is cut
-    in two, either side may repeat the other's work. A peer that waits for the last chunks of others still
-    takes part in the steps of its optimizers.
+    everything, so peers get different numbers of batches, and there is no ``len()``. A peer that joins later begins
+    with the pass that the others are at; its iterations for earlier passes have no batches. If the network is
+    partitioned, both sides may repeat each other's work. A peer that waits for the last chunks of others still takes
+    part in the steps of its optimizers.
 
-    A chunk is done when the loop asks for the batch after its last one. A loop that ends early gets the chunks that it
-    has begun once more in the next iteration.
+    A chunk is done when the loop asks for the batch after its last one. If a loop ends early, the chunks that it has
+    begun come again in the next iteration.
 
-    Whoever can write to the table can say that something is done. A run with a token is closed to strangers.
+    Any peer that can write to the DHT can claim that a chunk is done. A run with a token is closed to strangers.
 
     Args:
         dataset: map-style, with ``len()``, the same one at each peer; or a stream such as an ``IterableDataset``, which
-            yields the same samples in the same order at each peer. Of a stream, each peer reads everything and trains
-            on its own chunks.
-        dht: this peer's access to the table.
+            yields the same samples in the same order at each peer. Each peer reads a stream completely and trains on
+            its own chunks.
+        dht: this peer's DHT.
         run_id: peers with the same name share the passes.
         batch_size: samples of a batch; this peer's own choice.
         chunk: samples of a chunk, the same at each peer. A good one takes a second or more.
@@ -85,13 +86,13 @@ class SharedPass(Facade, Sampler[list[int]]):
         drawn_ahead: int = 0,
     ) -> None:
         check_dht(dht)
-        self.is_stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
-        if self.is_stream and not hasattr(dataset, "__iter__"):
+        is_stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+        if is_stream and not hasattr(dataset, "__iter__"):
             raise TypeError(f"dataset must have len() and [], or be iterable, got a {type(dataset).__name__}")
         for name, value, least in (("batch_size", batch_size, 1), ("chunk", chunk, 1), ("drawn_ahead", drawn_ahead, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
-        self.samples = None if self.is_stream else len(dataset)
+        self.samples = None if is_stream else len(dataset)
         if self.samples == 0:
             raise ValueError("the data set is empty")
         if chunk > LONGEST_CHUNK:
@@ -101,10 +102,9 @@ class SharedPass(Facade, Sampler[list[int]]):
                 f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: take larger ones"
             )
         self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
-        self.shuffle, self.seed, self.drawn_ahead = shuffle and not self.is_stream, seed, drawn_ahead
+        self.shuffle, self.seed, self.drawn_ahead = shuffle and not is_stream, seed, drawn_ahead
         self.number = 0
         """The pass that comes next, or is under way."""
-        self._order = order_of(run_id, seed) if self.shuffle else ""
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self._last: _Batches | None = None
@@ -112,6 +112,15 @@ class SharedPass(Facade, Sampler[list[int]]):
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
         self._portal = Portal("SharedPass")
         self._portal.on_close(self._close)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set has no indices."""
+        return self.samples is None
+
+    @property
+    def _order(self) -> str:
+        return order_of(self.run_id, self.seed) if self.shuffle else ""
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -121,8 +130,8 @@ class SharedPass(Facade, Sampler[list[int]]):
             raise TypeError("a stream has no indices: iterate over loader() instead")
         last, self._last = self._last, _Batches(self, self.drawn_ahead)
         if last is not None and last.confirm_all_if_ended():
-            # Whether this was the end of the pass is known when nobody has anything left. Otherwise the loop would get
-            # an iteration without batches; and what others have left is not lost: it is begun, and comes once more.
+            # Only when no peer has anything left is it known that the pass has ended. Otherwise the loop would get an
+            # iteration without batches. A chunk that others leave is not lost: it counts as begun, and comes again.
             self.next_chunk(wait=True)
         return iter(self._last)
 
@@ -177,12 +186,12 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._leases
 
     def begin(self) -> None:
-        """Begin the next pass if the last one is over; otherwise go on."""
+        """Begin the next pass if the last one is over; otherwise continue it."""
         self.finish_if_over()
         self.go_on()
 
     def go_on(self) -> None:
-        """What was begun and is not done comes once more."""
+        """What was begun and is not done comes again."""
         self._in_loop(self.leases().begin_again)
 
     def finish_if_over(self) -> bool:
@@ -207,14 +216,14 @@ class SharedPass(Facade, Sampler[list[int]]):
         return standby.wait_between_batches(chunk, chunk.cancel)
 
     def mark(self, chunks: Iterable[int]) -> None:
-        """These chunks are done. Without any, it is a sign of life."""
+        """These chunks are done. Without any, it only says that the loop makes progress."""
         leases = self.leases()
-        leases.signs += 1
+        leases.note_life()
         if done := list(chunks):
             self._in_loop(leases.finish, *done)
 
     def end_at(self, samples: int) -> None:
-        """The stream has ended after so many samples."""
+        """The stream has ended after this many samples."""
         self._in_loop(self.leases().end_at, samples)
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -226,7 +235,7 @@ class SharedPass(Facade, Sampler[list[int]]):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which chunks are done, for a checkpoint: a run of which nobody is left goes on from it."""
+        """Which chunks are done, for a checkpoint: a run that has lost all its peers continues from it."""
         done = self._loaded if self._leases is None else self._leases.done
         return {
             "number": self.number,
@@ -237,7 +246,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; what others have done since is added to it.
+        """Continue from a saved state; what others have done since is added to it.
 
         Raises:
             ValueError: it is no such state, that of another data set, of other chunks or of another order, or that of a
@@ -260,17 +269,8 @@ class SharedPass(Facade, Sampler[list[int]]):
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
     async def _begin(self) -> Leases:
-        node = self._dht.node
-        leases = Leases(
-            node,
-            self.run_id,
-            number=self.number,
-            samples=self.samples,
-            chunk=self.chunk,
-            in_order=self.is_stream,
-            order=self._order,
-            rng=random.Random(f"{tag_of(node.peer_id)!r}/{self.number}"),
-        )
+        name = PassName(self.run_id, self.number, self.samples, self.chunk, self._order)
+        leases = Leases(self._dht.node, name, random.Random(f"{tag_of(self._dht.peer_id)!r}/{self.number}"))
         leases.add_done(self._loaded)
         return leases
 
@@ -283,7 +283,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         return not self._portal.closed
 
     def shutdown(self) -> None:
-        """Let go of all chunks, so that others get them at once. Idempotent."""
+        """Release all chunks, so that others get them at once. Idempotent."""
         self._portal.close(SHUTDOWN_SECONDS)
 
     def __del__(self) -> None:
@@ -292,11 +292,11 @@ class SharedPass(Facade, Sampler[list[int]]):
 
 
 class _Batches(Sampler[list[int]]):
-    """Batches of indices of a map-style data set; each iteration goes on where the pass is.
+    """Batches of indices of a map-style data set; each iteration continues where the pass is.
 
     Args:
-        drawn_ahead: batches that are drawn before the loop asks for them; infinitely many: the loop says itself what it
-            has done.
+        drawn_ahead: batches that are drawn before the loop asks for them; infinite: the loop itself reports what it has
+            done.
     """
 
     def __init__(self, shared: SharedPass, drawn_ahead: float) -> None:
@@ -360,7 +360,7 @@ class _Batches(Sampler[list[int]]):
         self._confirmed += 1
 
     def confirm_all_if_ended(self) -> bool:
-        """The loop begins anew: if nothing more was to be had, all that was drawn is done. Returns whether it is."""
+        """The loop starts again: if nothing more was to be had, everything drawn is done. Returns whether it is."""
         while self._has_ended and self._open:
             self.confirm_first()
         return self._has_ended
@@ -385,7 +385,7 @@ class _Loader(Iterable[Any]):
 
 
 class _StreamLoader(Iterable[Any]):
-    """Batches of a stream: it is read from its beginning, and what others pass over is left out."""
+    """Batches of a stream: it is read from its beginning, and the chunks of others are left out."""
 
     def __init__(self, shared: SharedPass, collate: Any) -> None:
         self._shared, self._collate = shared, collate

@@ -1,16 +1,49 @@
-"""Other samples on each peer, without any talk."""
+"""Orders of samples: a permutation that needs no memory, and other samples on each peer without communication."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import Sampler
 
-from shoal.data.chunks import shuffler
 from shoal.dht import DHT
 from shoal.p2p import PeerID
+
+
+def shuffler(size: int, key: str) -> Callable[[int], int]:
+    """A permutation of ``range(size)`` that takes no memory and is the same everywhere.
+
+    It is a Feistel network of four rounds over the next larger power of four; numbers outside of the range go round
+    once more (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    seeds = [
+        int.from_bytes(hashlib.blake2b(f"{key}/{turn}".encode(), digest_size=8).digest(), "little") for turn in range(4)
+    ]
+
+    def once(index: int) -> int:
+        left, right = index >> half, index & mask
+        for seed in seeds:
+            left, right = right, left ^ (_mixed(right ^ seed) & mask)
+        return left << half | right
+
+    def permuted(index: int) -> int:
+        index = once(index)
+        while index >= size:
+            index = once(index)
+        return index
+
+    return permuted
+
+
+def _mixed(value: int) -> int:
+    """Bits that all depend on all bits (the finalizer of SplitMix64)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return value ^ value >> 31
 
 
 class Shuffled(Sampler[int]):
@@ -38,8 +71,8 @@ class Shuffled(Sampler[int]):
 def shuffled(dataset: Any, peer: DHT | PeerID | str | int, *, seed: int = 0) -> Any:
     """Shuffle a data set differently on each peer: the simple way to give them other samples at any time.
 
-    Over one pass of all peers some samples come several times and some do not come at all, as in sampling with
-    replacement. :class:`~shoal.data.SharedPass` does better, and talks for it.
+    Over one pass of all peers some samples come several times and others never, as in sampling with replacement.
+    :class:`~shoal.data.SharedPass` avoids that, at the cost of some communication.
 
     Args:
         dataset: map-style, with ``len()``: the result is a sampler for a ``DataLoader``; or a stream that has

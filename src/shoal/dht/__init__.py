@@ -7,13 +7,14 @@ Nodes and keys have 160-bit ids, and their distance is XOR. A record is stored a
 Read the files in this order:
 
 - :mod:`~.dht` for programs, :mod:`~.node` for coroutines; its settings are in :mod:`~.config`.
-- :mod:`~.store` and :mod:`~.get`: what one call does. :mod:`~.reasons`: what each node answers.
+- :mod:`~.store` and :mod:`~.get`: what one call does.
 - :mod:`~.traverse`: the walk to the nodes nearest to a key. :mod:`~.routing`: ids, and the nodes that a node knows.
-- :mod:`~.protocol`: the calls between nodes (ping, store, find). :mod:`~.records`: their messages.
+- :mod:`~.protocol`: the calls between nodes (ping, store, find), and whether a silent peer is gone or this machine
+  offline. :mod:`~.records`: their messages.
 - :mod:`~.local_records`: what a node keeps, in the containers of :mod:`~.storage`.
-- :mod:`~.validation`: rules about records, such as types (:mod:`~.schema`) and signatures of owners (:mod:`~.crypto`).
-- :mod:`~.joining`: how a node finds a swarm, and finds it again. :mod:`~.connectivity`: whether a silent peer is gone,
-  or this machine offline. :mod:`~.server_mode`: whether this peer serves others.
+- :mod:`~.validation`: rules about records, and the reasons why nodes refuse some. :mod:`~.schema`: rules about types;
+  :mod:`~.crypto`: signatures of owners.
+- :mod:`~.joining`: how a node finds a swarm, and finds it again; whether this peer serves others.
 - :mod:`~.key_sharding`: many keys for the records of a large swarm. :mod:`~.authorization`: a DHT for members only.
 """
 
@@ -23,10 +24,17 @@ from types import ModuleType
 from shoal.base.clock import DHTExpiration
 from shoal.dht.dht import DHT
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
-from shoal.dht.reasons import GetReport, Outcome, Reason, StoreReport
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey, ValueWithExpiration
-from shoal.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import (
+    CompositeValidator,
+    DHTRecord,
+    GetReport,
+    Outcome,
+    Reason,
+    RecordValidatorBase,
+    StoreReport,
+)
 
 __all__ = [
     "DEFAULT_NUM_WORKERS",

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.access.badges import ANY_ROLE, Roles
-from shoal.base.clock import get_dht_time
+from shoal.base.clock import TOLERANCE_SECONDS, get_dht_time
 from shoal.base.logs import Seldom, one_line, quoted, words_of
 from shoal.dht.storage import TimedStorage
 from shoal.errors import NoAccessTokenError, P2PDaemonError, P2PHandlerError
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
-
-# Most seconds by which the time in a request may differ from the receiver's. Chosen: 20 times what joining allows.
-MAX_REQUEST_AGE = 60.0
 
 # Standard: 128 bits never repeat by chance.
 NONCE_BYTES = 16
@@ -286,7 +283,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         if auth is None:
             return _refuse(call, "it is not signed")
         await self._log_in_first()
-        if not abs(get_dht_time() - auth.time) <= MAX_REQUEST_AGE:
+        if not abs(get_dht_time() - auth.time) <= TOLERANCE_SECONDS:
             return _refuse(call, "it was made at another time")
         if not self._is_signed(auth, signed_bytes(REQUEST_PURPOSE, call, request)):
             return _refuse(call, "no valid token, or no valid signature")
@@ -295,7 +292,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         request_id = auth.token.public_key, auth.nonce
         if request_id in self._seen:
             return _refuse(call, "it was answered before")
-        self._seen.store(request_id, None, get_dht_time() + 3 * MAX_REQUEST_AGE)
+        self._seen.store(request_id, None, get_dht_time() + 3 * TOLERANCE_SECONDS)
         return True
 
     async def sign_response(

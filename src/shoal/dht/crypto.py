@@ -22,11 +22,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.reasons import Reason
 from shoal.dht.storage import MAX_SUBKEY_REMEMBERED
-from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, Reason, RecordValidatorBase
 from shoal.peers.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
@@ -34,8 +34,6 @@ _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
-# Chosen: more owners than a node meets in practice, and a few hundred kilobytes.
-MAX_OWNERS_KNOWN = 4096
 # How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
 _SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 _SSH_LENGTH = len(_SSH_NAME) + 4 * (len(_SSH_HEADER) + PUBLIC_KEY_BYTES) // 3
@@ -158,13 +156,13 @@ def _raw_key_of(data: bytes) -> bytes:
 
 
 # The same few owners recur. The cache is bounded, because strangers can make up any number of them.
-@functools.lru_cache(MAX_OWNERS_KNOWN)
+@functools.lru_cache(MOST)
 def _key_of_owner(owner: bytes) -> PublicKey:
     """The key in an owner tag; raises what :meth:`PublicKey.from_bytes` raises."""
     return PublicKey.from_bytes(owner)
 
 
-@functools.lru_cache(MAX_OWNERS_KNOWN)
+@functools.lru_cache(MOST)
 def tag_of(peer: PeerID) -> bytes:
     """The owner tag of a peer; only the peer itself can write under it.
 
@@ -187,7 +185,7 @@ def peer_of(tag: object) -> PeerID:
     return _peer_of(tag)
 
 
-@functools.lru_cache(MAX_OWNERS_KNOWN)
+@functools.lru_cache(MOST)
 def _peer_of(tag: bytes) -> PeerID:
     owners = _OWNER_TAG.fullmatch(tag)
     if owners is None:
@@ -215,7 +213,7 @@ def _owners_in(data: bytes) -> tuple[bytes, ...]:
 
 
 # Averagers and trackers use the same subkeys repeatedly.
-_known_owners_in = functools.lru_cache(MAX_OWNERS_KNOWN)(_owners_in)
+_known_owners_in = functools.lru_cache(MOST)(_owners_in)
 
 
 class SignatureValidator(RecordValidatorBase):

@@ -16,21 +16,18 @@ from shoal.base.closeable import Facade, at_the_door, unknown_argument
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.dht.get import GetResult
 from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
-from shoal.dht.reasons import GetReport, StoreReport
 from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.validation import CompositeValidator, RecordValidatorBase
+from shoal.dht.validation import CompositeValidator, GetReport, RecordValidatorBase, StoreReport
 from shoal.errors import DHTError
 from shoal.net.pasted import line_to_paste, split_addresses, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.local_network import check_can_look_around
 from shoal.peers.identity import checked_name, default_name
-from shoal.reach.libp2p_options import Libp2pOptions
+from shoal.reach.manager import Libp2pOptions
 
 T = TypeVar("T")
-GetFuture = AwaitableFuture[GetResult]
-StoreFuture = AwaitableFuture[bool]
 
 
 class DHT(Facade):
@@ -191,7 +188,7 @@ class DHT(Facade):
 
     def __repr__(self) -> str:
         """Its addresses and how many other peers it knows. Asks nobody, so it can be called at any time."""
-        node, facts, state = self._service.node, self._service.facts, ""
+        node, maddrs, state = self._service.node, self._service.visible_maddrs, ""
         if self._portal is None:
             state = "not started"
         elif self.pid != os.getpid():
@@ -200,9 +197,9 @@ class DHT(Facade):
             state = "shut down"
         elif self._service.failure is not None:
             state = f"failed to start: {self._service.failure}"
-        if facts is None or node is None:
+        if maddrs is None or node is None:
             return f"<DHT {state or 'starting'}>"
-        where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
+        where = ", ".join(map(str, maddrs)) or f"client {node.peer_id}"
         known = len(node.protocol.routing_table)
         others = "1 other peer" if known == 1 else f"{known} other peers"
         return f"<DHT {where}, {state or f'knows {others}'}>"
@@ -252,19 +249,20 @@ class DHT(Facade):
     @property
     def peer_id(self) -> PeerID:
         """This peer's id on the network."""
-        return self._facts.peer_id
+        return self._started_node.peer_id
 
     @property
     def client_mode(self) -> bool:
         """Whether this peer only calls others, and is never called."""
-        return self._facts.client_mode
+        return self._started_node.client_mode
 
     @property
-    def _facts(self) -> _Facts:
-        if self._service.facts is None:
+    def _started_node(self) -> DHTNode:
+        """The node, to read what the start has found out."""
+        if self._service.visible_maddrs is None:
             self.wait_until_ready()
-        assert self._service.facts is not None
-        return self._service.facts
+        assert self._service.node is not None
+        return self._service.node
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses to give to others as initial peers, each ending with ``/p2p/<peer id>``.
@@ -272,10 +270,10 @@ class DHT(Facade):
         Args:
             latest: ask again, instead of returning the addresses from the start.
         """
-        facts = self._facts
+        node = self._started_node
         if latest and not self.portal.closed:
-            facts.visible_maddrs = self.portal.call(self.node.get_visible_maddrs(latest=True))
-        return list(facts.visible_maddrs)
+            self._service.visible_maddrs = self.portal.call(node.get_visible_maddrs(latest=True))
+        return list(self._service.visible_maddrs or ())
 
     @property
     def address(self) -> str:
@@ -309,17 +307,6 @@ class DHT(Facade):
         self,
         key: DHTKey,
         latest: bool = False,
-        *,
-        return_future: Literal[True],
-        explain: Literal[False] = False,
-        **kwargs: Any,
-    ) -> GetFuture: ...
-
-    @overload
-    def get(
-        self,
-        key: DHTKey,
-        latest: bool = False,
         return_future: Literal[False] = False,
         *,
         explain: Literal[True],
@@ -328,14 +315,8 @@ class DHT(Facade):
 
     @overload
     def get(
-        self,
-        key: DHTKey,
-        latest: bool = False,
-        *,
-        return_future: Literal[True],
-        explain: Literal[True],
-        **kwargs: Any,
-    ) -> AwaitableFuture[GetReport]: ...
+        self, key: DHTKey, latest: bool = False, *, return_future: Literal[True], explain: bool = False, **kwargs: Any
+    ) -> AwaitableFuture[Any]: ...
 
     def get(
         self,
@@ -345,7 +326,7 @@ class DHT(Facade):
         *,
         explain: bool = False,
         **kwargs: Any,
-    ) -> GetResult | GetFuture | GetReport | AwaitableFuture[GetReport]:
+    ) -> GetResult | GetReport | AwaitableFuture[Any]:
         """Get the value of a key with its expiration, or ``None``; a dictionary as ``{subkey: value with expiration}``.
 
         Args:
@@ -363,7 +344,7 @@ class DHT(Facade):
                 background loop.
         """
         run = self.portal.submit if return_future else self.portal.call
-        return run(self._service.get(key, latest, explain=explain, **kwargs))
+        return run(self._service.call(DHTNode.get, key, latest, explain=explain, **kwargs))
 
     @overload
     def store(
@@ -377,19 +358,6 @@ class DHT(Facade):
         explain: Literal[False] = False,
         **kwargs: Any,
     ) -> bool: ...
-
-    @overload
-    def store(
-        self,
-        key: DHTKey,
-        value: DHTValue,
-        expiration_time: DHTExpiration,
-        subkey: Subkey | None = None,
-        *,
-        return_future: Literal[True],
-        explain: Literal[False] = False,
-        **kwargs: Any,
-    ) -> StoreFuture: ...
 
     @overload
     def store(
@@ -413,9 +381,9 @@ class DHT(Facade):
         subkey: Subkey | None = None,
         *,
         return_future: Literal[True],
-        explain: Literal[True],
+        explain: bool = False,
         **kwargs: Any,
-    ) -> AwaitableFuture[StoreReport]: ...
+    ) -> AwaitableFuture[Any]: ...
 
     def store(
         self,
@@ -427,7 +395,7 @@ class DHT(Facade):
         *,
         explain: bool = False,
         **kwargs: Any,
-    ) -> bool | StoreFuture | StoreReport | AwaitableFuture[StoreReport]:
+    ) -> bool | StoreReport | AwaitableFuture[Any]:
         """Store one value, or with a subkey one entry of a dictionary, until it expires.
 
         Args:
@@ -449,7 +417,7 @@ class DHT(Facade):
             TypeError, ValueError: the key or value cannot be packed or is too large, or the expiration is invalid.
         """
         run = self.portal.submit if return_future else self.portal.call
-        return run(self._service.store(key, value, expiration_time, subkey, explain=explain, **kwargs))
+        return run(self._service.call(DHTNode.store, key, value, expiration_time, subkey, explain=explain, **kwargs))
 
     @overload
     def run_coroutine(
@@ -510,19 +478,13 @@ class DHTHandle:
         return getattr(dht, name)
 
 
-class _Facts:
-    """Facts that are available without the background loop."""
-
-    def __init__(self, peer_id: PeerID, client_mode: bool, visible_maddrs: list[Multiaddr]) -> None:
-        self.peer_id, self.client_mode, self.visible_maddrs = peer_id, client_mode, visible_maddrs
-
-
 class _Service:
     """The half of a DHT that lives in the loop. It has no reference to the other half, so that can be collected."""
 
     def __init__(self, handle: DHTHandle, options: dict[str, Any]) -> None:
         self.node: DHTNode | None = None
-        self.facts: _Facts | None = None
+        self.visible_maddrs: list[Multiaddr] | None = None
+        """The addresses that were asked for last; ``None`` until the node is ready."""
         self.stopped = threading.Event()
         self._handle = handle
         self._options = options
@@ -535,8 +497,7 @@ class _Service:
         self._starting = True
         try:
             self.node = await DHTNode.create(**self._options)
-            maddrs = await self.node.get_visible_maddrs()
-            self.facts = _Facts(self.node.peer_id, self.node.client_mode, maddrs)
+            self.visible_maddrs = await self.node.get_visible_maddrs()
         except BaseException as e:
             self.failure = e
             self.stopped.set()
@@ -559,13 +520,9 @@ class _Service:
             raise DHTError(f"this DHT could not start: {self.failure}")
         return self.node
 
-    async def get(self, key: DHTKey, latest: bool, **kwargs: Any) -> Any:
-        return await (await self._when_ready()).get(key, latest, **kwargs)
-
-    async def store(
-        self, key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None, **kwargs: Any
-    ) -> Any:
-        return await (await self._when_ready()).store(key, value, expiration_time, subkey, **kwargs)
+    async def call(self, method: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Call a method of the node when it is ready."""
+        return await method(await self._when_ready(), *args, **kwargs)
 
     async def run(self, function: Callable[[Any, DHTNode], Awaitable[T]]) -> T:
         return await function(self._handle, await self._when_ready())

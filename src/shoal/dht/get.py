@@ -18,12 +18,19 @@ from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.reasons import GetReport, Outcome, Reason
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord, numbers_of_entries
 from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, ExpiryHeap, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Lookup, Traversal
-from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
+from shoal.dht.validation import (
+    PLAIN_VALUE,
+    DHTRecord,
+    GetReport,
+    Outcome,
+    Reason,
+    RecordValidatorBase,
+    has_owned_entries,
+)
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,11 @@ returns may know others, so the node then walks to its own id, as it did when it
 If nobody has answered for ten seconds in spite of further calls, the swarm is lost. The node then pings three peers at
 a time, drawn from all that it has ever known. Its pauses are random and grow up to half a minute, so that after an
 outage not all nodes contact their initial peers at once. The search ends with an answer and a walk that finds a node.
+
+A peer that others can dial is a node of the DHT. A peer that they call through a relay is a node while few others are
+there to keep records, so a small swarm behind routers needs no other help. In a larger swarm such a node is of little
+use, because each call takes a detour: after a pause it gives its records to the remaining nodes and stops serving. A
+peer that is no node uses the DHT as clients do.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
+from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
-from shoal.dht.server_mode import ServerMode
+from shoal.dht.records import NewRecord
+from shoal.dht.traverse import meet_nodes_near
 from shoal.errors import (
     BootstrapError,
     DialError,
@@ -38,8 +45,88 @@ from shoal.errors import (
 from shoal.net.pasted import Target, describe_target
 from shoal.p2p import Multiaddr, PeerID
 from shoal.p2p.local_network import LocalNetwork
+from shoal.reach.reachability import Reach, Reachability
+
+# --- whether this peer serves others ----------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
+
+# With this many public nodes, peers behind relays are not needed as nodes: as many as hold a record by default.
+ENOUGH_PUBLIC_NODES = NodeConfig.num_replicas
+# Chosen: longer than a public peer takes to restart.
+STEP_DOWN_SECONDS = 600.0
+
+
+class ServerMode:
+    """Switches a peer between node and client.
+
+    Args:
+        protocol: its side of the protocol; answers calls and tells others of this node while ``is_node`` is set.
+    """
+
+    def __init__(self, protocol: DHTProtocol) -> None:
+        self._protocol = protocol
+        self._superfluous_since: float | None = None
+        self._moving: asyncio.Task[None] | None = None
+
+    async def settle(self) -> None:
+        """Wait until it is clear how others can call this peer, now that the first ones have tried."""
+        if not self._protocol.client_mode:
+            await self._protocol.p2p.outlook.settle()
+            self.look()
+
+    def look(self) -> None:
+        """Decide whether this peer should be a node, and change that if need be."""
+        protocol = self._protocol
+        is_moving = self._moving is not None and not self._moving.done()
+        if protocol.client_mode or (is_moving and self._moving is not asyncio.current_task()):
+            return
+        now = asyncio.get_running_loop().time()
+        if protocol.p2p.reachability is not Reachability.RELAYED or self._count_public() < ENOUGH_PUBLIC_NODES:
+            self._superfluous_since = None
+        elif self._superfluous_since is None:
+            self._superfluous_since = now
+        is_needed = self._superfluous_since is None or (
+            protocol.is_node and now - self._superfluous_since < STEP_DOWN_SECONDS
+        )
+        # While nobody knows, this peer says that it can be called: the first peers of the swarm find out.
+        wanted = protocol.p2p.reachability is not Reachability.CLIENT and is_needed
+        if wanted is not protocol.is_node:
+            self._moving = protocol.spawn(self._enter() if wanted else self._leave())
+
+    def _count_public(self) -> int:
+        book = self._protocol.p2p.book
+        return sum(book.find(peer).reach == Reach.PUBLIC for _, peer in self._protocol.routing_table)
+
+    async def _enter(self) -> None:
+        await self._protocol.serve()
+        self._protocol.is_node = True
+        logger.info("this peer serves the DHT now: others can call it")
+        self._protocol.connectivity.came_back.set()  # a walk tells its neighbors
+        self.look()
+
+    async def _leave(self) -> None:
+        """Give the records away first, to nodes that no longer count this one among the nodes."""
+        self._protocol.is_node = False
+        logger.info("this peer does not serve the DHT any more: others cannot call it well enough")
+        await self._hand_over()
+        await self._protocol.stop_serving()
+        self.look()
+
+    async def _hand_over(self) -> None:
+        protocol = self._protocol
+        due: dict[PeerID, list[NewRecord]] = {}
+        for key, item in list(protocol.storage.items()):
+            record = protocol.records.copy_for_others(key, item.value, item.expiration_time)
+            for _, peer in protocol.routing_table.get_nearest_neighbors(key, protocol.config.num_replicas):
+                due.setdefault(peer, []).append(record)
+        await asyncio.gather(*(protocol.call_store(peer, records) for peer, records in due.items()))
+        for key in [key for key, _ in protocol.storage.items()]:
+            del protocol.storage[key]
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
 
 Targets = Sequence[Target]
 Callee = PeerID | Multiaddr
@@ -49,6 +136,11 @@ Outcomes = asyncio.Queue[tuple[Callee, "Exception | None"]]
 # Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
 # Chosen: a few round trips around the world.
 SECOND_OPINION_SECONDS = 1.0
+
+
+async def meet_neighbors(protocol: DHTProtocol) -> bool:
+    """Walk to the own id, so that nearby nodes and this one meet; returns whether there is any other node."""
+    return await meet_nodes_near(protocol, protocol.node_id, protocol.config.bucket_size)
 
 
 async def ping_initial_peers(
@@ -211,18 +303,15 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
 # Interval of a node's background checks, give or take a quarter.
 TICK_SECONDS = 5.0
 # The nearest neighbor is pinged after this time without any answer.
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 4 * TICK_SECONDS
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
 # of a suspect is a tick, and doubles each time.
-LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 6 * TICK_SECONDS
 # The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
 # initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
-LONGEST_PAUSE_OF_ENDED_SECONDS = 600.0
+LONGEST_PAUSE_OF_ENDED_SECONDS = 20 * LONGEST_PAUSE_SECONDS
 # Pause between two pings of an initial peer that answers, but has no place in the routing table.
-PAUSE_WHEN_WELL_SECONDS = 300.0
-# With more nodes in the routing table, the longest pause grows in proportion: enough other nodes ping the dead ones.
-SMALL_TABLE = 20
-
+PAUSE_WHEN_WELL_SECONDS = 10 * LONGEST_PAUSE_SECONDS
 # Peers pinged at a time: few, because after an outage all nodes ping.
 PINGS_AT_A_TIME = 3
 # After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
@@ -244,7 +333,6 @@ class Reunion:
         server_mode: looks regularly whether this peer should be a node.
         initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
             is given, any peer that answers there is one.
-        meet_neighbors: walks to the node's own id; returns whether it found another node.
         neighbours: the peers in the local network at present.
     """
 
@@ -253,7 +341,6 @@ class Reunion:
         protocol: DHTProtocol,
         server_mode: ServerMode,
         initial_peers: Targets,
-        meet_neighbors: Callable[[], Awaitable[bool]],
         neighbours: Mapping[PeerID, Sequence[Multiaddr]] = MappingProxyType({}),
     ) -> None:
         self._protocol, self._server_mode = protocol, server_mode
@@ -265,7 +352,6 @@ class Reunion:
         for address, peer in initial_peers:
             if peer is not None and peer != self._p2p.peer_id:
                 self._addresses.setdefault(peer, []).append(address)
-        self._meet_neighbors = meet_neighbors
         self._neighbours = neighbours
         self._probes: dict[Callee, Backoff] = {}
         """When to ping peers that are watched; a ping counts as failed until it is answered."""
@@ -290,7 +376,7 @@ class Reunion:
         await self._ping(self._choose_probes())
         if self._protocol.connectivity.came_back.is_set():
             self._protocol.connectivity.came_back.clear()
-            await self._meet_neighbors()
+            await meet_neighbors(self._protocol)
 
     def _choose_probes(self) -> list[Callee]:
         table, now = self._protocol.routing_table, self._now()
@@ -303,7 +389,8 @@ class Reunion:
         }
         due = [peer for peer in watched if self._probes[peer].is_due(now)]
         chosen = sorted(due, key=lambda peer: self._probes[peer].rests_until)[:PINGS_AT_A_TIME]
-        longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / SMALL_TABLE)
+        # With more nodes in the table than in one bucket, enough other nodes ping the dead ones.
+        longest = LONGEST_PAUSE_SECONDS * max(1.0, len(table) / table.bucket_size)
         for peer in chosen:
             self._probes[peer].longest = max(longest, self._probes[peer].longest)
             self._probes[peer].fail(now)
@@ -362,7 +449,7 @@ class Reunion:
             await self._pause(self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
                 await self._ping(await self._draw(backoff.failures))
-            if not self._connectivity.is_lost and await self._meet_neighbors():
+            if not self._connectivity.is_lost and await meet_neighbors(self._protocol):
                 break
             backoff.fail()
         self._protocol.connectivity.came_back.clear()
@@ -411,11 +498,11 @@ class Neighbours:
 
     Args:
         protocol: the node's side of the protocol.
-        on_joined: runs after another node has accepted this one.
+        server_mode: looks whether this peer should be a node, after another one has accepted it.
     """
 
-    def __init__(self, protocol: DHTProtocol, on_joined: Callable[[], Awaitable[object]]) -> None:
-        self._protocol, self._on_joined = protocol, on_joined
+    def __init__(self, protocol: DHTProtocol, server_mode: ServerMode) -> None:
+        self._protocol, self._server_mode = protocol, server_mode
         self.network = LocalNetwork(protocol.p2p, self._note)
         """Tells which peers are there."""
         self._joined = asyncio.Event()
@@ -458,5 +545,6 @@ class Neighbours:
                 return
             else:
                 logger.info("joined peer %s in the local network", peer)
-            await self._on_joined()
+            await self._server_mode.settle()
+            await meet_neighbors(protocol)
         self._joined.set()

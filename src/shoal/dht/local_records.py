@@ -26,7 +26,6 @@ from typing import NamedTuple
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import Seldom, quoted, words_of
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.reasons import KEPT, Outcome, Reason
 from shoal.dht.records import (
     MAX_ANSWER_BYTES,
     NOTHING_KNOWN,
@@ -49,10 +48,13 @@ from shoal.dht.storage import (
     ValueWithExpiration,
 )
 from shoal.dht.validation import (
+    KEPT,
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
     CompositeValidator,
     DHTRecord,
+    Outcome,
+    Reason,
     RecordError,
     RecordValidatorBase,
     check_lifetime,

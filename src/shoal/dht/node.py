@@ -14,16 +14,14 @@ from shoal.base.closeable import options_from
 from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
-from shoal.dht.joining import Neighbours, Reunion, ping_initial_peers
+from shoal.dht.joining import Neighbours, Reunion, ServerMode, meet_neighbors, ping_initial_peers
 from shoal.dht.protocol import KEEPERS, DHTProtocol
-from shoal.dht.reasons import GetReport, StoreReport
+from shoal.dht.protocol import Blacklist as Blacklist
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.server_mode import ServerMode
-from shoal.dht.storage import Blacklist as Blacklist
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Writer, make_record
 from shoal.dht.traverse import Lookup, PeerFinder
-from shoal.dht.validation import RecordValidatorBase
+from shoal.dht.validation import GetReport, RecordValidatorBase, StoreReport
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.net.pasted import Target, wants_local
 from shoal.p2p import P2P, Multiaddr, PeerID
@@ -65,7 +63,7 @@ class DHTNode:
         self._server_mode = ServerMode(protocol)
         self._reader = Reader(protocol, config)
         self._writer = Writer(protocol, config, self._reader.refresh_queue)
-        self.finder = PeerFinder(protocol, self._meet_nodes_near)
+        self.finder = PeerFinder(protocol)
         """Looks for the addresses of peers."""
 
     @classmethod
@@ -168,11 +166,9 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
-        self._server_mode.start()
-        self.p2p.find_addresses = self.finder.find
-        self.p2p.reservations.candidates = self._peers_of_the_table
+        self.p2p.directory = self
         if looks_around:
-            self._neighbours = Neighbours(self.protocol, self._settle_in)
+            self._neighbours = Neighbours(self.protocol, self._server_mode)
             await self._neighbours.start()
         if targets:
             if await ping_initial_peers(
@@ -183,31 +179,14 @@ class DHTNode:
                 strict=config.strict,
             ):
                 await self._server_mode.settle()
-            meeting_neighbors = self.protocol.spawn(self._meet_neighbors())
+            meeting_neighbors = self.protocol.spawn(meet_neighbors(self.protocol))
             await asyncio.wait([meeting_neighbors], timeout=max(0.0, deadline - loop.time()))
         if self._neighbours is not None and not len(self.protocol.routing_table):
             await self._neighbours.wait_for_first()
         if config.refresh_timeout is not None:
             self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
         present = {} if self._neighbours is None else self._neighbours.network.present
-        self.protocol.spawn(Reunion(self.protocol, self._server_mode, targets, self._meet_neighbors, present).run())
-
-    def _peers_of_the_table(self) -> list[PeerID]:
-        """Candidates for relays: nearly all nodes that others can dial are relays."""
-        return [peer for _, peer in self.protocol.routing_table]
-
-    async def _meet_neighbors(self) -> bool:
-        """Search for the own id, so that nearby nodes and this one meet; returns whether any other node was found."""
-        found = await self.find_nearest_nodes([self.node_id], exclude_self=True)
-        return bool(found[self.node_id])
-
-    async def _settle_in(self) -> None:
-        """Find a place in the DHT after the first other node has accepted this one."""
-        await self._server_mode.settle()
-        await self._meet_neighbors()
-
-    async def _meet_nodes_near(self, place: DHTID) -> None:
-        await self.find_nearest_nodes([place], k_nearest=self.config.num_replicas, exclude_self=True)
+        self.protocol.spawn(Reunion(self.protocol, self._server_mode, targets, present).run())
 
     async def _refresh_stale_buckets(self, period: float) -> None:
         """Search for random ids in buckets without recent news, so that they stay filled.
@@ -225,7 +204,7 @@ class DHTNode:
             targets = [DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)) for bucket in far]
             with suppress(NoAccessTokenError):  # it comes again after a period
                 if len(far) < len(due_now):
-                    await self._meet_neighbors()
+                    await meet_neighbors(self.protocol)
                 await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
             oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
             await asyncio.sleep(max(oldest + period - get_dht_time(), 0.01 * period))
@@ -238,15 +217,25 @@ class DHTNode:
         self._reader.refresh_queue.clear()
         if self._neighbours is not None:
             await self._neighbours.close()
-        # Another node on this peer may have set its own finder meanwhile.
-        if self.p2p.find_addresses == self.finder.find:
-            self.p2p.find_addresses = None
-        if self.p2p.reservations.candidates == self._peers_of_the_table:
-            self.p2p.reservations.candidates = tuple
-        self._server_mode.close()
+        if self.p2p.directory is self:  # there may be another node on this peer by now
+            self.p2p.directory = None
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()
+
+    # --- what this peer asks its directory ----------------------------------------------------------------------------
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        """Look for the addresses of a peer in the DHT."""
+        await self.finder.find(peer)
+
+    def dialable_peers(self) -> list[PeerID]:
+        """Those of the routing table: nearly all nodes that others can dial are relays."""
+        return [peer for _, peer in self.protocol.routing_table]
+
+    def note_reachability(self) -> None:
+        """How others can call this peer has changed: it may become a node, or stop being one."""
+        self._server_mode.look()
 
     def _check_alive(self) -> None:
         if not self.is_alive:

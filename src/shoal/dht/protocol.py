@@ -1,9 +1,15 @@
-"""The three calls between nodes (ping, store, find): asking, answering, and learning from both which nodes live."""
+"""The three calls between nodes (ping, store, find): asking, answering, and learning from both which nodes live.
+
+A call without an answer has one of two causes. If the peer is gone, others answer as usual. If this machine is offline
+or too busy to listen, most calls fail, no matter to which peer. Only the first is held against the peer. A peer that is
+silent twice, ten seconds apart, counts as gone in any case if another peer was heard in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
@@ -15,9 +21,7 @@ from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.base.tasks import BackgroundTasks
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
 from shoal.dht.config import NodeConfig
-from shoal.dht.connectivity import Connectivity
 from shoal.dht.local_records import LocalRecords, Payer, records_for_newcomer
-from shoal.dht.reasons import Outcome
 from shoal.dht.records import (
     MAX_ANSWER_BYTES,
     MAX_KEYS_PER_FIND,
@@ -38,8 +42,8 @@ from shoal.dht.records import (
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
-from shoal.dht.storage import Blacklist, DHTLocalStorage
-from shoal.dht.validation import RecordValidatorBase
+from shoal.dht.storage import DHTLocalStorage
+from shoal.dht.validation import Outcome, RecordValidatorBase
 from shoal.errors import (
     DHTError,
     DialError,
@@ -55,7 +59,205 @@ from shoal.errors import (
 from shoal.net.service import open_to
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.joining import explain_unreachable
+from shoal.peers.book import PeerBook
 from shoal.reach.reachability import Reachability
+
+# --- a peer that is gone, or an outage of this machine ----------------------------------------------------------------
+
+# Calls within this window are compared with each other. After this time without any answer the swarm may be lost.
+# Chosen: three times the timeout of a call.
+WINDOW_SECONDS = 10.0
+# An event loop that lags more than this may have failed to read answers that arrived in time. Chosen: well over the
+# pauses of a garbage collection, well under the timeout of a call.
+LATE_SECONDS = 0.5
+# Interval of the checks whether the loop lags.
+HEARTBEAT_SECONDS = LATE_SECONDS / 2
+
+
+class Blacklist:
+    """Peers that did not answer, each avoided for ``base_time * backoff_rate ** earlier failures`` seconds.
+
+    Args:
+        base_time: seconds after the first failure; 0: nobody is avoided.
+        backoff_rate: each further failure in a row multiplies the time by this.
+        book: where it is noted; default: a new one.
+    """
+
+    def __init__(self, base_time: float = 5.0, backoff_rate: float = 2.0, book: PeerBook | None = None) -> None:
+        if not (base_time >= 0 and backoff_rate >= 1):
+            raise ValueError(
+                f"blacklist_time must be at least 0 and backoff_rate at least 1, got {base_time} and {backoff_rate}"
+            )
+        self.base_time, self.backoff_rate = base_time, backoff_rate
+        self._book = PeerBook() if book is None else book
+
+    def register_failure(self, peer: PeerID) -> None:
+        """The peer did not answer. Failures while it is avoided do not prolong that."""
+        if peer in self or self.base_time == 0:
+            return
+        record = self._book[peer]
+        growth = self.backoff_rate ** min(record.unanswered, 10)  # by then it lasts over an hour
+        record.avoided_until = get_dht_time() + self.base_time * growth
+        record.unanswered += 1
+
+    def register_success(self, peer: PeerID) -> None:
+        """The peer answered: forget its failures, and avoid it no longer."""
+        record = self._book.get(peer)
+        if record is not None:
+            record.unanswered, record.avoided_until = 0, -math.inf
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        for record in self._book.values():
+            record.unanswered, record.avoided_until = 0, -math.inf
+
+    def __contains__(self, peer: object) -> bool:
+        record = self._book.get(peer) if isinstance(peer, PeerID) else None
+        return record is not None and get_dht_time() < record.avoided_until
+
+    def __len__(self) -> int:
+        now = get_dht_time()
+        return sum(now < record.avoided_until for record in self._book.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(base_time={self.base_time}, banned={len(self)})"
+
+
+class Connectivity:
+    """Which peers answered this node in the last seconds, and which did not.
+
+    Args:
+        book: notes since when the silence of a peer has not been held against it.
+    """
+
+    def __init__(self, book: PeerBook) -> None:
+        self._book = book
+        self._loop = asyncio.get_running_loop()
+        # Time of the last call to each peer, and whether it was answered; the oldest first.
+        self._outcomes: dict[PeerID, tuple[float, bool]] = {}
+        self._silent = 0  # how many of them were not answered
+        self._in_flight = 0
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._was_late_at = float("-inf")
+        self._began_at = self._loop.time()
+        self._heard_at: float | None = None
+        self._silent_since: float | None = None
+        self._silence_noted_at = 0.0
+        self._has_asked_again = False
+        self.heard = asyncio.Event()
+        """Set by each answer that ends a silence."""
+        self.came_back = asyncio.Event()
+        """Set when a suspect has given a sign of life: it may know more nodes."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody has answered since a call failed."""
+        return self._silent_since is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the swarm is lost: peers did answer earlier, but for a while none has, despite a further call.
+
+        Without the further call this node might just have been idle: one failure and ten seconds without calls.
+        """
+        if self._silent_since is None or self._heard_at is None or not self._has_asked_again:
+            return False
+        return self._loop.time() - self._silent_since >= WINDOW_SECONDS
+
+    @property
+    def heard_at(self) -> float:
+        """Time of the last answer from anybody, or of this node's start if there was none."""
+        return self._began_at if self._heard_at is None else self._heard_at
+
+    # --- calls in flight ----------------------------------------------------------------------------------------------
+
+    def begin_call(self) -> float:
+        """Note that a call begins, and watch the loop's lag until :meth:`end_call`; returns the time."""
+        self._in_flight += 1
+        now = self._loop.time()
+        if self._heartbeat is None:
+            self._schedule_heartbeat(now)
+        return now
+
+    def end_call(self) -> None:
+        """Note that a call has ended."""
+        self._in_flight -= 1
+
+    def _schedule_heartbeat(self, now: float) -> None:
+        self._heartbeat = self._loop.call_later(HEARTBEAT_SECONDS, self._beat, now + HEARTBEAT_SECONDS)
+
+    def _beat(self, due: float) -> None:
+        now = self._loop.time()
+        if now - due > LATE_SECONDS:
+            self._was_late_at = now
+        self._heartbeat = None
+        if self._in_flight:
+            self._schedule_heartbeat(now)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+
+    # --- outcomes -----------------------------------------------------------------------------------------------------
+
+    def note_answer(self, peer: PeerID) -> None:
+        """Note that a peer has answered a call."""
+        self._note(peer, answered=True)
+        record = self._book.get(peer)
+        if record is not None:
+            record.excused_since = None
+        self._heard_at = self._loop.time()
+        if self._silent_since is not None:
+            self._silent_since = None
+            self.heard.set()
+
+    def note_silence(self, peer: PeerID, asked_at: float) -> bool:
+        """Note that a peer has not answered a call; returns whether that counts against it.
+
+        Args:
+            peer: the peer that was called.
+            asked_at: the time that :meth:`begin_call` returned.
+        """
+        now = self._loop.time()
+        if self._is_late(asked_at, now):
+            return False  # the answer may have arrived, unread
+        self._note(peer, answered=False)
+        if self._silent_since is None:
+            self._silent_since, self._silence_noted_at, self._has_asked_again = asked_at, now, False
+        elif asked_at >= self._silence_noted_at:
+            self._has_asked_again = True
+        # A single silent peer never counts as an outage.
+        if self._silent < 2 or 2 * self._silent <= len(self._outcomes):
+            return True
+        record = self._book[peer]
+        if record.excused_since is None:
+            record.excused_since = asked_at
+        return asked_at - record.excused_since >= WINDOW_SECONDS and self.heard_at > record.excused_since
+
+    def _is_late(self, asked_at: float, now: float) -> bool:
+        """Whether the loop lagged while the call was in flight, or lags now and the heartbeat could not notice yet."""
+        if self._heartbeat is not None and now - self._heartbeat.when() > LATE_SECONDS:
+            return True
+        return self._was_late_at >= asked_at
+
+    def _note(self, peer: PeerID, *, answered: bool) -> None:
+        now = self._loop.time()
+        former = self._outcomes.pop(peer, None)
+        if former is not None and not former[1]:
+            self._silent -= 1
+        self._outcomes[peer] = (now, answered)
+        self._silent += not answered
+        while True:
+            oldest = next(iter(self._outcomes))
+            at, was_answered = self._outcomes[oldest]
+            if at > now - WINDOW_SECONDS:
+                return
+            del self._outcomes[oldest]
+            self._silent -= not was_answered
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "ValidationError"]
 
@@ -113,9 +315,9 @@ class DHTProtocol(ServicerBase):
         self._announced_id: bytes | None = None
         self.is_node = not client_mode and p2p.reachability is not Reachability.CLIENT
         self._is_serving = False
-        self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
+        self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate, p2p.book)
         """Peers that walks skip for a while."""
-        self.connectivity = Connectivity()
+        self.connectivity = Connectivity(p2p.book)
         self.authorizer = authorizer
         self._gate: MembersOnly | None = None
         self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
@@ -129,7 +331,7 @@ class DHTProtocol(ServicerBase):
 
     @property
     def is_node(self) -> bool:
-        """Others may call this peer, and keep records here; :class:`~shoal.dht.server_mode.ServerMode` changes it."""
+        """Others may call this peer, and keep records here; :class:`~shoal.dht.joining.ServerMode` changes it."""
         return self._announced_id is not None
 
     @is_node.setter

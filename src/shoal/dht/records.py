@@ -26,11 +26,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from shoal.base.bounded import MOST
 from shoal.base.clock import DHTExpiration
 from shoal.base.logs import Seldom, one_line
 from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
-from shoal.dht.reasons import KEPT, Outcome, Reason
 from shoal.dht.routing import DHTID, ID_BITS, id_of
 from shoal.dht.storage import (
     MAX_DICTIONARY_ENTRIES,
@@ -41,9 +41,12 @@ from shoal.dht.storage import (
     ValueWithExpiration,
 )
 from shoal.dht.validation import (
+    KEPT,
     MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
+    Outcome,
+    Reason,
     check_expiration,
 )
 from shoal.errors import ProtocolError
@@ -54,7 +57,7 @@ from shoal.p2p import P2P, PeerID
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
-# Limits of one call, so that no call keeps a node busy for long. All are chosen; one is a standard.
+# Limits of one call, so that no call keeps a node busy for long. All are chosen.
 # Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
 # Most bytes of values in one answer or store request, and so of one dictionary: well under the longest message, 1 MiB.
@@ -67,8 +70,6 @@ MAX_NEIGHBORS = 128
 MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 256
-# Most contacts kept in packed form; a routing table has a few hundred nodes.
-MAX_PACKED_CONTACTS = 4096
 # Longest name of a reason, and longest text with it: about a line.
 MAX_DETAIL_LENGTH = 128
 
@@ -151,7 +152,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
     reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
-    """A :class:`~shoal.dht.reasons.Reason`, or one that only newer versions know."""
+    """A :class:`~shoal.dht.validation.Reason`, or one that only newer versions know."""
     detail: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)] = ""
 
 
@@ -253,7 +254,7 @@ class PackedContacts:
             asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
                 itself is behind the same router; ``None`` is returned if there are no others.
         """
-        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
+        if self._address_changes != self._p2p.address_changes or len(self._packed) > MOST:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
         is_far = bool(asker_host) and asker_host != self._p2p.far_host_of(peer)
@@ -340,8 +341,6 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
 
 Entry = tuple[Subkey, ValueWithExpiration[bytes]]
 """One entry of a dictionary."""
-# Enough for the entries of the largest dictionary that an answer carries.
-MAX_NUMBERS_REMEMBERED = 4096
 _SHIFT, _MASK = 8 * (_FACTOR_BYTES - _FINGERPRINT_BYTES), (1 << 8 * _FACTOR_BYTES) - 1
 
 
@@ -434,7 +433,7 @@ def _number_of(key_id: int, expiration_time: float, subkey: Subkey) -> int:
 
 
 # Several nodes tell the same entries, and askers repeat their questions.
-_known_number_of = functools.lru_cache(MAX_NUMBERS_REMEMBERED)(_number_of)
+_known_number_of = functools.lru_cache(MOST)(_number_of)
 
 
 NOTHING_KNOWN = HaveSet(b"")

@@ -22,6 +22,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, overload
 
+from shoal.base.bounded import MOST
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
 from shoal.peers.identity import PeerID
@@ -114,13 +115,13 @@ class DHTID(int):
         return f"{type(self).__name__}({int(self):#x})"
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST)
 def id_of(packed: bytes) -> DHTID:
     """The id in 20 bytes of a message; the same few come again and again."""
     return DHTID.from_bytes(packed)
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST)
 def _place_of(peer: bytes) -> DHTID:
     return DHTID.generate(peer)
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer, check_keys
 from shoal.dht.routing import DHTID as DHTID
-from shoal.peers.identity import PeerID
 
 KeyType = TypeVar("KeyType")
 ValueType = TypeVar("ValueType")
@@ -436,57 +434,3 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
                 del self[key]
         else:
             del self[key]
-
-
-# Failures in a row beyond this number do not make a ban longer: by then it lasts over an hour.
-MAX_BACKOFF_STEPS = 10
-MAX_PEERS = 4096
-
-
-class Blacklist:
-    """Peers that failed, each banned for ``base_time * backoff_rate ** earlier failures`` seconds.
-
-    Args:
-        base_time: seconds after the first failure; 0 turns banning off.
-        backoff_rate: each further failure in a row multiplies the time by this.
-    """
-
-    def __init__(self, base_time: float = 5.0, backoff_rate: float = 2.0) -> None:
-        if not (base_time >= 0 and backoff_rate >= 1):
-            raise ValueError(
-                f"blacklist_time must be at least 0 and backoff_rate at least 1, got {base_time} and {backoff_rate}"
-            )
-        self.base_time, self.backoff_rate = base_time, backoff_rate
-        self.banned_peers: TimedStorage[PeerID, int] = TimedStorage(MAX_PEERS)
-        self.ban_counter: Bounded[PeerID, int] = Bounded(MAX_PEERS)
-        """Failures in a row; all failures during one ban count once."""
-
-    def register_failure(self, peer: PeerID) -> None:
-        """The peer did not answer. Failures during a ban do not prolong it."""
-        if peer in self or self.base_time == 0:
-            return
-        failures = self.ban_counter.get(peer, 0)
-        ban_duration = self.base_time * self.backoff_rate ** min(failures, MAX_BACKOFF_STEPS)
-        self.banned_peers.store(peer, failures, get_dht_time() + ban_duration)
-        self.ban_counter[peer] = failures + 1
-
-    def register_success(self, peer: PeerID) -> None:
-        """The peer answered: forget its failures, and end its ban."""
-        if peer in self.ban_counter:
-            del self.ban_counter[peer]
-            if peer in self.banned_peers:
-                del self.banned_peers[peer]
-
-    def clear(self) -> None:
-        """Forget all failures and bans."""
-        self.banned_peers.clear()
-        self.ban_counter.clear()
-
-    def __contains__(self, peer: object) -> bool:
-        return peer in self.banned_peers
-
-    def __len__(self) -> int:
-        return len(self.banned_peers)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(base_time={self.base_time}, banned={len(self)})"

@@ -15,7 +15,6 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.config import NodeConfig
 from shoal.dht.get import CacheRefreshQueue
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
-from shoal.dht.reasons import Outcome, StoreReport, outcome_of_failure
 from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
@@ -24,9 +23,12 @@ from shoal.dht.validation import (
     MAX_LIFETIME_SECONDS,
     PLAIN_VALUE,
     DHTRecord,
+    Outcome,
     RecordValidatorBase,
+    StoreReport,
     check_expiration,
     check_subkey,
+    outcome_of_failure,
 )
 from shoal.errors import NoAccessTokenError
 from shoal.p2p import PeerID

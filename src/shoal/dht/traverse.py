@@ -29,11 +29,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from shoal.base.bounded import Bounded
 from shoal.base.clock import SwarmClock, get_clock
 from shoal.base.logs import Seldom
+from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
-from shoal.dht.reasons import Outcome, Reason, outcome_of_failure
 from shoal.dht.records import (
     MAX_KEYS_PER_FIND,
     MAX_KNOWN,
@@ -44,6 +43,7 @@ from shoal.dht.records import (
     unpack_contact,
 )
 from shoal.dht.routing import DHTID, ID_BITS
+from shoal.dht.validation import Outcome, Reason, outcome_of_failure
 from shoal.errors import DHTError, NoAccessTokenError
 from shoal.p2p import PeerID
 
@@ -77,7 +77,7 @@ MAX_REQUESTS_PER_BEAM = 10
 
 # A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
 # Three times the default beam.
-LEAST_KEPT = 60
+LEAST_KEPT = 3 * NodeConfig.bucket_size
 
 # A request is suspicious only after this many times the mean response time. Chosen, like the next one.
 STALLED_OVER_MEAN = 3.0
@@ -667,10 +667,26 @@ class Lookup:
         return {target: Answer(record.neighbors) for target, record in answers.items()}
 
 
-# Pause before a peer that was not found is looked for again. Chosen, like the next one.
-SECONDS_BETWEEN_SEARCHES = 5.0
+async def meet_nodes_near(protocol: DHTProtocol, place: DHTID, count: int) -> bool:
+    """Walk to a place in the DHT, so that the nodes there and this one meet; returns whether there is any other node.
 
-MAX_NOT_FOUND = 1000
+    Args:
+        count: end the walk when this many of the nearest nodes have answered.
+    """
+    met: list[DHTID] = []
+    config = protocol.config
+    await Lookup(protocol).find_nearest(
+        [place],
+        lambda _, nearest: met.extend(nearest),
+        num_workers=config.num_workers,
+        beam_size=max(config.bucket_size, count),
+        enough=count,
+    )
+    return bool(met)
+
+
+# Pause before a peer that was not found is looked for again. Chosen.
+SECONDS_BETWEEN_SEARCHES = 5.0
 
 
 class PeerFinder:
@@ -678,18 +694,16 @@ class PeerFinder:
 
     Args:
         protocol: of the searching node; its peer can dial the peers that are found.
-        walk: walks to a place in the DHT, and learns of the nodes there.
     """
 
-    def __init__(self, protocol: DHTProtocol, walk: Callable[[DHTID], Awaitable[object]]) -> None:
-        self._protocol, self._walk = protocol, walk
+    def __init__(self, protocol: DHTProtocol) -> None:
+        self._protocol = protocol
         self._searches: dict[PeerID, asyncio.Task[None]] = {}
-        now = asyncio.get_running_loop().time
-        self._not_found: Bounded[PeerID, None] = Bounded(MAX_NOT_FOUND, seconds=SECONDS_BETWEEN_SEARCHES, now=now)
+        self._now = asyncio.get_running_loop().time
 
     async def find(self, peer: PeerID) -> None:
         """Look for the addresses of a peer; concurrent callers share one search."""
-        if peer in self._not_found:
+        if self._now() < self._protocol.p2p.book.find(peer).sought_at + SECONDS_BETWEEN_SEARCHES:
             return
         search = self._searches.get(peer)
         if search is None:
@@ -700,8 +714,8 @@ class PeerFinder:
     async def _search(self, peer: PeerID) -> None:
         try:
             async with asyncio.timeout(self._protocol.wait_timeout):
-                await self._walk(DHTID.of_peer(peer))
+                await meet_nodes_near(self._protocol, DHTID.of_peer(peer), self._protocol.config.num_replicas)
         except (DHTError, TimeoutError) as e:
             logger.debug("the search for peer %s was given up: %r", peer, e)
         if not self._protocol.p2p.is_reachable(peer):
-            self._not_found[peer] = None
+            self._protocol.p2p.book[peer].sought_at = self._now()

@@ -1,7 +1,12 @@
-"""Validators decide who may write what. Every node applies them to records that it is asked to store or that it reads.
+"""Who may write what, and why a node keeps a record or not.
 
-The writer signs a value. Every node that keeps the value checks it before passing it on, and so does the reader.
-Signatures are stripped only when the application gets the value.
+Validators are rules about records. Every node applies them to records that it is asked to store or that it reads. The
+writer signs a value. Every node that keeps the value checks it before passing it on, and so does the reader. Signatures
+are stripped only when the application gets the value.
+
+Each node that a store or a get involves has one :class:`Outcome`. Reports to the user hold the outcomes, messages carry
+them between nodes, and :class:`~shoal.metrics.Metrics` counts them by the value of their reason. A new reason needs a
+member of :class:`Reason`, the line that gives it, and a row in ``docs/monitoring.md``.
 """
 
 from __future__ import annotations
@@ -11,17 +16,157 @@ import math
 import numbers
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
-from shoal.base.bounded import Bounded
-from shoal.base.clock import DHTExpiration, get_dht_time
-from shoal.base.logs import quoted
+import msgspec
+
+from shoal.base.bounded import MOST, Bounded
+from shoal.base.clock import TOLERANCE_SECONDS, DHTExpiration, get_dht_time
+from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
-from shoal.dht.reasons import Reason
 from shoal.dht.storage import StoredValue, Subkey
+from shoal.errors import DialError, NotAMemberError, ProtocolError
 from shoal.peers.identity import PeerID
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+class Reason(StrEnum):
+    """What a node did with a record or a question, or what kept it from answering."""
+
+    # The node has done what was asked.
+    KEPT = "kept"
+    FOUND = "found"
+    # The node refused to keep the record.
+    EXPIRED = "expired"
+    TOO_LONG = "lives too long"
+    NOT_NEWER = "not newer than what is there"
+    INVALID = "invalid"
+    WRONG_SIGNATURE = "wrong signature"
+    OWNED = "others own entries under this key"
+    MALFORMED = "malformed"
+    PEER_QUOTA = "over the quota of a peer"
+    HOST_QUOTA = "over the quota of a network"
+    CROWDED_KEY = "one of too many of a peer or a network under one key"
+    NO_ROOM = "no room"
+    UNNAMED = "no reason given"
+    # The node had nothing to tell.
+    NOTHING = "no value"
+    # The node did not answer.
+    SILENT = "no answer"
+    NOT_CONNECTED = "no connection"
+    NOT_A_MEMBER = "not a member"
+    FAILED = "failed"
+    BAD_ANSWER = "answer makes no sense"
+    BACKED_OFF = "not asked: it did not answer shortly before"
+
+
+# A reason that only newer versions know is told as text.
+_BY_NAME = {reason.value: reason for reason in Reason}
+_WITHOUT_ANSWER = frozenset(
+    {Reason.SILENT, Reason.NOT_CONNECTED, Reason.NOT_A_MEMBER, Reason.FAILED, Reason.BAD_ANSWER, Reason.BACKED_OFF}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one node did. It is true if the node has done what was asked.
+
+    Args:
+        reason: one of a few.
+        detail: what else there is to say, such as the validator that refuses the record.
+    """
+
+    reason: Reason
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.reason is Reason.KEPT or self.reason is Reason.FOUND
+
+    @property
+    def answered(self) -> bool:
+        """Whether the node has answered at all."""
+        return self.reason not in _WITHOUT_ANSWER
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else str(self.reason)
+
+    @classmethod
+    def named(cls, name: str, detail: str = "") -> Outcome:
+        """The refusal that another node names; the texts are its own."""
+        reason = _BY_NAME.get(name, Reason.UNNAMED)
+        if reason is Reason.UNNAMED or cls(reason):
+            return cls(Reason.UNNAMED, one_line(name if name != Reason.UNNAMED else detail))
+        return cls(reason, one_line(detail))
+
+
+KEPT = Outcome(Reason.KEPT)
+
+
+def outcome_of_failure(error: Exception) -> Outcome:
+    """Why a call to a node failed."""
+    if isinstance(error, NotAMemberError):
+        reason = Reason.NOT_A_MEMBER
+    elif isinstance(error, DialError):
+        reason = Reason.NOT_CONNECTED
+    elif isinstance(error, ConnectionError | TimeoutError):
+        reason = Reason.SILENT
+    elif isinstance(error, ProtocolError | msgspec.MsgspecError):
+        reason = Reason.BAD_ANSWER
+    else:
+        reason = Reason.FAILED
+    return Outcome(reason, one_line(str(error)))
+
+
+def _told(nodes: Mapping[PeerID, Outcome]) -> str:
+    """How many nodes there are of each outcome, the most frequent first."""
+    counts = Counter(str(outcome) for outcome in nodes.values()).most_common()
+    return "; ".join(f"{count} of {len(nodes)} nodes: {outcome}" for outcome, count in counts)
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """What came of a store. It is true if most of the nodes that answered keep the record.
+
+    Args:
+        nodes: the outcome at each node that was asked, on the way or to keep the record.
+    """
+
+    nodes: Mapping[PeerID, Outcome]
+
+    def __bool__(self) -> bool:
+        # Of a node that only showed the way there is no outcome unless it failed.
+        votes = [bool(outcome) for outcome in self.nodes.values() if outcome.answered]
+        return sum(votes) * 2 > len(votes)
+
+    def __str__(self) -> str:
+        return _told(self.nodes) or "no node was found: this peer knows nobody, and only calls others"
+
+
+@dataclass(frozen=True)
+class GetReport:
+    """What came of a get. It is true if there is a value.
+
+    Args:
+        found: what ``get`` returns without ``explain``: the value with its expiration, or ``None``.
+        nodes: the outcome at each node that was asked; this peer itself if it had the value.
+    """
+
+    found: tuple[object, DHTExpiration] | None
+    nodes: Mapping[PeerID, Outcome]
+
+    def __bool__(self) -> bool:
+        return self.found is not None
+
+    def __str__(self) -> str:
+        return _told(self.nodes) or "no node was asked: this peer knows nobody"
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 # In place of the subkey in the record of a plain value, which is not an entry of a dictionary.
 PLAIN_VALUE = MSGPackSerializer.dumps(None)
@@ -38,8 +183,6 @@ MAX_SUBKEY_BYTES = 2**12
 MAX_LIFETIME_SECONDS = 86400.0
 # shoal's own records (progress, averagers, donors) are renewed every few seconds or minutes; they live an hour at most.
 SHORT_LIFETIME_SECONDS = 3600.0
-# How far the clocks of two peers may differ before their records are refused: 20 times what joining allows.
-_TOLERANCE_SECONDS = 60.0
 
 
 class RecordError(ValueError):
@@ -71,7 +214,7 @@ class AcceptedRecords:
         size: number of records.
     """
 
-    def __init__(self, size: int = 4096) -> None:
+    def __init__(self, size: int = MOST) -> None:
         self._records: Bounded[bytes, None] = Bounded(size)
 
     def add(self, record: DHTRecord) -> None:
@@ -243,7 +386,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
-    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * _TOLERANCE_SECONDS:
+    if left > MAX_LIFETIME_SECONDS + (1 + is_kept) * TOLERANCE_SECONDS:
         raise RecordError(
             Reason.TOO_LONG, f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}"
         )
@@ -252,7 +395,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
 
 def is_short_lived(expiration_time: float) -> bool:
     """Whether a record of shoal's own may expire then; others are ignored."""
-    return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + _TOLERANCE_SECONDS
+    return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + TOLERANCE_SECONDS
 
 
 def check_subkey(subkey: Subkey, packed: bytes) -> None:

@@ -1,11 +1,15 @@
-"""What options of the strategy must be like. They are checked when it is made, not with the first batch."""
+"""Options of the strategy. They are checked when it is made, not with the first batch. Also how machines join a run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.net.pasted import split_addresses
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Schedule
@@ -20,6 +24,9 @@ _ARGUMENTS = {
     **{"scheduler": "scheduler_fn", "batch_size_per_step": "batch_size"},
 }
 _EXAMPLE = "low_communication={'sync_every': 50}"
+
+# Environment variables with addresses of peers to join. The second one is read if the first one is not set.
+INITIAL_PEERS_ENV, OTHER_INITIAL_PEERS_ENV = "PL_INITIAL_PEERS", "INITIAL_PEERS"
 
 
 def _options_of(kind: type) -> frozenset[str]:
@@ -135,3 +142,21 @@ def _check_values(options: Mapping[str, Any]) -> None:
             raise TypeError(f"low_communication={{{name!r}: {value!r}}}: give a whole number of inner steps")
     Schedule(fragments if isinstance(fragments, int) else len(fragments), every, complete["target_batch_size"])
     OuterSettings.resolve(**complete)
+
+
+def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
+    """Addresses of peers to join: those in the environment, or else the argument."""
+    given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
+    parts = [given] if isinstance(given, str) else [str(address) for address in given]
+    return [str(address) for address in split_addresses(part for part in parts if part.strip(", \t\r\n"))]
+
+
+def joining_instructions(address: str) -> str:
+    """What to type on another machine to make it join."""
+    is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
+    script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
+    return (
+        "Other machines join this run with either of:\n"
+        f"    {INITIAL_PEERS_ENV}={shlex.quote(address)} {script}\n"
+        f'    HivemindStrategy(..., initial_peers="{address}")'
+    )

@@ -15,9 +15,15 @@ import torch
 import shoal
 from shoal.lightning.distributed import current_rank
 from shoal.lightning.flavours import flavour_of, in_flavour
-from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, joining_instructions
 from shoal.lightning.local_processes import LocalProcesses
-from shoal.lightning.options import check_delays, check_names, outer_options
+from shoal.lightning.options import (
+    INITIAL_PEERS_ENV,
+    check_delays,
+    check_names,
+    initial_peer_addresses,
+    joining_instructions,
+    outer_options,
+)
 from shoal.lightning.training_loop import (
     GradientClipping,
     SwarmProgress,

@@ -31,10 +31,10 @@ class Exporter(Protocol):
     """Passes on the state of a run."""
 
     def note(self, view: RunView) -> None:
-        """A second has passed."""
+        """Called once a second."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """The run is not watched any more."""
 
 
 class _ByEpoch:
@@ -92,7 +92,7 @@ class Wandb(_ByEpoch):
         super().__init__()
         wandb = _load("wandb", "wandb")
         try:
-            # Else it also uploads what the terminal shows: a table that is drawn anew each second.
+            # Otherwise it also uploads what the terminal shows: a table that is redrawn every second.
             self._run: Any = wandb.init(project=project, name=run, settings={"console": "off"})
         except Exception as e:  # its errors have no common base that all versions know
             raise ShoalError(

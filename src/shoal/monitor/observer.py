@@ -1,14 +1,14 @@
-"""Reads what the peers of a run publish in the DHT, one key after the other, again and again.
+"""Reads what the peers of a run publish in the DHT, one key after the other, in turn.
 
-The records of a large swarm are divided over many keys (:mod:`shoal.dht.key_sharding`). The observer begins at the
-first one, which holds a sample of all peers, and goes down wherever peers say that they are deeper::
+The records of a large swarm are spread over many keys (:mod:`shoal.dht.key_sharding`). The observer starts with the
+first key, which holds a sample of all peers, and follows the deeper keys that peers name::
 
-    run_progress ─► run_progress.0 ─► run_progress.01 ─► …     and beside each the reports:  run_reports.01
+    run_progress ─► run_progress.0 ─► run_progress.01 ─► …     and with each key the reports:  run_reports.01
                   ─► run_progress.1
 
-Each key is read again after a while that grows with what it has brought, so that the peers that hold it send an
-observer two kilobytes per second at most. All keys together have a limit, too, and there are never more than
-:data:`MAX_KEYS` of them, whatever depth peers claim.
+The pause before a key is read again grows with the size of its answer, so that the peers that hold it send an observer
+at most two kilobytes per second. There is a limit for all keys together, too, and never more than :data:`MAX_KEYS` of
+them, whatever depth peers claim.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Least seconds between two readings of a key.
 PERIOD = 5.0
-# Of a key, and of all together. A home that sends 3 Mbit/s sends 375 kB in a second.
+# Of a key, and of all keys together. For comparison: an uplink of 3 Mbit/s sends 375 kB per second. Chosen.
 BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
 BYTES_OF_RECORD = 600.0
 MAX_KEYS = 1024
@@ -54,7 +54,7 @@ SECONDS_BEFORE_HELP = 20.0
 
 @dataclass
 class _Place:
-    """A key: the bits that it stands for, and when it is read again."""
+    """A key: the bits that it stands for, and when it is read next."""
 
     bits: str
     due: float
@@ -65,7 +65,7 @@ class Observer:
     """Keeps a view of a run up to date.
 
     Args:
-        table: a node of the DHT.
+        table: a node of the DHT, or a stand-in.
         view: what is known of the run.
         period: least seconds between two readings of a key.
     """
@@ -81,14 +81,14 @@ class Observer:
         """An estimate, by the number of records."""
 
     async def name_other_runs(self) -> None:
-        """Nobody may be in this run because its name is mistyped: after a while, tell which runs there are."""
+        """If no peer is found after a while, the name may be mistyped: list the runs that there are."""
         await asyncio.sleep(SECONDS_BEFORE_HELP)
         if self.view.peers:
             return
         try:
             runs = await read_runs(self._table)
         except ShoalError as e:
-            self._warn_seldom("the table cannot be read: %s", e)
+            self._warn_seldom("the DHT cannot be read: %s", e)
             return
         with self.view.lock:
             if not self.view.peers:
@@ -123,7 +123,7 @@ class Observer:
         place.was_read = True
         self._go_down(place, records)
         self._readings += 1
-        # Liars could have it look for peers that are not there for ever.
+        # Otherwise liars could keep it looking for peers that do not exist.
         if self._readings > MAX_KEYS or all(each.was_read for each in self._places.values()):
             self.view.is_complete = True
 
@@ -142,7 +142,7 @@ class Observer:
                 if bits not in self._places and len(self._places) < MAX_KEYS:
                     self._places[bits] = _Place(bits, get_dht_time())
         elif place.bits and not records and not any(bits in self._places for bits in below):
-            del self._places[place.bits]  # it is found again from above, if somebody comes
+            del self._places[place.bits]  # it is found again from above when a peer uses it
 
     async def _get(self, key: str) -> dict[Any, Any]:
         """The entries under a key; none if there are none, or it cannot be read."""
@@ -172,7 +172,7 @@ class Observer:
         with self.view.lock:
             for record, expiration in valid:
                 self.view.hear_progress(record, expiration, now)
-            # A peer that has begun anew may have another tag: its former record is withdrawn, and it is there.
+            # A peer that was restarted may have another tag: its former record is withdrawn, but the peer is there.
             for peer in set(gone) - {PeerID(record.peer_id) for record, _ in valid}:
                 self.view.hear_goodbye(peer, now)
         return [record for record, _ in valid], len(entries)
@@ -248,14 +248,14 @@ class Monitor(Facade):
             tasks.create_task(tick())
 
     def is_alive(self) -> bool:
-        """Whether it watches."""
+        """Whether it is watching."""
         return not self._portal.closed and not self._watching.done()
 
     def check(self) -> None:
-        """Raise the error that has ended it, if there was one."""
+        """Raise the error that ended it, if there was one."""
         if self._watching.done() and not self._watching.cancelled():
             self._watching.result()
 
     def shutdown(self) -> None:
-        """Stop watching. Idempotent; the DHT goes on."""
+        """Stop watching. Idempotent; the DHT keeps running."""
         self._portal.close(None)

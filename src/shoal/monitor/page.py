@@ -1,9 +1,9 @@
 """The page: a small web server that shows a run, live.
 
-All of its addresses only let read: the page and its files; ``/history`` with the figures over time; ``/peer`` with all
-that is known of one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
-``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes
-each second. Whatever browsers ask for at the same moment is encoded once.
+All of its addresses are read-only: the page and its files; ``/history`` with the figures over time; ``/peer`` with
+everything known about one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
+``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by what changes each
+second. What several browsers ask for at the same moment is encoded once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.base.clock import get_dht_time
 from shoal.base.local_names import why_not_answered
 from shoal.monitor.run import COLUMNS, RunView, details_of
-from shoal.monitor.visitors import Visitor, stay
 from shoal.p2p import PeerID
 
 STATIC = Path(__file__).parent / "static"
@@ -51,6 +52,8 @@ SECONDS_BETWEEN_NEWS = 1.0
 # Of epochs, and of all other events.
 EVENTS_AT_FIRST = 200
 STOP_SECONDS = 5.0
+# How long a connection lives that does not follow the run, and how many of these there are at most. Chosen.
+VISIT_SECONDS, MOST_VISITORS = 60.0, 256
 # Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
 SECURITY = {
     b"content-security-policy": b"default-src 'self'; img-src data:; style-src 'self' 'unsafe-inline'; "
@@ -160,7 +163,7 @@ class Page:
 
     async def _events_csv(self, request: Request) -> Response:
         with self._view.lock:
-            events = self._view.events
+            events = self._view.events.since()
         rows = ([_in_words(event.time), event.kind, event.peer, event.text] for event in events)
         return _csv("events", ["time", "kind", "peer", "text"], rows)
 
@@ -170,13 +173,13 @@ class Page:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        if self._streams >= MAX_STREAMS:  # many have asked at once: the browser gets an empty stream, and tries again
+        if self._streams >= MAX_STREAMS:  # many asked at once: the browser gets an empty stream, and tries again
             return
         self._streams += 1
         stay()
         try:
             with self._view.lock:
-                change, number = self._view.change, self._view.number_of_events
+                change, number = self._view.change, self._view.events.count
                 told = self._message(self._everything())
             yield told
             while not self.closing:
@@ -184,7 +187,7 @@ class Page:
                 stay()
                 with self._view.lock:
                     told = self._news_since(change, number)
-                    change, number = self._view.change, self._view.number_of_events
+                    change, number = self._view.change, self._view.events.count
                 yield told
         finally:
             self._streams -= 1
@@ -200,7 +203,7 @@ class Page:
             "columns": COLUMNS,
             "spans": view.history.spans,
             "rows": view.rows_since(0),
-            "events": view.latest_events(EVENTS_AT_FIRST),
+            "events": view.events.latest(EVENTS_AT_FIRST),
             "summary": view.summary,
             "point": None if view.summary is None else view.summary.values(),
         }
@@ -212,7 +215,7 @@ class Page:
             content = {
                 "rows": view.rows_since(change),
                 "gone": [peer for when, peer in view.removed if when >= change],
-                "events": view.events_since(number),
+                "events": view.events.since(number),
                 "summary": view.summary,
                 "point": None if view.summary is None else view.summary.values(),
             }
@@ -225,7 +228,7 @@ def _in_words(time: float | None) -> str:
 
 
 def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
-    """A table for other programs. A text that a spreadsheet would take for a formula is quoted: peers choose texts."""
+    """A table for other programs. Text that a spreadsheet would take for a formula is quoted: peers choose it."""
 
     def cell(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
@@ -236,6 +239,61 @@ def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Respo
     writer.writerows([cell(value) for value in row] for row in rows)
     headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
     return Response(file.getvalue(), media_type="text/csv", headers=headers)
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+#
+# Anybody who can reach the page may connect to it, and asking costs a visitor nothing. So a connection ends a minute
+# after it began, whatever was asked by then; browsers make another one when they need it. Only one that follows the run
+# stays, as long as its browser takes what it is sent. When there are too many others, the oldest is closed.
+
+_visitor: ContextVar[Visitor] = ContextVar("visitor")
+
+
+class Visitor(H11Protocol):
+    """A connection.
+
+    Args:
+        waiting: the connections of this server that follow nothing, the oldest first.
+        options: what uvicorn gives to its connections.
+    """
+
+    def __init__(self, waiting: dict[Visitor, None], **options: Any) -> None:
+        super().__init__(**options)
+        self._waiting = waiting
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end = self.loop.call_later(VISIT_SECONDS, transport.abort)
+        self._waiting[self] = None
+        if len(self._waiting) > MOST_VISITORS:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        _visitor.set(self)  # tasks that answer begin in here
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end.cancel()
+        self._waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def stay(self) -> None:
+        """Stay for as long again, if all that was sent is on its way."""
+        self._waiting.pop(self, None)
+        if not self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self._end.cancel()
+            self._end = self.loop.call_later(VISIT_SECONDS, self.transport.abort)
+
+
+def stay() -> None:
+    """Keep the connection whose request is being answered. Call it again before its time is over."""
+    _visitor.get().stay()
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
 class PageServer:

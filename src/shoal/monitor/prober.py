@@ -1,11 +1,11 @@
 """Finds out by calls which peers are still there.
 
-The record of a peer lives a minute, so it is a minute late to tell that its peer has ended. The peers themselves notice
-a death within seconds, because their connection to the dead one breaks. A monitor does as they do: it keeps one idle
-connection to each of a few dozen peers, which costs a small call now and then. When such a connection ends, it calls
-the peer. If the machine answers that nothing listens there any more, the peer has ended.
+The record of a peer lives for a minute, so it takes a minute to show that the peer has ended. The peers themselves
+notice a death within seconds, because their connection to the dead one breaks. A monitor does the same: it keeps one
+idle connection to each of a few dozen peers, which costs a small call from time to time. When such a connection ends,
+it calls the peer. If the machine answers that nothing listens there any more, the peer has ended.
 
-In a larger swarm it also calls those that others miss, and those that have told nothing for a while.
+In a larger swarm it also calls the peers that others miss, and those that have published nothing for a while.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ LEAST_PAUSE, MOST_PAUSE = 2.0, 60.0
 CALL_SECONDS = 5.0
 # Peers to which connections are kept, and calls at the same time.
 MAX_KEPT, MAX_CALLS = 64, 8
-# After so many calls in vain, a peer gives up its place to another one.
+# After this many calls without an answer in a row, a peer loses its place to another one.
 HOPELESS = 3
-# A peer that has told nothing for so long may have ended.
+# A peer that has published nothing for this long may have ended.
 SUSPICIOUS_SECONDS = 40.0
 # A single refusal may be chance, but the machine of a process that has ended refuses each time.
 ATTEMPTS, SECONDS_BETWEEN_ATTEMPTS = 2, 0.2
@@ -69,7 +69,7 @@ class Prober:
     def __init__(self, node: DHTNode, view: RunView, look_for: Callable[[PeerID], Awaitable[object]]) -> None:
         self._node, self._p2p, self._view, self._look_for = node, node.p2p, view, look_for
         self._contacts: dict[PeerID, _Contact] = {}
-        # Those to which a connection is kept.
+        # The peers that a connection is kept to.
         self._kept: dict[PeerID, None] = {}
 
     async def watch(self) -> None:
@@ -162,7 +162,7 @@ def _can_be_called(view: PeerView) -> bool:
 
 
 def _due(contact: _Contact, *, is_connected: bool) -> float:
-    """When a peer is to be called: at once if its connection has ended, but not again and again."""
+    """When a peer is to be called: at once if its connection has ended, and then less and less often."""
     if is_connected:
         return contact.called_at + SECONDS_BETWEEN_CALLS
     pause: float = min(LEAST_PAUSE * 2 ** (contact.vain - 1), MOST_PAUSE) if contact.vain else 0.0

@@ -1,8 +1,8 @@
 """What an observer knows of a run: its peers, what has happened, and the swarm as a whole, now and over time.
 
-Everything here follows from records that peers have published, by pure computation. Records are claims: any of them may
-be a lie. So the epoch of the swarm is a median, no peer counts for more than a hundred others in sums and means, and
-beside each mean stands the median.
+Everything here is computed from the records that peers have published. Records are claims, and any of them may be a
+lie. So the epoch of the swarm is a median, no peer counts for more than a hundred others in sums and means, and each
+mean comes with the median.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shoal.p2p import PeerID
 
 # Peers renew their records of progress every half minute, which then live a minute.
 SILENT_SECONDS = 45.0
-# For how long peers that are gone are shown.
+# For how long a peer that is gone is still shown.
 SECONDS_SHOWN = 300.0
-# A report that is older says nothing about the present.
+# A report older than this says nothing about the present.
 REPORT_SECONDS = 90.0
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
-# Figures of the user's, other than the loss, that are remembered over time.
+# How many of the user's figures, besides the loss, are remembered over time.
 MAX_FIGURES_OVER_TIME = 12
-# Peers whose samples are remembered after they are gone.
+# How many peers' samples are remembered after they are gone.
 MAX_COUNTED = 50_000
-# For so long it is remembered when the swarm reached which epoch; the pace of the run follows from the same time.
+# For how long it is remembered when the swarm reached which epoch. The pace of the run is that of the same time.
 SECONDS_OF_EPOCHS = 600.0
 # Of one kind in one second.
 MAX_EVENTS_AT_ONCE = 8
@@ -56,7 +56,7 @@ class PeerState(Enum):
 
     TRAINING = "training"
     BEHIND = "behind"
-    """It was more than an epoch behind the swarm when it last told its epoch."""
+    """It was more than an epoch behind the swarm when it last reported."""
     SILENT = "silent"
     """It has not renewed its record in time, or does not answer."""
     LOST = "lost"
@@ -86,9 +86,9 @@ class PeerView:
     """NaN until it has reported twice."""
     received_per_second: float = math.nan
     figures: dict[str, float] = field(default_factory=dict)
-    """The user's figures, each as it was told last."""
+    """The user's figures, each as last reported."""
     lost_at: float = -math.inf
-    """DHT time at which it was found to have ended; what it told before that is no sign of life."""
+    """DHT time at which it was found to have ended; what it published before that is no sign of life."""
     answers: bool | None = None
     """Whether it answers the monitor's own calls; ``None`` if it was not called."""
     _figures_told: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class PeerView:
 
     @property
     def name(self) -> str:
-        """What it calls itself, and the end of its id: anybody can take any name."""
+        """What it calls itself, and the end of its id: any peer can take any name."""
         told, end = self.told_name, short_id(str(self.peer))
         return f"{told} ({end})" if told else end
 
@@ -110,7 +110,7 @@ class PeerView:
 
     @property
     def told_at(self) -> float:
-        """DHT time at which it told that epoch."""
+        """DHT time at which it reported that epoch."""
         told: list[ProgressRecord | PeerReport] = [self.record, *([] if self.report is None else [self.report])]
         return max(each.time for each in told if each.epoch == self.epoch)
 
@@ -120,9 +120,9 @@ class PeerView:
         return max(self.record.time, -math.inf if self.report is None else self.report.time)
 
     def take(self, report: PeerReport) -> None:
-        """It has reported. Figures that are not in each report, such as those of a test, stay for a while.
+        """Note a report. Figures that are not in every report, such as those of a test, stay for a while.
 
-        The loss does not: it is missing where it is no number any more.
+        The loss does not: it is left out of a report when it is no longer a number.
         """
         self.report = report
         self._figures_told.update(dict.fromkeys(report.metrics, report.time))
@@ -168,31 +168,73 @@ class Event:
     """How many events there were before it."""
 
 
+class EventLog:
+    """What has happened, the latest of it. Epochs have a place of their own, so that they do not push out the rest."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many events there ever were."""
+        self._rare: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._epochs: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._at_once: Counter[str] = Counter()
+
+    def add(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
+        """Something has happened. Of many events of one kind in one second, the rest is only counted."""
+        self._at_once[kind] += 1
+        if self._at_once[kind] <= MAX_EVENTS_AT_ONCE:
+            event = Event(now, kind, text, "" if peer is None else str(peer), self.count)
+            (self._epochs if kind == "epoch" else self._rare).append(event)
+            self.count += 1
+
+    def tick(self, now: float) -> None:
+        """A second is over: say how many events were left out."""
+        crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._at_once.items()}
+        self._at_once.clear()
+        for kind, count in crowds.items():
+            if count > 0:
+                self.add(now, kind, f"and {count} more of this kind ({kind})")
+
+    @property
+    def rare(self) -> list[Event]:
+        """All but epochs."""
+        return list(self._rare)
+
+    def since(self, number: int = 0) -> list[Event]:
+        """The events from this number on that are still remembered, the oldest first."""
+        found = [event for event in (*self._rare, *self._epochs) if event.number >= number]
+        return sorted(found, key=lambda event: event.number)
+
+    def latest(self, count: int) -> list[Event]:
+        """The latest epochs and the latest other events, this many of each."""
+        found = [*list(self._rare)[-count:], *list(self._epochs)[-count:]]
+        return sorted(found, key=lambda event: event.number)
+
+
 @dataclass(frozen=True)
 class Summary:
-    """The swarm at one moment."""
+    """The swarm at one moment. It is one flat record because the page, the history and exporters read it by name."""
 
     time: float
     epoch: int
     peers: int
-    """That are there."""
+    """How many are there."""
     clients: int
     states: Mapping[str, int]
     throughput: float
-    """Samples per second of all together."""
+    """Samples per second of all peers together."""
     means: Mapping[str, float]
     """Of the users' figures, weighted by samples."""
     medians: Mapping[str, float]
     """The same, each peer counted once."""
     step: float
-    """Seconds from one joint step to the next; the median over peers, as the parts below. NaN if nobody reports it."""
+    """Seconds from one joint step to the next; the median over peers, as the parts below. NaN if no peer reports it."""
     computing: float
     waiting: float
-    """For others, and for a group."""
+    """For other peers, and for a group."""
     averaging: float
-    """Of the time in which peers do not compute."""
+    """The rest of the time in which peers do not compute."""
     sent: float
-    """Bytes per second of all together; NaN if nobody has told it yet."""
+    """Bytes per second of all together; NaN if no peer has reported it yet."""
     received: float
     failed: int
     """Rounds that have failed, as the peers have counted them."""
@@ -201,13 +243,13 @@ class Summary:
     reporting: int
     """Peers that report."""
     batch: float = math.nan
-    """Samples that the last step had, of all peers together; the median over peers. NaN if nobody tells it."""
+    """Samples that the last step had, of all peers together; the median over peers. NaN if no peer reports it."""
     target: float = math.nan
-    """How many it should have had."""
+    """How many samples it should have had."""
     samples: float = math.nan
-    """All that peers have processed, those that are gone included, as far as the monitor has seen their reports."""
+    """All that peers have reported to the monitor, including peers that are gone."""
     age: float = math.nan
-    """Seconds since the oldest peer of the run began. NaN if nobody tells it."""
+    """Seconds since the oldest peer of the run began. NaN if no peer reports it."""
     goal: int = 0
     """The epoch at which the run is to end; 0 if the monitor was not told."""
     left: float = math.nan
@@ -229,8 +271,7 @@ class RunView:
     peers: dict[PeerID, PeerView] = field(default_factory=dict)
     goal_epochs: int = 0
     """The epoch at which the run is to end; 0 if that is not known."""
-    number_of_events: int = 0
-    """That there ever were."""
+    events: EventLog = field(default_factory=EventLog)
     history: History = field(default_factory=lambda: History(SERIES))
     summary: Summary | None = None
     """Of the last tick."""
@@ -239,18 +280,14 @@ class RunView:
     is_complete: bool = False
     """Whether all records have been read once. Until then, peers that are seen first have not just joined."""
     removed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PEERS))
-    """Peers that are not shown any more, each with the number of the change."""
+    """Peers that are no longer shown, each with the number of the change."""
     is_full: bool = False
     """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    # Epochs are many: they have a place of their own, so that they do not push out what is rare.
-    _news: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    _epochs_told: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     # Since when the swarm was at which epoch, and the samples of each peer: before its last start, and since.
     _epochs: list[tuple[float, int]] = field(default_factory=list)
     _samples: dict[PeerID, tuple[int, int]] = field(default_factory=dict)
     _epoch: int = 0
-    _told_at_once: Counter[str] = field(default_factory=Counter)
 
     # --- news ---------------------------------------------------------------------------------------------------------
 
@@ -262,11 +299,11 @@ class RunView:
             if len(self.peers) >= MAX_PEERS:
                 if not self.is_full:
                     self.is_full = True
-                    self._tell(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
+                    self.events.add(now, "trouble", f"there are more than {MAX_PEERS} peers, and no more are shown")
                 return
             self.peers[peer] = view = PeerView(peer, record, expiration, change=self.change)
             if self.is_complete:
-                self._tell(now, "joined", f"{view.name} has joined at epoch {record.epoch}", peer)
+                self.events.add(now, "joined", f"{view.name} has joined at epoch {record.epoch}", peer)
         elif record.time <= view.record.time:
             return
         elif record.time <= view.lost_at:
@@ -274,7 +311,7 @@ class RunView:
         else:
             if view.state.is_gone:
                 view.answers = None
-                self._tell(now, "returned", f"{view.name} is back at epoch {record.epoch}", peer)
+                self.events.add(now, "returned", f"{view.name} is back at epoch {record.epoch}", peer)
                 view.state, view.gone_since = PeerState.TRAINING, math.inf
             view.record, view.expiration, view.change = record, expiration, self.change
 
@@ -296,16 +333,18 @@ class RunView:
         view.received_per_second = max(0, report.bytes_received - before.bytes_received) / seconds
         if report.rounds_failed > before.rounds_failed:
             times = counted(report.rounds_failed - before.rounds_failed, "round")
-            self._tell(now, "failed", f"{view.name}: {times} failed: {one_line(report.failure) or 'no reason'}", peer)
+            self.events.add(
+                now, "failed", f"{view.name}: {times} failed: {one_line(report.failure) or 'no reason'}", peer
+            )
         for kind, count in report.troubles.items():
             if count > before.troubles.get(kind, 0):
-                self._tell(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
+                self.events.add(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
 
     def hear_of_runs(self, runs: Sequence[str], now: float) -> None:
-        """Nobody was found in this run, but in these, in words."""
+        """No peer was found in this run; these runs were found, in words."""
         name = one_line(self.run)
         others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
-        self._tell(now, "trouble", f"{others}. Check --run; private runs are not listed")
+        self.events.add(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
         """A peer has withdrawn its record. That counts also if it seemed to be lost."""
@@ -346,20 +385,13 @@ class RunView:
 
     def _leave(self, view: PeerView, state: PeerState, text: str, now: float) -> None:
         view.state, view.gone_since, view.change = state, now, self.change
-        self._tell(now, state.value, text, view.peer)
-
-    def _tell(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
-        self._told_at_once[kind] += 1
-        if self._told_at_once[kind] <= MAX_EVENTS_AT_ONCE:
-            event = Event(now, kind, text, "" if peer is None else str(peer), self.number_of_events)
-            (self._epochs_told if kind == "epoch" else self._news).append(event)
-            self.number_of_events += 1
+        self.events.add(now, state.value, text, view.peer)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Summary:
-        """A second has passed: see who is gone, and note the state of the swarm in the history."""
-        self._say_what_was_left_out(now)
+        """Called once a second: see which peers are gone, and note the state of the swarm in the history."""
+        self.events.tick(now)
         self.change += 1
         epoch = self._epoch_of_swarm()
         self._note_epoch(epoch, now)
@@ -374,12 +406,12 @@ class RunView:
         self.summary = summary = self._summarize(epoch, now)
         if epoch > self._epoch:
             if self._epoch and self.is_complete:
-                self._tell(now, "epoch", _words_of_epoch(summary))
+                self.events.add(now, "epoch", _words_of_epoch(summary))
                 if self._epoch < self.goal_epochs <= epoch:
-                    self._tell(now, "goal", f"the run has reached its goal, epoch {self.goal_epochs}")
+                    self.events.add(now, "goal", f"the run has reached its goal, epoch {self.goal_epochs}")
             self._epoch = epoch
-        elif self._has_begun_anew():
-            self._tell(now, "trouble", f"the run has gone back from epoch {self._epoch} to {epoch}")
+        elif self._has_started_over():
+            self.events.add(now, "trouble", f"the run has gone back from epoch {self._epoch} to {epoch}")
             self._epoch = epoch
         self.history.add(now, {**summary.values(), **_figures_over_time(summary)})
         return summary
@@ -399,17 +431,17 @@ class RunView:
         return self._epochs[max(0, at - 1)][1]
 
     def _seconds_left(self, epoch: int, step: float, now: float) -> float:
-        """Until the goal. The pace is that of the last minutes, or else the time of a step."""
+        """Until the goal, at the pace of the last minutes, or else by the time of a step."""
         if not self.goal_epochs or not epoch:
             return math.nan
         if epoch >= self.goal_epochs:
             return 0.0
-        # Nobody knows when the epoch began at which the monitor came.
+        # When the first epoch that the monitor has seen began is not known.
         known = [(began, each) for began, each in self._epochs if began > -math.inf]
         if len(known) < 2:
             return (self.goal_epochs - epoch) * step
         (began, first), (latest, last) = known[0], known[-1]
-        # An epoch that takes longer than those before counts, too, while it lasts.
+        # An unusually long epoch counts while it lasts, too.
         pace = max((latest - began) / (last - first), (now - began) / (last - first + 1))
         return (self.goal_epochs - epoch - 1) * pace + max(0.0, pace - (now - latest))
 
@@ -423,18 +455,11 @@ class RunView:
             if view.answers or 2 * missed[end := end_of_id(view.peer)] < len(reports):
                 continue
             others = [report for report in reports if report is not view.report]
-            # What others told before its last sign of life does not count.
+            # What others reported before its last sign of life does not count.
             votes = sum(end in report.lost and report.time > view.last_sign for report in others)
             if 2 * votes > len(others):
                 found.append(view.peer)
         return found
-
-    def _say_what_was_left_out(self, now: float) -> None:
-        crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._told_at_once.items()}
-        self._told_at_once.clear()
-        for kind, count in crowds.items():
-            if count > 0:
-                self._tell(now, kind, f"and {count} more of this kind ({kind})")
 
     def _judge(self, view: PeerView, epoch: int, now: float) -> None:
         if view.expiration <= now:
@@ -444,7 +469,7 @@ class RunView:
         state = PeerState.TRAINING
         if now - view.record.time > SILENT_SECONDS or view.answers is False:
             state = PeerState.SILENT
-        # What it told a while ago does not say that it is behind now.
+        # That it was behind a while ago does not mean that it is behind now.
         elif view.epoch < min(epoch, self._epoch_at(view.told_at)) - 1:
             state = PeerState.BEHIND
         if state is not view.state:
@@ -452,7 +477,7 @@ class RunView:
         if view.report is not None and now - view.report.time > REPORT_SECONDS:
             view.report, view.change = None, self.change
 
-    def _has_begun_anew(self) -> bool:
+    def _has_started_over(self) -> bool:
         """Whether no peer is near the epoch that was told last, as when all were stopped and started again."""
         epochs = [view.epoch for view in self.peers.values() if not view.state.is_gone]
         return bool(epochs) and max(epochs) < self._epoch - 1
@@ -502,31 +527,12 @@ class RunView:
         """The rows of all peers that have changed since then, each with the values of :data:`COLUMNS`."""
         return [row_of(view) for view in self.peers.values() if view.change >= change]
 
-    @property
-    def events(self) -> list[Event]:
-        """All that are still remembered, the oldest first."""
-        return sorted([*self._news, *self._epochs_told], key=lambda event: event.number)
-
-    def latest_events(self, count: int) -> list[Event]:
-        """The latest epochs and the latest other events, this many of each."""
-        latest = [*list(self._news)[-count:], *list(self._epochs_told)[-count:]]
-        return sorted(latest, key=lambda event: event.number)
-
-    @property
-    def news(self) -> list[Event]:
-        """The same without epochs, which would bury the rest."""
-        return list(self._news)
-
-    def events_since(self, number: int) -> list[Event]:
-        """The events from this number on that are still remembered."""
-        return [event for event in self.events if event.number >= number]
-
 
 COLUMNS = (
     *("peer", "state", "epoch", "samples", "samples/s", "loss", "sent", "received", "group", "step"),
     *("joint", "averaging", "rounds", "failed", "link", "version", "failure", "name"),
 )
-"""What a row tells of a peer."""
+"""What a row says about a peer."""
 
 
 def row_of(view: PeerView) -> list[Any]:
@@ -560,7 +566,7 @@ def row_of(view: PeerView) -> list[Any]:
 
 
 def details_of(view: PeerView, now: float) -> dict[str, Any]:
-    """All that is known of a peer, beyond its row."""
+    """Everything known about a peer, beyond its row."""
     report = view.report
     told: dict[str, Any] = {
         "peer": str(view.peer),
@@ -597,7 +603,7 @@ def _words_of_epoch(summary: Summary) -> str:
 
 
 def _limited(values: list[float]) -> list[float]:
-    """The values, none of which is larger than a hundred times the median: one peer may claim anything."""
+    """The values, clipped to a hundred times the median: one peer may claim anything."""
     positive = [value for value in values if value > 0]
     if not positive:
         return values

@@ -29,7 +29,7 @@ COLUMNS = (
     "link",
     "version",
 )
-# Where there is no room for all columns, the first of these are shown, each of them whole.
+# If there is no room for all columns, the first of these are shown.
 BY_IMPORTANCE = (
     *("peer", "state", "epoch", "samples/s", "loss", "failed", "step", "link", "sent", "received"),
     *("averaging", "version"),
@@ -166,7 +166,7 @@ def widest(column: str) -> int:
 
 
 def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
-    """The table of peers, at most so many of them."""
+    """The table of peers, at most ``rows`` of them."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -188,10 +188,10 @@ def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
 
 
 def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDTH) -> RenderableType:
-    """All that is shown.
+    """What the terminal shows.
 
     Args:
-        height: lines that there are.
+        height: number of lines.
         footer: one more line, such as the address of the page.
         width: characters of a line.
     """
@@ -199,7 +199,7 @@ def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDT
     from rich.text import Text
 
     with view.lock:
-        events = view.news[-EVENT_LINES:]
+        events = view.events.rare[-EVENT_LINES:]
         rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
         parts: list[RenderableType] = [
@@ -249,7 +249,7 @@ class Lines:
     def show(self, view: RunView) -> None:
         """Print what is new."""
         with view.lock:
-            events, self._told = view.events_since(self._told), view.number_of_events
+            events, self._told = view.events.since(self._told), view.events.count
             line = headline(view.run, view.summary)
         for event in events:
             if event.kind != "epoch":

@@ -151,6 +151,24 @@ def _public_network(address: Multiaddr) -> str | None:
     return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
 
 
+def subscriber_of(address: str) -> str:
+    """What counts as one host: an IPv4 address, or the IPv6 /64 network that one subscriber has to itself."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
+
+
+def host_charged(seen_at: str, peer: PeerID) -> str:
+    """The host to charge for what is done for a peer: identities cost nothing, hosts do.
+
+    Args:
+        seen_at: the address from which it has connected; empty if that is not known.
+    """
+    ip = ip_text_of(Multiaddr(seen_at)) if seen_at else None
+    return str(peer) if ip is None else subscriber_of(ip)
+
+
 class AddressBook:
     """Addresses by peer, without the ``/p2p`` part; the best first.
 

@@ -1,8 +1,12 @@
-"""Connections to other peers, each used by one call at a time and kept for the next one.
+"""Connections to other peers: how they are dialled, and how they are kept for the next call.
 
-A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
-peer share a few dials: the call that has waited longest takes the first connection that becomes free. Direct
-connections are preferred to those through relays, which end when there are direct ones.
+A :class:`Dialler` tries all known addresses of a peer, each a little later than the one before, direct ones first. Then
+come relays; those through which connections have broken in the last minute come last.
+
+In a :class:`ConnectionPool`, one call at a time uses a connection. A call that finds no idle connection dials a new
+one, so a bulk transfer never blocks a small call. Many calls to one peer share a few dials: the call that has waited
+longest takes the first connection that becomes free. Direct connections are preferred to those through relays, which
+end when there are direct ones.
 """
 
 from __future__ import annotations
@@ -10,19 +14,218 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 
 from shoal.errors import (
     DialError,
     InterruptedDialError,
+    NoRelayError,
+    NoReservationError,
+    NotAMemberError,
     P2PDaemonError,
     ShoalError,
+    kind_of_dial_errors,
 )
+from shoal.metrics import Metrics
+from shoal.net.addresses import AddressBook, Judge
 from shoal.net.connection import Connection
 from shoal.net.limits import MAX_DIALLED_PER_PEER
-from shoal.net.transport import Stream
-from shoal.peers.identity import PeerID
+from shoal.net.transport import MAY_CONNECT, ON_ANSWER, Stream, Transport
+from shoal.peers.book import PeerBook
+from shoal.peers.identity import PeerID, is_circuit, relay_of
+from shoal.peers.multiaddr import Multiaddr
+
+# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
+DIAL_STAGGER = 0.25
+# The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
+HANDSHAKE_STAGGER = 2.0
+# The same for the next relay of a peer, because each needs a few round trips.
+CIRCUIT_STAGGER = 1.5
+CIRCUIT_SECONDS = 10.0
+"""How long the way through one relay may take."""
+
+BROKEN_RELAY_SECONDS = 60.0  # a relay that has fallen silent, or ended a connection, is tried last
+
+DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
+"""A relay itself is being dialled, so that no other relay may come into it."""
+
+
+class Dialler:
+    """Dials peers at their known addresses; :meth:`close` gives up all dials at once.
+
+    Args:
+        transport: opens the streams.
+        addresses: where peers can be dialled.
+        book: remembers which relays have fallen silent.
+        metrics: counts the dials.
+        dial_circuit: dials through a relay; ``None``: relays are not used.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        addresses: AddressBook,
+        book: PeerBook,
+        metrics: Metrics,
+        dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None,
+    ) -> None:
+        self._transport = transport
+        self._addresses = addresses
+        self._book = book
+        self._metrics = metrics
+        self.dial_circuit = dial_circuit
+        self.tasks: dict[asyncio.Task[Stream], None] = {}
+        """Dials in progress."""
+        self._closed = False
+
+    async def dial(self, peer: PeerID) -> Stream:
+        """Dial the addresses of a peer, each a little later than the one before; the first success wins.
+
+        Raises:
+            DialError: no address is known, or none answers as that peer.
+            RefusedDialError: nothing listens at any of them.
+            P2PDaemonError: this peer is shut down.
+        """
+        addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
+        if not addresses and (doubtful := set(self._addresses.get(peer)) - set(self._addresses.to_dial(peer))):
+            told = ", ".join(sorted(map(str, doubtful)))
+            raise DialError(
+                f"no address of peer {peer} is known: it says that it is at {told}, and is seen elsewhere. A private "
+                "address counts only if it is seen in a private network; let it announce a public one (announce_maddrs)"
+            )
+        if not addresses:
+            raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
+        return await self._dial_first(peer, addresses)
+
+    def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
+        """Where a peer itself may be, in the order to try."""
+        direct = [each for each in self._addresses.to_dial(peer) if not is_circuit(each)]
+        return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
+
+    def circuits(self, peer: PeerID) -> list[Multiaddr]:
+        """Its addresses at relays that this peer can dial, in the order to try."""
+        if self.dial_circuit is None or DIRECT_ONLY.get():
+            return []
+        since = asyncio.get_running_loop().time() - BROKEN_RELAY_SECONDS
+
+        def broken_at(address: Multiaddr) -> float:
+            relay = relay_of(address)
+            return since if relay is None else max(since, self._book.find(relay[1]).silent_at)
+
+        return sorted(filter(self.supports_circuit, self._addresses.to_dial(peer)), key=broken_at)
+
+    def note_broken(self, relay: PeerID) -> None:
+        """A connection through a relay has broken, or the one to itself: others are dialled first for a while."""
+        self._book[relay].silent_at = asyncio.get_running_loop().time()
+
+    def supports_circuit(self, address: Multiaddr) -> bool:
+        """Whether an address leads through a relay that this peer can dial."""
+        relay = relay_of(address)
+        return relay is not None and self._transport.supports(relay[0])
+
+    async def dial_address(self, peer: PeerID, address: Multiaddr, judge: Judge | None = None) -> Stream:
+        """Dial one address of a peer; raises what :meth:`dial` raises.
+
+        Args:
+            judge: whether an IP address may be connected to.
+        """
+        return await self._dial_first(peer, [address], judge)
+
+    async def meet(self, address: Multiaddr) -> Stream:
+        """Dial an address whose peer is not known; the stream says which one has proven to be there.
+
+        Raises:
+            DialError: no peer answers there.
+            P2PDaemonError: this peer is shut down.
+        """
+        dial = self._start(None, address, set())
+        try:
+            await asyncio.wait([dial])
+        except asyncio.CancelledError:
+            dial.add_done_callback(_abort_late)
+            dial.cancel()
+            raise
+        if dial.cancelled():
+            raise P2PDaemonError("this peer is shut down")
+        return dial.result()
+
+    async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr], judge: Judge | None = None) -> Stream:
+        dials: dict[asyncio.Task[Stream], Multiaddr] = {}
+        errors: list[BaseException] = []
+        waiting, answered = list(addresses), set[Multiaddr]()
+        try:
+            while waiting or dials:
+                if waiting:
+                    address = waiting.pop(0)
+                    dials[self._start(peer, address, answered, judge)] = address
+                stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
+                await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
+                if waiting and address in answered and not any(task.done() for task in dials):
+                    await asyncio.wait(dials, timeout=HANDSHAKE_STAGGER - stagger, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in dials if task.done()]:
+                    address = dials.pop(task)
+                    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+                    if error is None:
+                        self._addresses.prefer(peer, address)
+                        self._metrics.dials_direct += not is_circuit(address)
+                        return task.result()
+                    errors.append(self._addresses.judged(peer, address, error))
+                    if isinstance(error, NoReservationError):
+                        self._addresses.forget(peer, address)
+        finally:
+            for task in dials:
+                task.add_done_callback(_abort_late)
+                task.cancel()
+        if self._closed:
+            raise P2PDaemonError("this peer is shut down")
+        refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
+        if all(isinstance(error, NoRelayError) for error in errors):
+            raise NoRelayError(
+                f"only relayed addresses of peer {peer} are known, and no relay answers: "
+                f"{'; '.join(map(str, errors))}. Wait, because it will choose others; or restart that peer"
+            )
+        if len(errors) == 1 or isinstance(refusal, NotAMemberError):
+            raise refusal
+        raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+
+    def _start(
+        self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr], judge: Judge | None = None
+    ) -> asyncio.Task[Stream]:
+        if self._closed:
+            raise P2PDaemonError("this peer is shut down")
+        if peer is not None and is_circuit(address) and self.dial_circuit is not None:
+            task = asyncio.ensure_future(self.dial_circuit(address, peer))
+        else:
+            if judge is None and peer is not None:
+                judge = self._addresses.judge_of(peer, address)
+            task = asyncio.ensure_future(self._dial_directly(peer, address, answered, judge))
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
+        return task
+
+    async def _dial_directly(
+        self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr], judge: Judge | None
+    ) -> Stream:
+        MAY_CONNECT.set(judge)
+        ON_ANSWER.set(functools.partial(answered.add, address))
+        return await self._transport.dial(address, peer)
+
+    async def close(self) -> None:
+        """Give up every dial in progress."""
+        self._closed = True
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _abort_late(task: asyncio.Task[Stream]) -> None:
+    """Abort a late success: another address was faster, or nobody waits any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().abort()
+
 
 # Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
 MAX_IDLE_PER_PEER = 12
@@ -38,9 +241,6 @@ SPARE = 4
 """The least number of direct connections to a peer that only relays lead to. A round takes two or more, and other
 calls come meanwhile. When no relay is left, there will be no more."""
 
-# What a waiting call gets: a connection, or the right to dial one.
-Turn = Connection | None
-
 
 @dataclass(eq=False)
 class PooledPeer:
@@ -49,13 +249,18 @@ class PooledPeer:
     peer_id: PeerID
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
-    dialling: int = 0
-    expected: int = 0
-    """How many of the dials are made elsewhere; waiting calls may have their connections."""
-    waiting: dict[asyncio.Future[Turn], asyncio.Task[Connection] | None] = field(default_factory=dict)
-    """In order, each with the dial that its call makes meanwhile."""
+    dials: dict[asyncio.Task[Connection], None] = field(default_factory=dict)
+    """Dials for waiting calls. Whatever connects first serves the call that has waited longest."""
+    elsewhere: int = 0
+    """How many more connections are being made; waiting calls may have them."""
+    waiting: dict[asyncio.Future[Connection], Context] = field(default_factory=dict)
+    """Calls in their order, with what is true for a dial of theirs, such as :data:`DIRECT_ONLY`."""
     barren_until: float = 0.0
     """Until then it is not worth dialling, in the time of the loop."""
+
+    @property
+    def dialling(self) -> int:
+        return len(self.dials) + self.elsewhere
 
     @property
     def may_dial(self) -> bool:
@@ -77,12 +282,9 @@ class PooledPeer:
     def is_forgettable(self) -> bool:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
-    def next_in_line(self, *, to_dial: bool = False) -> asyncio.Future[Turn] | None:
-        if not self.waiting:
-            return None
-        for turn, own_dial in list(self.waiting.items()):
-            if to_dial and own_dial is not None and not own_dial.done():
-                continue
+    def next_in_line(self) -> asyncio.Future[Connection] | None:
+        while self.waiting:
+            turn = next(iter(self.waiting))
             del self.waiting[turn]
             if not turn.done():
                 return turn
@@ -111,7 +313,6 @@ class ConnectionPool:
         self._peers: dict[PeerID, PooledPeer] = {}
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
-        self._spare: set[asyncio.Task[Connection]] = set()
         self._closed = False
         self.on_circuit, self.on_broken = on_circuit, on_broken
 
@@ -157,12 +358,7 @@ class ConnectionPool:
         while True:
             self._check_open()
             peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
-            connection = self._take_idle(peer)
-            if connection is None and peer.may_dial:
-                peer.dialling += 1
-                connection = await self._dial_or_wait(peer)
-            elif connection is None:
-                connection = await self._wait_for_turn(peer)
+            connection = self._take_idle(peer) or await self._wait_for_turn(peer)
             if not connection.closed:
                 return connection
             # The connection ended between two calls.
@@ -182,7 +378,7 @@ class ConnectionPool:
         if not reusable or connection.closed or self._closed or is_old:
             connection.abort()
             del peer.in_use[connection]
-            self._let_next_dial(peer)
+            self._dial_for_waiting(peer)
             return
         turn = peer.next_in_line()
         if turn is not None:
@@ -204,15 +400,18 @@ class ConnectionPool:
         peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
         try:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
-                peer.dialling += 1
-                connection = await self._dial_new(peer)
+                peer.elsewhere += 1
+                try:
+                    connection = await self._dial_new(peer)
+                finally:
+                    peer.elsewhere -= 1
                 if connection.closed or connection.stream.via is None:
                     self.release(connection, reusable=True)
                 else:  # it would not be kept beside direct ones
                     del peer.in_use[connection]
                     self._keep(peer, connection)
         finally:
-            self._forget_if_possible(peer)
+            self._dial_for_waiting(peer)
 
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere and is idle."""
@@ -232,16 +431,13 @@ class ConnectionPool:
             What ends that, at once or after the first ones have come; calls that still wait may dial then.
         """
         peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
-        peer.dialling += count
-        peer.expected += count
+        peer.elsewhere += count
 
         def end() -> None:
             nonlocal count
-            peer.dialling -= count
-            peer.expected -= count
-            for _ in range(MAX_PARALLEL_DIALS if count else 0):
-                self._let_next_dial(peer)
+            peer.elsewhere -= count
             count = 0
+            self._dial_for_waiting(peer)
 
         return end
 
@@ -341,112 +537,73 @@ class ConnectionPool:
     # --- new connections ----------------------------------------------------------------------------------------------
 
     async def _dial_new(self, peer: PooledPeer) -> Connection:
-        """Dial; the caller has already counted the dial in ``peer.dialling``."""
-        try:
-            connection = await self._dial(peer.peer_id)
-            if connection.closed:
-                raise InterruptedDialError(
-                    f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
-                    "more; try again later"
-                )
-        except BaseException as e:
-            peer.dialling -= 1
-            if isinstance(e, ShoalError) and not peer.in_use:
-                self._fail_waiting(peer, e)
-            elif isinstance(e, DialError):
-                peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
-            self._let_next_dial(peer)
-            raise
-        peer.dialling -= 1
+        """A new connection, which counts as used."""
+        connection = await self._dial(peer.peer_id)
+        if connection.closed:
+            raise InterruptedDialError(
+                f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
+                "more; try again later"
+            )
         peer.in_use[connection] = None
-        self._tell_of(connection)
-        self._let_next_dial(peer)
         if self._closed:
             self.release(connection, reusable=False)
             self._check_open()
+        self._tell_of(connection)
         return connection
 
-    async def _dial_or_wait(self, peer: PooledPeer) -> Connection:
-        """Dial. Where relays arrange connections, take what comes or is given back meanwhile, if that is earlier."""
-        if not (peer.has_arranged_in_use or peer.expected):
-            return await self._dial_new(peer)
-        loop = asyncio.get_running_loop()
-        dial = loop.create_task(self._dial_new(peer))
-        turn = loop.create_task(self._wait_for_turn(peer, dial))
-        taken: asyncio.Task[Connection] | None = None
+    async def _wait_for_turn(self, peer: PooledPeer) -> Connection:
+        turn: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        peer.waiting[turn] = copy_context()
+        self._dial_for_waiting(peer)
         try:
-            await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
-            is_vain = dial.done() and isinstance(dial.exception(), DialError) and peer.has_arranged_in_use
-            taken = turn if turn.done() or is_vain else dial
-            self._let_next_dial(peer)  # perhaps this very call, later
-            return await taken
+            return await turn
         except asyncio.CancelledError:
-            taken = None
-            dial.cancel()
-            raise
-        finally:
-            turn.cancel()
-            for task in {dial, turn} - {taken}:
-                self._spare.add(task)
-                task.add_done_callback(self._take_back)
-
-    def _take_back(self, task: asyncio.Task[Connection]) -> None:
-        """A connection that came when nobody waited for it any more."""
-        self._spare.discard(task)
-        if not task.cancelled() and task.exception() is None:
-            self.release(task.result(), reusable=True)
-
-    async def _wait_for_turn(self, peer: PooledPeer, own_dial: asyncio.Task[Connection] | None = None) -> Connection:
-        while True:
-            turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-            peer.waiting[turn] = own_dial
-            try:
-                connection = await turn
-            except asyncio.CancelledError:
-                self._pass_on(peer, turn)
-                raise
-            try:
-                return await self._dial_or_wait(peer) if connection is None else connection
-            except DialError:
-                if not peer.has_arranged_in_use:
-                    raise
-
-    def _pass_on(self, peer: PooledPeer, turn: asyncio.Future[Turn]) -> None:
-        """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
-        if turn.cancelled():
+            if not turn.cancelled() and turn.exception() is None:
+                self.release(turn.result(), reusable=True)
             peer.waiting.pop(turn, None)
-            self._forget_if_possible(peer)
-        elif turn.exception() is None:
-            connection = turn.result()
-            if connection is not None:
-                self.release(connection, reusable=True)
-            else:
-                peer.dialling -= 1
-                self._let_next_dial(peer)
+            for dial in [*peer.dials][len(peer.waiting) :]:
+                dial.cancel()
+            self._dial_for_waiting(peer)
+            raise
 
-    def _let_next_dial(self, peer: PooledPeer) -> None:
-        if peer.may_dial and not self._closed:
-            turn = peer.next_in_line(to_dial=True)
-            if turn is not None:
-                peer.dialling += 1
-                turn.set_result(None)
+    def _dial_for_waiting(self, peer: PooledPeer) -> None:
+        """Dial for each waiting call, as far as that is allowed."""
+        while len(peer.waiting) > len(peer.dials) and peer.may_dial and not self._closed:
+            context = [*peer.waiting.values()][len(peer.dials)]
+            dial = asyncio.get_running_loop().create_task(self._dial_new(peer), context=context)
+            peer.dials[dial] = None
+            dial.add_done_callback(functools.partial(self._end_dial, peer))
         self._forget_if_possible(peer)
 
-    def _fail_waiting(self, peer: PooledPeer, error: ShoalError) -> None:
-        """Fail all waiting calls. Their dials would fail just as late, so do not let timeouts queue up."""
-        turn = peer.next_in_line()
-        while turn is not None:
-            # Each caller gets a traceback of its own.
-            turn.set_exception(copy.copy(error))
+    def _end_dial(self, peer: PooledPeer, dial: asyncio.Task[Connection]) -> None:
+        del peer.dials[dial]
+        error = None if dial.cancelled() else dial.exception()
+        if isinstance(error, DialError) and peer.has_arranged_in_use:
+            # Somebody will give one back.
+            peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
+        elif error is not None:
+            # More dials would fail just as late, so do not let timeouts queue up.
+            are_all_lost = isinstance(error, ShoalError) and not peer.in_use
+            self._fail_waiting(peer, error, len(peer.waiting) - len(peer.dials) if are_all_lost else 1)
+        elif not dial.cancelled():
+            self.release(dial.result(), reusable=True)
+        self._dial_for_waiting(peer)
+
+    def _fail_waiting(self, peer: PooledPeer, error: BaseException, count: int) -> None:
+        """Fail the calls that have waited longest."""
+        for _ in range(count):
             turn = peer.next_in_line()
+            if turn is not None:
+                turn.set_exception(error)
+            error = copy.copy(error)  # each caller gets a traceback of its own
 
     def close(self) -> None:
         """Cut every connection; calls in progress fail."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        for task in self._spare:
-            task.cancel()
         self.cut(lambda stream: True)
         for peer in list(self._peers.values()):
-            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))
+            for dial in peer.dials:
+                dial.cancel()
+            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"), len(peer.waiting))

@@ -12,9 +12,9 @@ import logging
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.access.badges import Roles
 from shoal.access.membership import Membership
@@ -33,8 +33,7 @@ from shoal.net.addresses import (
     may_be_dialled_for,
 )
 from shoal.net.connection import Call, Connection, Hello
-from shoal.net.connection_pool import ConnectionPool
-from shoal.net.dialler import Dialler
+from shoal.net.connection_pool import ConnectionPool, Dialler
 from shoal.net.limits import HeaderMemory, Limits
 from shoal.net.pasted import short_form
 from shoal.net.server import Server
@@ -51,6 +50,19 @@ LATE_ANSWER_SECONDS = 30.0
 """How long a connection that relays have arranged is kept for an answer that comes too late for the caller."""
 AGENT = "shoal"
 INSTANCE_BYTES = 16
+
+
+class Directory(Protocol):
+    """Knows peers that this one has not met, as the DHT does."""
+
+    async def find_addresses(self, peer: PeerID) -> None:
+        """Look up where a peer can be dialled, and add what is found to the endpoint's addresses."""
+
+    def dialable_peers(self) -> Sequence[PeerID]:
+        """Some peers that others can dial. Nearly all of them are relays."""
+
+    def note_reachability(self) -> None:
+        """Others can call this peer in another way than before."""
 
 
 class Endpoint(ABC):
@@ -89,8 +101,8 @@ class Endpoint(ABC):
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
-        self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
-        """Looks up a peer without a known address before it is dialled; set by the DHT node."""
+        self.directory: Directory | None = None
+        """Asked about peers without a known address; a DHT node on this peer."""
         self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
@@ -335,10 +347,7 @@ class Endpoint(ABC):
             record = self.book[connection.remote]
             record.round_trip = min(connection.round_trip, record.round_trip)
             is_mate = self.behaviour.has_delivered(connection.remote)
-            later = self.clock.hear(
-                connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate
-            )
-            self.behaviour.note_time(connection.remote, later)
+            self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip, is_mate=is_mate)
             self.metrics.clock_offset = self.clock.offset
         self.note_greeting(connection, hello)
 
@@ -357,20 +366,23 @@ class Endpoint(ABC):
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
             raise P2PDaemonError("a peer cannot call itself over the network")
-        if self.find_addresses is not None and not self.is_reachable(peer):
-            await self.find_addresses(peer)
+        await self._look_up(peer)
         try:
             stream = await self.dialler.dial(peer)
         except NoReservationError:
             # It may have other relays by now. Where it is no more, the dialler has forgotten.
-            if self.find_addresses is None or self.is_reachable(peer):
-                raise
-            await self.find_addresses(peer)
-            if not self.is_reachable(peer):
+            if not await self._look_up(peer):
                 raise
             stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
+
+    async def _look_up(self, peer: PeerID) -> bool:
+        """Look up a peer without a known address; returns whether there are new ones."""
+        if self.directory is None or self.is_reachable(peer):
+            return False
+        await self.directory.find_addresses(peer)
+        return self.is_reachable(peer)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
         """A call to a peer that should be online has failed. After a few such failures the user is told, once.

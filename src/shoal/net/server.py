@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from shoal.access.badges import ANY_ROLE
@@ -39,27 +38,65 @@ SWEEPS = 4
 
 
 @dataclass(eq=False, slots=True)
-class _Serving:
-    """A call in progress, and when the caller last gave a sign of life."""
+class _Accepted:
+    """An accepted connection: the call on it, and when it last gave a sign of life."""
 
-    call: Call
-    is_patient: bool
+    connection: Connection
     heard_at: float
-    received: int
-    """Bytes that had arrived on its connection at the last check."""
+    """When the caller was heard last; without a call: since when there is none."""
+    call: Call | None = None
+    """The call in progress, if its handler runs."""
+    is_patient: bool = False
+    """The handler has its own time limits."""
+    received: int = 0
+    """Bytes that had arrived when they were looked at last."""
+    is_idle: bool = False
+    """It waits for the next call."""
+    is_leaving: bool = False
+    """It was dropped, but its task has not ended yet: it takes no place any more, and cannot give it to another one."""
 
-    def note_signs_of_life(self, now: float) -> None:
-        """A caller that nobody waits for may be silent. Before its first message, single bytes do not count."""
-        stream = self.call.connection.stream
-        if not stream.is_awaited or (self.call.has_received and stream.received != self.received):
+    @property
+    def is_unused(self) -> bool:
+        """Whether it may lose its place to another one."""
+        return not self.connection.closed and (self.is_idle or (self.call is not None and self.call.yields))
+
+    def await_call(self, now: float) -> None:
+        self.is_idle, self.heard_at = True, now
+
+    def begin_call(self, call: Call, now: float, *, is_patient: bool) -> None:
+        self.call, self.is_patient, self.heard_at = call, is_patient, now
+        self.received = self.connection.stream.received
+
+    def find_fault(self, now: float, limits: Limits) -> str | None:
+        """Why it is to be dropped, if it takes too long for something."""
+        stream = self.connection.stream
+        if 0 < self.connection.header_since < now - limits.seconds_for_header:
+            return "too slow with a header"
+        if self.call is not None and self._is_silent(self.call, now, limits):
+            return "silent in a call"
+        if 0 < self.connection.writing_since < now - limits.seconds_for_write:
+            return "does not read"
+        # The caller may be unable to make another arranged one.
+        if self.is_idle and self.heard_at < now - limits.seconds_idle and not stream.is_arranged:
+            return "idle for too long"
+        return None
+
+    def _is_silent(self, call: Call, now: float, limits: Limits) -> bool:
+        """Whether a caller has said nothing for too long while its handler waits for it."""
+        stream = self.connection.stream
+        # Before the first message, single bytes do not count.
+        if not stream.is_awaited or (call.has_received and stream.received != self.received):
             self.heard_at = now
         self.received = stream.received
+        if call.has_received:
+            return not self.is_patient and self.heard_at < now - limits.seconds_of_silence
+        # If the first message has begun to arrive, the time limit of its header applies.
+        has_begun = self.connection.header_since > 0
+        return not has_begun and self.heard_at < now - limits.seconds_for_first_message
 
 
 class Server:
     """Serves the calls of other peers on connections that they have opened.
-
-    Half of its attributes say what each connection is doing; they change together, so they are not divided.
 
     Args:
         peer_id: the peer that serves.
@@ -90,31 +127,29 @@ class Server:
         """Decides who may call them; without it everybody may."""
         self.membership: Membership | None = None
         """The private run to which others must belong; ``None``: the run is open."""
-        self._tasks: dict[Connection, asyncio.Task[None]] = {}
-        self._by_peer: dict[PeerID, dict[Connection, None]] = {}
+        self._accepted: dict[asyncio.Task[None], _Accepted] = {}
+        self._by_peer: dict[PeerID, dict[Connection, _Accepted]] = {}
         # Found when somebody asks, and forgotten when a connection of that peer comes or goes.
         self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}
-        self._idle_since: dict[Connection, float] = {}  # idle for longest first
-        self._serving: dict[Connection, _Serving] = {}
-        # Dropped, but the task has not ended yet: they take no place any more, and cannot give theirs to another one.
-        self._leaving: set[Connection] = set()
-        self._refusals: dict[Stream, asyncio.Task[None]] = {}
+        # What tells peers why they are refused.
+        self._refusals: dict[asyncio.Task[None], Stream] = {}
+        self._now = asyncio.get_running_loop().time
         self._sweep: asyncio.TimerHandle | None = None
         self._warn_seldom = Seldom(logger.warning)
 
     def connections(self) -> list[Connection]:
         """Accepted connections that may carry calls."""
-        return list(self._tasks)
+        return [each.connection for each in self._accepted.values()]
 
     @property
     def connection_count(self) -> int:
         """How many of them there are."""
-        return len(self._tasks)
+        return len(self._accepted)
 
     @property
     def idle_count(self) -> int:
         """Those that carry none at the moment."""
-        return len(self._idle_since)
+        return sum(each.is_idle for each in self._accepted.values())
 
     @property
     def refusal_count(self) -> int:
@@ -141,7 +176,7 @@ class Server:
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks that serve or refuse connections."""
-        return [*self._tasks.values(), *self._refusals.values()]
+        return [*self._accepted, *self._refusals]
 
     # --- handlers -----------------------------------------------------------------------------------------------------
 
@@ -183,9 +218,10 @@ class Server:
             logger.debug("refused a connection of %s: %s", connection.remote, reason)
             self._refuse(stream, reason.partition(":")[0], self._tell_refusal(connection, reason))
             return
-        self._by_peer.setdefault(connection.remote, {})[connection] = None
+        accepted = _Accepted(connection, self._now())
+        self._by_peer.setdefault(connection.remote, {})[connection] = accepted
         self._addresses.pop(connection.remote, None)
-        self._tasks[connection] = self._start(stream, self.serve(connection), partial(self._forget, connection))
+        self._accepted[self._start(stream, self.serve(accepted), self._forget)] = accepted
         self._schedule_sweep()
 
     def _note(self, stream: Stream, **what: Any) -> None:
@@ -202,13 +238,11 @@ class Server:
         stream.on_closed(task.cancel)
         return task
 
-    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        connection = self._accepted.pop(task).connection
         if not connection.closed:  # the task was cancelled before it began
             connection.abort()
-        del self._tasks[connection]
-        self._leaving.discard(connection)
         self._note(connection.stream, nbytes=connection.stream.received)
-        self._idle_since.pop(connection, None)
         self._addresses.pop(connection.remote, None)
         others = self._by_peer[connection.remote]
         del others[connection]
@@ -220,7 +254,8 @@ class Server:
         if len(self._by_peer.get(peer, ())) >= limits.connections_per_peer:
             return f"too many connections of one peer: the limit is {limits.connections_per_peer}"
         places = limits.connections if self._knows(peer) else limits.connections_of_strangers
-        if len(self._tasks) - len(self._leaving) >= places and not self._close_longest_idle():
+        taken = sum(not each.is_leaving for each in self._accepted.values())
+        if taken >= places and not self._close_longest_idle():
             self._metrics.troubles["no place for a connection"] += 1
             # Not one line for each peer: a crowd of strangers has as many names as it likes.
             self._warn_seldom(
@@ -235,12 +270,11 @@ class Server:
 
     def _close_longest_idle(self) -> bool:
         """Close an unused connection, preferably a stranger's; returns whether there was one."""
-        unused = [c for c, serving in self._serving.items() if serving.call.yields]
-        idle = [each for each in (*self._idle_since, *unused) if not each.closed]
-        if not idle:
+        unused = [each for each in self._accepted.values() if each.is_unused]
+        if not unused:
             return False
-        connection = next((each for each in idle if not self._knows(each.remote)), idle[0])
-        self._drop(connection, "idle while others wanted to connect")
+        first = min(unused, key=lambda each: (self._knows(each.connection.remote), not each.is_idle, each.heard_at))
+        self._drop(first, "idle while others wanted to connect")
         return True
 
     def _refuse(self, stream: Stream, kind: str, refusal: Coroutine[Any, Any, None]) -> None:
@@ -250,10 +284,10 @@ class Server:
             refusal.close()
             stream.abort()
             return
-        self._refusals[stream] = self._start(stream, refusal, partial(self._forget_refusal, stream))
+        self._refusals[self._start(stream, refusal, self._forget_refusal)] = stream
 
-    def _forget_refusal(self, stream: Stream, _: asyncio.Task[None]) -> None:
-        del self._refusals[stream]
+    def _forget_refusal(self, task: asyncio.Task[None]) -> None:
+        stream = self._refusals.pop(task)
         if not stream.closed:  # the task was cancelled before it began
             stream.abort()
 
@@ -273,10 +307,11 @@ class Server:
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection) -> None:
+    async def serve(self, accepted: _Accepted) -> None:
         """Serve calls on one connection until it ends. Its end cancels this task and the handler that is running."""
+        connection = accepted.connection
         try:
-            while await self._serve_call(connection, await self._next_call(connection)):
+            while await self._serve_call(accepted, await self._next_call(accepted)):
                 pass
             connection.close()
         except ProtocolError as e:
@@ -286,12 +321,12 @@ class Server:
         except (StreamClosedError, asyncio.CancelledError):
             connection.abort()
 
-    async def _next_call(self, connection: Connection) -> str:
-        self._idle_since[connection] = asyncio.get_running_loop().time()
+    async def _next_call(self, accepted: _Accepted) -> str:
+        accepted.await_call(self._now())
         try:
-            return await connection.receive_open()
+            return await accepted.connection.receive_open()
         finally:
-            self._idle_since.pop(connection, None)
+            accepted.is_idle = False
 
     def _refusal(self, connection: Connection, name: str) -> CallFailure | None:
         """The reason not to serve this call, or ``None``."""
@@ -310,8 +345,9 @@ class Server:
                 return CallFailure(code=NOT_A_MEMBER, type=e.reason, text=f"{e}. {ADVICE}")
         return None
 
-    async def _serve_call(self, connection: Connection, name: str) -> bool:
+    async def _serve_call(self, accepted: _Accepted, name: str) -> bool:
         """Serve one call; returns whether the connection may carry another one."""
+        connection = accepted.connection
         call = Call(connection)
         refusal = self._refusal(connection, name)
         if refusal is not None:
@@ -323,8 +359,8 @@ class Server:
         badge = connection.stream.badge
         roles = ANY_ROLE if badge is None else badge.roles
         context = P2PContext(handle_name=name, local_id=self._peer_id, remote_id=connection.remote, roles=roles)
-        handler, now = self.handlers[name], asyncio.get_running_loop().time()
-        self._serving[connection] = _Serving(call, handler.method.is_patient, now, connection.stream.received)
+        handler = self.handlers[name]
+        accepted.begin_call(call, self._now(), is_patient=handler.method.is_patient)
         try:
             await _run_handler(handler, call, context)
         except ProtocolError as e:
@@ -336,7 +372,7 @@ class Server:
             self._log_handler_error(name, connection.remote, e)
             await call.send_failure(CallFailure.of_error(e))
         finally:
-            del self._serving[connection]
+            accepted.call = None
         await call.drain()
         return call.clean
 
@@ -351,7 +387,7 @@ class Server:
     # --- patience -----------------------------------------------------------------------------------------------------
 
     def _schedule_sweep(self) -> None:
-        if self._sweep is None and self._tasks:
+        if self._sweep is None and self._accepted:
             limits = self._limits
             shortest = min(
                 limits.seconds_for_first_message,
@@ -364,52 +400,35 @@ class Server:
 
     def _drop_who_takes_too_long(self) -> None:
         self._sweep = None
-        now, limits = asyncio.get_running_loop().time(), self._limits
-        for connection in list(self._tasks):
-            serving, badge = self._serving.get(connection), connection.stream.badge
+        for each in list(self._accepted.values()):
+            badge = each.connection.stream.badge
             if self.membership is not None and badge is not None and self.membership.has_expired(badge, dialled=False):
-                self._drop(connection, "its badge has expired")
-            elif 0 < connection.header_since < now - limits.seconds_for_header:
-                self._drop(connection, "too slow with a header")
-            elif serving is not None and self._is_silent(serving, now):
-                self._drop(connection, "silent in a call")
-            elif 0 < connection.writing_since < now - limits.seconds_for_write:
-                self._drop(connection, "does not read")
-            elif 0 < self._idle_since.get(connection, 0) < now - limits.seconds_idle and not (
-                connection.stream.is_arranged  # the caller may be unable to make another one
-            ):
-                self._drop(connection, "idle for too long")
+                self._drop(each, "its badge has expired")
+            elif (fault := each.find_fault(self._now(), self._limits)) is not None:
+                self._drop(each, fault)
         self._schedule_sweep()
 
-    def _is_silent(self, serving: _Serving, now: float) -> bool:
-        """Whether a caller has said nothing for too long while its handler waits for it."""
-        serving.note_signs_of_life(now)
-        if not serving.call.has_received:
-            # If the first message has begun to arrive, the time limit of its header applies.
-            has_begun = serving.call.connection.header_since > 0
-            return not has_begun and serving.heard_at < now - self._limits.seconds_for_first_message
-        return not serving.is_patient and serving.heard_at < now - self._limits.seconds_of_silence
-
-    def _drop(self, connection: Connection, reason: str) -> None:
-        self._count_drop(connection.stream, reason)
-        logger.debug("dropped the connection of %s: %s", connection.remote, reason)
-        self._leaving.add(connection)
-        connection.stream.abort()  # this cancels the task that serves the connection
+    def _drop(self, accepted: _Accepted, reason: str) -> None:
+        stream = accepted.connection.stream
+        self._count_drop(stream, reason)
+        logger.debug("dropped the connection of %s: %s", stream.remote, reason)
+        accepted.is_leaving = True
+        stream.abort()  # this cancels the task that serves the connection
 
     def has_arranged(self) -> bool:
         """Whether somebody who cannot dial this peer by itself has a direct connection to it."""
-        return any(each.stream.is_arranged and not each.closed for each in self._tasks)
+        return any(each.stream.is_arranged and not each.closed for each in self.connections())
 
     def cut(self, is_unwanted: Callable[[Stream], bool], reason: str) -> None:
         """End the connections that are unwanted from now on; the handlers on them are cancelled."""
-        for connection in [each for each in self._tasks if is_unwanted(each.stream)]:
-            self._drop(connection, reason)
+        for each in [each for each in self._accepted.values() if is_unwanted(each.connection.stream)]:
+            self._drop(each, reason)
 
     def cut_idle(self, peer: PeerID) -> None:
         """End the connections of a peer that carry no call, so that its next call begins with a greeting."""
-        for connection in self.connections_of(peer):
-            if connection in self._idle_since:
-                connection.stream.abort()
+        for each in list(self._by_peer.get(peer, {}).values()):
+            if each.is_idle:
+                each.connection.stream.abort()
 
     async def close(self) -> None:
         """Cut every connection and cancel its task."""

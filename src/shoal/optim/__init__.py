@@ -1,20 +1,33 @@
 """When to average and when to step: many peers train as if they were one.
 
-- :class:`Optimizer` counts the samples of each batch and adds up its gradients (:mod:`~.gradient_accumulator`).
-- Each peer tells the others how far it is (:mod:`~.progress.exchange`). From this each peer predicts when all together
-  will have ``target_batch_size`` samples, and which peers will come (:mod:`~.progress.board`,
-  :mod:`~.progress_tracker`). How far others are believed is the business of :mod:`shoal.guard`.
-- Then they make the global step (:mod:`~.global_step`): they average gradients, weighted by samples
-  (:mod:`~.grad_averager`), each peer makes the same step, and they average parameters to remove the small differences
-  that are left (:mod:`~.state_averager`). Which of these run in the background is the mode (:mod:`~.options`);
-  :mod:`~.history.window` says how many epochs peers may then be apart. A search for a group begins early, and ends
-  when nobody can come any more (:mod:`~.searches`).
-- A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch
-  (:mod:`~.recovery.when`, :mod:`~.setup.training_state`).
-- If a swarm was split and each side has trained on, :mod:`~.history.fork_choice` decides which side continues.
-- For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.diloco`).
-- Gradients can be sent as matrices of low rank (:mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`). A peer can be
-  several processes (:mod:`~.ranks.multi_process`), on any device (:mod:`~.setup.devices`).
+Each peer adds up the gradients of its batches and tells the others how many samples it has. When all together have
+``target_batch_size``, they make a *global step*: they average gradients, weighted by samples, and each makes the same
+step. Then they average parameters, which removes the small differences that are left. Which of this runs in the
+background is the *mode*. A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch.
+
+::
+
+    batch ─► gradient_accumulator ─► progress: enough samples? ─► global_step ─► grad_averager ─► state_averager
+      ▲                                                                                                 │
+      └──────── recovery, if the others are ahead ◄────────────────────── next epoch ◄──────────────────┘
+
+In reading order:
+
+- :mod:`~.options` resolves what the user has given, and :mod:`~.setup` its parameters, optimizer and schedule.
+- :mod:`~.optimizer` counts batches, and decides when to step and when to catch up. :mod:`~.joint_optimizer` has what it
+  shares with :class:`DiLoCo`, such as searches for a group, which begin before the end of an epoch.
+- :mod:`~.gradient_accumulator` and :mod:`~.grad_scaler` take in the gradients of a batch.
+- :mod:`~.progress_tracker` is the training thread's view of :mod:`~.progress`: how far all peers are, and which will
+  come. How far others are believed is the business of :mod:`shoal.guard`.
+- :mod:`~.global_step` makes the step, with :mod:`~.grad_averager` and :mod:`~.state_averager`.
+- :mod:`~.recovery` downloads states. :mod:`~.history` says how many epochs peers may be apart, and which side of a run
+  continues that was split.
+- :mod:`~.consistency` warns of what differs between peers although nothing averages it, and :mod:`~.report` tells
+  monitors how this peer is doing.
+
+For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.diloco`), or
+gradients are sent as matrices of low rank (:mod:`~.low_rank`, :mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`).
+A peer can be several processes (:mod:`~.ranks`). :mod:`~.training_averager` averages whenever a loop says so.
 """
 
 import shoal.base.needs_torch  # noqa: F401

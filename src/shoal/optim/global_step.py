@@ -7,8 +7,12 @@
 What to do is decided by the functions at the top, from values alone; :meth:`GlobalStep.run` does it, in this order.
 Depending on the :class:`~shoal.optim.options.Mode`, the step and the rounds run in the background of the next epoch. If
 the round of gradients fails although others can be reached, this peer keeps its gradients and trains on: the next batch
-tries again. Only if nobody else is left does it step with its own gradients. A peer that trains alone first waits for
-others that download its state (:mod:`shoal.optim.recovery.joiner_grace`).
+tries again. Only if nobody else is left does it step with its own gradients.
+
+A peer that trains alone first waits for others that download its state: :func:`awaits_newcomers`. Alone, a peer with a
+small model may make ten epochs in a second. A download takes longer, so a newcomer would be behind whenever it has one,
+and download the next. So both go on from one epoch. The time comes from the budget of :mod:`shoal.guard.budget`,
+whoever asks for the state.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,9 +33,8 @@ from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.errors import AveragingError
 from shoal.optim.history.window import last_epoch_in_first_round, last_epoch_in_second_round
+from shoal.optim.joint_optimizer import let_go, log_failure, usable, watch_search
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.recovery.joiner_grace import SECONDS_BETWEEN_LOOKS, awaits_newcomers
-from shoal.optim.searches import let_go, log_failure, usable, watch_search
 from shoal.optim.setup.devices import copy_all
 from shoal.p2p import PeerID
 
@@ -47,7 +50,8 @@ logger = logging.getLogger(__name__)
 TRYING_AGAIN = "gradients of epoch %d were not averaged (%s). Training on, to meet the others a little later"
 LAST_RESORT = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
 
-
+# How often a waiting peer looks whether it still has a reason to, in seconds.
+SECONDS_BETWEEN_LOOKS = 0.05
 # The group was not found, or did not come to an end.
 _NO_ROUND = (AveragingError, TimeoutError, concurrent.futures.CancelledError)
 
@@ -79,6 +83,20 @@ def tries_again(error: Exception | None, *, keeps_gradients: bool, others_can_co
     """
     # After any other error another round would end alike: if no member has gradients that count, for example.
     return keeps_gradients and others_can_come and (error is None or isinstance(error, _NO_ROUND))
+
+
+def awaits_newcomers(tracker: ProgressTracker, epoch: int, last_epoch: int, newcomers: Collection[PeerID]) -> bool:
+    """Whether a peer that is done with its epoch has a reason to wait.
+
+    Args:
+        tracker: knows whether others train.
+        epoch: this peer's epoch.
+        last_epoch: a peer beyond this epoch does not come to its first round.
+        newcomers: who downloads its state, or has just got it.
+    """
+    if not newcomers or tracker.gives_way_to is not None or tracker.global_epoch > epoch:
+        return False
+    return not tracker.expected_members(until_epoch=last_epoch)
 
 
 @dataclass(frozen=True)

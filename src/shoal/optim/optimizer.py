@@ -20,12 +20,16 @@ from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
+from shoal.optim.grad_averager import (
+    GradientAverager,
+    GradientAveragerFactory,
+    check_has_no_momentum,
+    make_averaged_grads,
+)
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.gradient_accumulator import MissingGradients
-from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, option, uncompiled
+from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, check_may_train, option, uncompiled
 from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options
-from shoal.optim.peer_momentum import check_has_no_momentum
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
@@ -39,7 +43,6 @@ from shoal.optim.progress.run_settings import (
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.recovery.when import Synchronization
 from shoal.optim.report import Reporting
-from shoal.optim.searches import Auxiliary
 from shoal.optim.setup.devices import BatchesAhead
 from shoal.optim.setup.optimizer_state import TorchOptimizer, zero_gradients
 from shoal.optim.setup.schedules import describe_schedule

@@ -18,9 +18,8 @@ from shoal.averaging.groups.settings import FROZEN_BASE
 from shoal.compression import CompressionBase
 from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, check_peer_momentum
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.peer_momentum import check_peer_momentum
 from shoal.optim.progress.company import check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.setup.optimizer_state import TorchOptimizer

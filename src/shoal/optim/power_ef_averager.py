@@ -10,8 +10,7 @@ import torch
 
 from shoal.averaging.finite import without_overflow
 from shoal.optim.grad_averager import logger
-from shoal.optim.low_rank import LowRankState
-from shoal.optim.power_sgd_averager import LowRankAverager, LowRankRound
+from shoal.optim.low_rank import LowRankAverager, LowRankRound, LowRankState
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

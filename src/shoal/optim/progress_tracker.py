@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from shoal.averaging import RoundResult
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
+from shoal.base.tasks import wait_at_most
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
@@ -343,6 +344,8 @@ class ProgressTracker(Facade):
         Args:
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
+        if self.board.ends_when_introduced(get_dht_time()):
+            self.await_introduction()
         if not self.board.should_stop(get_dht_time(), patience):
             if self.board.should_ask(get_dht_time()):
                 self._wake(calls=True)
@@ -352,12 +355,26 @@ class ProgressTracker(Facade):
             return self.board.should_stop(get_dht_time(), patience)
         return True
 
+    def await_introduction(self) -> None:
+        """Wait a few seconds at most until others know this peer, which has done its share of the epoch.
+
+        Nobody waits for a peer that is not known yet, so it may not step; and with another batch it would do more than
+        its share.
+        """
+        exchange = self.exchange
+        if exchange is not None and not self.board.introduced:
+            self._run_in_loop(wait_at_most(exchange.introduced, FIRST_LOOK_SECONDS), 2 * FIRST_LOOK_SECONDS)
+
     def _ask_others(self, seconds: float) -> None:
         """Learn how far others are at this moment."""
         exchange = self.exchange
-        if exchange is not None and not self._portal.closed:
-            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):  # what is known has to do
-                self._portal.submit(exchange.ask_all(seconds)).result(2 * seconds)
+        if exchange is not None:
+            self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
+
+    def _run_in_loop(self, work: Coroutine[Any, Any, object], seconds: float) -> None:
+        """Wait for work in the event loop. If it takes longer, what is known has to do."""
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, ReactorError):
+            self._portal.submit(work).result(seconds)
 
     def is_awaited(self, patience: float) -> bool:
         """Whether another peer is ready for the next global step, and waits for this one.
@@ -549,8 +566,7 @@ class ProgressTracker(Facade):
         """
         guard, trust = self.board.guard, averager.trust
         guard.full_group = averager.config.target_group_size
-        averager.state_sharing.rank_donors = self.rank_donors
-        trust.depth = averager.state_sharing.depth = self._depth
+        trust.rank_donors, trust.depth = self.rank_donors, self._depth
         if trains_one:
             trust.admits = self.trains_the_same_model
             trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())

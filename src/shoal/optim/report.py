@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
-import shoal
+from shoal.base import VERSION
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, one_line
 from shoal.dht.crypto import tag_of
@@ -347,7 +347,7 @@ class Reporting:
             bytes_sent=min(metrics.bytes_sent, MOST - 1),
             bytes_received=min(metrics.bytes_received, MOST - 1),
             link=metrics.reachability,
-            version=shoal.__version__[:MAX_WORD_CHARACTERS],
+            version=VERSION[:MAX_WORD_CHARACTERS],
             step_samples=min(round(self._step_samples), MOST - 1),
             step_target=self._target_batch_size,
             began=self._began,

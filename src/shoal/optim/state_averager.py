@@ -22,10 +22,9 @@ import torch
 from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.base.logs import counted
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.joint_optimizer import log_failure
 from shoal.optim.progress.records import PerformanceEMA
-from shoal.optim.recovery.adopt import StateHolder
-from shoal.optim.recovery.download import CheckState
-from shoal.optim.searches import log_failure
+from shoal.optim.recovery.adopt import CheckState, StateHolder
 from shoal.optim.setup.optimizer_state import (
     GradientCheck,
     TorchOptimizer,

@@ -29,14 +29,12 @@ from shoal.peers.identity import Identity, PeerID, checked_name
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import Checkup
 from shoal.reach.connection_upgrade import ConnectionUpgrades
-from shoal.reach.libp2p_options import Libp2pOptions
-from shoal.reach.manager import ReachabilityManager
+from shoal.reach.manager import Libp2pOptions, ReachabilityManager
 from shoal.reach.presence import Presence, check_identity_is_free, compare_clocks
 from shoal.reach.punching import Puncher
 from shoal.reach.reachability import Reachability
+from shoal.reach.relay.circuits import IncomingCircuits, OutgoingCircuits
 from shoal.reach.relay.client import RelayClient
-from shoal.reach.relay.incoming import IncomingCircuits
-from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
@@ -140,7 +138,7 @@ class P2P(Endpoint):
             name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
                 run only if they are members.
             of_a_daemon: how others shall be able to call this peer, see
-                :class:`~shoal.reach.libp2p_options.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
+                :class:`~shoal.reach.manager.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
                 existing calls work; a warning names those without effect.
 
         Raises:

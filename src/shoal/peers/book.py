@@ -13,7 +13,7 @@ from shoal.peers.identity import PeerID
 
 FAILURES_TO_LOSE_SHARE = 3
 """This many in a row are no chance."""
-# The part of the time that may be wasted on retrying a peer that has failed.
+# The part of the time that may be wasted on retrying a peer that has failed. Chosen, like the next two.
 SHARE_WASTED = 0.05
 MAX_REST_SECONDS = 3600.0
 # The least that a failure is said to cost: even one that takes no time, such as a broken connection, earns a rest.
@@ -75,6 +75,14 @@ class PeerRecord:
     """For each run: how many dials have failed although it was alive, and its last sign of life."""
     is_told_uncalled: bool = False
     """The user has been told that it cannot be called."""
+    unanswered: int = 0
+    """How many calls in a row it has not answered, not counting those made while it was avoided."""
+    avoided_until: float = -math.inf
+    """Until when walks through the DHT leave it out, in DHT time."""
+    excused_since: float | None = None
+    """Since when its silence is put down to an outage of this machine, in the time of the loop."""
+    sought_at: float = -math.inf
+    """When its addresses were looked for in the DHT last, and not found, in the time of the loop."""
     history: PeerHistory = field(default_factory=PeerHistory)
     """What it has brought to rounds with this peer; counts decay with time."""
     seen_at: float | None = None
@@ -93,7 +101,7 @@ class PeerBook:
     push them out.
 
     Args:
-        most: how many records there are, of members of rounds and of others each; a record takes some 660 bytes.
+        most: how many records there are, of members of rounds and of others each; a record takes some 700 bytes.
         on_forget: called with each member of rounds whose record is dropped.
     """
 
@@ -115,9 +123,13 @@ class PeerBook:
         record = self._members[peer] = self._members.get(peer) or self._others.pop(peer, None) or PeerRecord()
         return record
 
+    def get(self, peer: PeerID) -> PeerRecord | None:
+        """The record of a peer, if there is one."""
+        return self._members.get(peer) or self._others.get(peer)
+
     def find(self, peer: PeerID) -> PeerRecord:
         """The record of a peer, to read; an empty one that nobody keeps if there is none."""
-        return self._members.get(peer) or self._others.get(peer) or PeerRecord()
+        return self.get(peer) or PeerRecord()
 
     def members(self) -> list[tuple[PeerID, PeerRecord]]:
         """The peers that have been in a round with this one; the latest comes last."""

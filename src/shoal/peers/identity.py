@@ -23,6 +23,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import MAX_NAME_CHARACTERS, one_line, quoted, shown_name
 from shoal.errors import ForeignPeerError, P2PDaemonError, make_private
 from shoal.peers.multiaddr import DAMAGED, Multiaddr
@@ -32,8 +33,7 @@ _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
 PUBLIC_KEY_BYTES = 32
 # Enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
-_MAX_TEXT_LENGTH = 256
-MAX_INTERNED = 2**14
+MAX_INTERNED = 4 * MOST
 
 
 @total_ordering
@@ -76,7 +76,7 @@ class PeerID:
         """
         try:
             # The time to decode grows with the square of the length.
-            if len(text) > _MAX_TEXT_LENGTH:
+            if len(text) > 4 * MAX_PEER_ID_BYTES:
                 raise ValueError("it is too long")
             return cls(base58.b58decode(text))
         except ValueError as e:
@@ -199,13 +199,13 @@ def why_no_key(text: str) -> str:
 CIRCUIT = "p2p-circuit"
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST)
 def is_circuit(address: Multiaddr) -> bool:
     """Whether an address leads through a relay: its host and port are those of the relay."""
     return CIRCUIT in address
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST)
 def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
     """Where the relay of ``/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`` is, and who; ``None`` for any other address."""
     items = address.items()

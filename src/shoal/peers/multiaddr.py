@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import base58
 
+from shoal.base.bounded import MOST
 from shoal.base.logs import one_line, quoted
 
 _CODES = {
@@ -165,7 +166,7 @@ _Items = tuple[tuple[Protocol, "str | None"], ...]
 
 
 # Cached, because many peers tell the same addresses again and again.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(MOST)
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
         raise ValueError("it must start with / and be no longer than 1024 characters")

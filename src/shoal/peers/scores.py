@@ -31,11 +31,11 @@ from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-# A first failure that costs less is not worth a line: peers come and go.
+# A first failure that costs less is not worth a line: peers come and go. Chosen, like the next two.
 WORTH_TELLING_SECONDS = 5.0
 # An observation counts half after this many seconds.
 HALF_LIFE = 1800.0
-# Hosts of strangers whose demands are counted; those seen last are kept. Not measured.
+# Hosts of strangers whose demands are counted; those seen last are kept.
 MAX_STRANGERS = 256
 
 
@@ -175,19 +175,6 @@ class PeerScores:
             seconds,
             about=coordinator,
         )
-
-    def note_time(self, peer: PeerID, seconds: float) -> None:
-        """A peer keeps saying that it is ``seconds`` later than the swarm has agreed about; 0: it does not."""
-        if seconds:
-            self._metrics.troubles["clocks that differ"] += 1
-            self._warn_seldom(
-                "peer %s says that it is %.1f seconds %s than others have agreed about: its time hardly counts. Its "
-                "owner should turn on NTP",
-                peer,
-                abs(seconds),
-                "later" if seconds > 0 else "earlier",
-                about=peer,
-            )
 
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
         """A stranger has taken something. Peers cost nothing: those of one host count as one."""

@@ -21,11 +21,10 @@ from shoal.access.badges import ANY_ROLE, Roles
 from shoal.base.backoff import TokenBuckets
 from shoal.base.tasks import run_in_worker
 from shoal.errors import BusyError, ProtocolError, ShoalError
-from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, Judge, is_name
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, Judge, host_charged, is_name
 from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
 from shoal.net.service import P2PContext, ServicerBase
-from shoal.net.tcp.listener import host_charged
 from shoal.net.transport import VERSION, Header
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr

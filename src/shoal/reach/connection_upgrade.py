@@ -18,12 +18,11 @@ from collections.abc import Callable, Coroutine
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import NoRelayError, ShoalError
-from shoal.net.connection_pool import MAX_IDLE, SPARE
-from shoal.net.dialler import CIRCUIT_STAGGER
+from shoal.net.connection_pool import CIRCUIT_STAGGER, MAX_IDLE, SPARE
 from shoal.net.endpoint import Endpoint
 from shoal.peers.identity import PeerID
+from shoal.reach.relay.circuits import OutgoingCircuits
 from shoal.reach.relay.messages import MAX_AT_ONCE
-from shoal.reach.relay.outgoing import OutgoingCircuits
 
 logger = logging.getLogger(__name__)
 

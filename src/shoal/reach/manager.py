@@ -18,29 +18,104 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
 from shoal.net.addresses import ip_text_of, is_global
-from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.connection_pool import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
 from shoal.net.own_addresses import MAX_ADDRESSES_PER_PEER
+from shoal.net.pasted import Target, read_targets
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.checkup import CallBack, CallMe, Checkup
-from shoal.reach.libp2p_options import Libp2pOptions
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
-from shoal.reach.nat_probe import is_mapping_hard, places_of
 from shoal.reach.presence import Announcements
+from shoal.reach.punching import is_mapping_hard, places_of
 from shoal.reach.reachability import AddressStatus, Contacts, Evidence, Reach, Reachability
+from shoal.reach.relay.circuits import OutgoingCircuits
 from shoal.reach.relay.client import RelayClient
-from shoal.reach.relay.outgoing import OutgoingCircuits
 from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
+
+# Parameters that existing programs give, because other libraries hand them to a libp2p daemon. Those about routers and
+# relays have the same effect here; these have none, for there is no daemon underneath. Each has the value that needs no
+# warning.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "conn_manager": True,
+    "dht_mode": "server",
+    "tls": True,
+    "use_ipfs": False,
+    "persistent_conn_max_msg_size": 4 * 2**20,
+    "quic": None,
+    "use_relay_hop": None,
+    "use_relay_discovery": None,
+}
+_DHT_MODES = ("server", "client", "auto")
+_REACHABILITIES = (None, "public", "private")
+
+
+@dataclass(frozen=True)
+class Libp2pOptions:
+    """How a peer makes sure that others can call it."""
+
+    auto_nat: bool = True
+    """Ask others from time to time whether they can dial this peer."""
+    force_reachability: str | None = None
+    """``"public"`` or ``"private"``, if it is known and need not be found out."""
+    nat_port_map: bool = True
+    """Ask the router for an open port."""
+    use_relay: bool = True
+    """Dial others through relays where there is no other way."""
+    use_auto_relay: bool = True
+    """Be called through relays while nobody can dial this peer."""
+    trusted_relays: tuple[Target, ...] = ()
+    """The relays to be called through, if they have room."""
+    relay_hop_limit: int | None = None
+    """0: never be a relay for others; by default every public peer is one."""
+
+    @property
+    def forced(self) -> bool | None:
+        """Whether this peer is public, if the user has said so."""
+        return None if self.force_reachability is None else self.force_reachability == "public"
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Of all parameters, also those without an effect."""
+        return {field.name for field in fields(cls)} | _WITHOUT_EFFECT.keys()
+
+    @classmethod
+    def chosen(cls, arguments: Mapping[str, Any]) -> Libp2pOptions:
+        """Take what has an effect, and warn of parameters that ask for something that will not happen.
+
+        Raises:
+            TypeError: there is no such parameter.
+            ValueError: it cannot have this value.
+        """
+        names = {field.name for field in fields(cls)}
+        unknown = arguments.keys() - _WITHOUT_EFFECT.keys() - names
+        if unknown:
+            raise TypeError(f"P2P has no parameter {', '.join(sorted(unknown))}")
+        chosen = {name: value for name, value in arguments.items() if name in names}
+        if chosen.get("force_reachability") not in _REACHABILITIES:
+            raise ValueError(
+                f"force_reachability is {chosen['force_reachability']!r}: give 'public', 'private' or None"
+            )
+        if arguments.get("dht_mode", "server") not in _DHT_MODES:
+            raise ValueError(f"dht_mode is {arguments['dht_mode']!r}: give 'server', 'client' or 'auto'")
+        chosen["trusted_relays"] = tuple(read_targets(chosen.get("trusted_relays") or (), "trusted_relays"))
+        others = {name: value for name, value in arguments.items() if name not in names}
+        asked = [name for name, value in others.items() if value != _WITHOUT_EFFECT[name]]
+        if asked:
+            logger.warning("%s: no effect here, there is no libp2p daemon underneath", ", ".join(asked))
+        return cls(**chosen)
+
 
 TICK_SECONDS = 10.0
 # From one check to the next, and how much that varies.
@@ -122,8 +197,6 @@ class ReachabilityManager:
         self._endpoint, self.options = endpoint, options
         self._relay, self._reservations, self._circuits = relay, reservations, circuits
         self.evidence = Evidence(options.forced)
-        self.on_change: dict[Callable[[], object], None] = {}
-        """Called after each change of what this peer is to others."""
         self.mapping: PortMapping | None = None
         """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
@@ -335,8 +408,8 @@ class ReachabilityManager:
             self._changed.set()
             if state is Reachability.CLIENT and former[0] is Reachability.RELAYED:
                 self.warn_client()
-            for callback in list(self.on_change):
-                callback()
+            if self._endpoint.directory is not None:
+                self._endpoint.directory.note_reachability()
         if former[1] != now_told[1] or Reachability.UNKNOWN not in (former[0], state):
             self.announce_anew()
 

@@ -20,7 +20,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.net.connection import Connection
-from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.connection_pool import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
 from shoal.net.service import P2PContext, ServicerBase
 from shoal.net.transport import Header

@@ -10,32 +10,210 @@ The relay joins both sides at one moment, and both say at once what they have to
 at nearly the same time. Then it begins: their first packets cross, or those of the earlier side open its router for
 those of the later one. Whatever connects goes through the ordinary handshake, as it does on the circuits at the same
 time; for each port, the first connection that leads to the other peer counts.
+
+What one side says of itself comes through a relay, and both may lie. So a peer sends connection attempts only to
+addresses that may belong to the other side: to the public internet, or into a network that it shares with it.
+
+What the router does to outgoing ports is found out by looking at one local port from two places outside
+(:func:`is_mapping_hard`). If both see the same outer port, others can predict it, and punches are likely to succeed. If
+they see different ones, each connection gets its own, and two peers behind such routers need not even try.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from shoal.base.backoff import Backoff
 from shoal.base.bounded import Bounded
 from shoal.base.tasks import all_of, cancel_and_wait
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.net.addresses import is_loopback
-from shoal.net.transport import OnStream, Session, Stream, Transport, receive_frame, send_frame
+from shoal.net.addresses import ip_to_dial, is_global, is_ipv6, is_loopback, is_name
+from shoal.net.endpoint import Endpoint
+from shoal.net.transport import MAY_CONNECT, Header, OnStream, Session, Stream, Transport, receive_frame, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.candidates import Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
-from shoal.reach.relay.circuit import FIRST_PAUSE, LONGEST_PAUSE, Circuit
-from shoal.reach.relay.messages import MAX_AT_ONCE, Reach
+from shoal.reach.relay.messages import LOWEST_PORT, MAX_AT_ONCE, Observe, Observed, OpenObservation, Reach
+from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+MAX_CANDIDATES = 4
+"""Addresses of each side for each port."""
+MEMORY = "memory"
+"""Stands for a host on the network inside a process, where ports are the numbers of addresses."""
+
+HostPort = tuple[str, int]
+"""A host and a port."""
+
+
+class CandidateHost(msgspec.Struct):
+    """A host of one side, and for each of its ports in order the port there; 0 if there is none."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=45)]
+    ports: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**16)]], msgspec.Meta(max_length=MAX_AT_ONCE)]
+
+
+class Candidates(Header):
+    """Where the sender can perhaps be reached. From the target of a call: no hosts mean that it will not punch."""
+
+    hosts: Annotated[list[CandidateHost], msgspec.Meta(max_length=MAX_CANDIDATES)] = msgspec.field(default_factory=list)
+
+    def of_port(self, number: int) -> list[HostPort]:
+        """The candidates of one port."""
+        return [(each.host, each.ports[number]) for each in self.hosts if number < len(each.ports)]
+
+
+def endpoint_of(address: Multiaddr | None) -> HostPort | None:
+    """Host and port of an address; ``None`` if it has no such parts."""
+    if address is None:
+        return None
+    host, port = address.get("ip4") or address.get("ip6"), address.get("tcp")
+    if host is None or port is None:
+        number = address.get(MEMORY)
+        return None if number is None else (MEMORY, int(number) % 2**16)
+    return host, int(port)
+
+
+def address_of(endpoint: HostPort) -> Multiaddr:
+    """The address of an endpoint, whose host is valid."""
+    host, port = endpoint
+    if host == MEMORY:
+        return Multiaddr(f"/memory/{port}")
+    return Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")
+
+
+def global_ipv6(addresses: Iterable[Multiaddr]) -> str | None:
+    """The first IPv6 host that has the same address everywhere."""
+    hosts = (address.get("ip6") for address in addresses)
+    return next((host for host in hosts if host is not None and ipaddress.IPv6Address(host).is_global), None)
+
+
+def own_candidates(ports: Sequence[tuple[Multiaddr | None, Multiaddr | None]], ipv6: str | None) -> Candidates:
+    """What to tell the other side.
+
+    Args:
+        ports: for each port, where the relay sees it, and its own address; ``None`` if it is not known.
+        ipv6: a global IPv6 address of this machine. There the port of the same number is used.
+    """
+    found: dict[str, list[int]] = {}
+    seen = [endpoint_of(seen_at) for seen_at, _ in ports]
+    local = [endpoint_of(address) for _, address in ports]
+    fresh = [None if each is None or ipv6 is None else (ipv6, each[1]) for each in local]
+    for kind in (seen, local, fresh):
+        for number, endpoint in enumerate(kind):
+            if endpoint is not None:
+                of_host = found.setdefault(endpoint[0], [0] * len(ports))
+                of_host[number] = of_host[number] or endpoint[1]
+    return Candidates([CandidateHost(host, numbers) for host, numbers in list(found.items())[:MAX_CANDIDATES]])
+
+
+def worth_punching(
+    candidates: Iterable[HostPort],
+    *,
+    have_same_host: bool,
+    is_inside: Callable[[Multiaddr], bool],
+    is_relay_on_loopback: bool,
+) -> list[Multiaddr]:
+    """The candidates of one port that are dialled.
+
+    Args:
+        have_same_host: the relay sees both sides at one host: they are behind the same router, or on one machine.
+        is_inside: whether an address is in a network of this machine.
+        is_relay_on_loopback: so is every peer that it can join to this one.
+    """
+    found: dict[Multiaddr, None] = {}
+    for host, port in candidates:
+        if host == MEMORY:
+            found[address_of((host, port))] = None
+        elif port >= LOWEST_PORT and (ip := ip_to_dial(host)) is not None:
+            address = address_of((str(ip), port))
+            if is_relay_on_loopback if ip.is_loopback else ip.is_global or have_same_host or is_inside(address):
+                found[address] = None
+    return list(found)[:MAX_CANDIDATES]
+
+
+# --- what routers do to ports -----------------------------------------------------------------------------------------
+
+OBSERVERS = 2
+MOST_OBSERVERS = 4
+"""One may lie, so if two differ, others are asked until two agree. Where each gets a port of its own, none do."""
+OBSERVE_SECONDS = 5.0
+
+
+def places_of(endpoint: Endpoint, peer: PeerID) -> list[Multiaddr]:
+    """The addresses at which a peer can observe: only IPv4 has routers that translate."""
+    known = endpoint.transport.worth_dialling(endpoint.address_book.peek(peer))
+    return [address for address in known if is_global(address) and not is_ipv6(address)]
+
+
+async def is_mapping_hard(endpoint: Endpoint, observers: Sequence[PeerID]) -> bool | None:
+    """Whether each connection gets another outer port; ``None`` if fewer than two observers tell."""
+    seen = [there for _, there in await observe(endpoint, observers)]
+    return seen[0] != seen[1] if len(seen) == OBSERVERS else None
+
+
+async def observe(endpoint: Endpoint, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
+    """One local address as this machine sees it, and as at most two others do; if possible, two who agree.
+
+    Args:
+        observers: peers on different hosts that may be asked, the best first.
+    """
+    sessions: list[Session] = []
+    seen: list[tuple[Multiaddr | None, Multiaddr]] = []
+    try:
+        for observer in observers:
+            try:
+                async with asyncio.timeout(OBSERVE_SECONDS):
+                    there = await _be_observed(endpoint, observer, sessions)
+                    seen.append((sessions[-1].local_address, there))
+            except (ShoalError, ConnectionError, TimeoutError, ValueError) as e:
+                logger.debug("%s does not observe: %s", observer, e)
+            agreeing = next((list(pair) for pair in itertools.combinations(seen, 2) if pair[0][1] == pair[1][1]), None)
+            if agreeing is not None:
+                return agreeing
+            if len(seen) == MOST_OBSERVERS:
+                break
+        return seen[:OBSERVERS]
+    finally:
+        for session in sessions:
+            session.abort()
+
+
+async def _be_observed(endpoint: Endpoint, observer: PeerID, sessions: list[Session]) -> Multiaddr:
+    handle = RelayServer.handle_name("rpc_observe", None)
+    given = await endpoint.call(observer, handle, Observe(), OpenObservation, OBSERVE_SECONDS, roles=RelayServer.roles)
+    places = places_of(endpoint, observer)
+    if not places:
+        raise ProtocolError(f"peer {observer} has no address at which it could observe")
+    beside = sessions[0] if sessions else None
+    # A host name may lead into a network of this machine.
+    judging = MAY_CONNECT.set(endpoint.judge_for(None) if is_name(places[0]) else None)
+    try:
+        session = await endpoint.transport.open_session(places[0], given.cookie, punchable=True, beside=beside)
+    finally:
+        MAY_CONNECT.reset(judging)
+    sessions.append(session)
+    return Multiaddr((await receive_frame(session, Observed)).seen_at)
+
+
+# --- punches ----------------------------------------------------------------------------------------------------------
+
+FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
+"""Seconds after the first failure to get through a router, and after many, until it is tried again: routers rarely
+change. Not measured."""
 
 PUNCH_SECONDS = 2.5
 """How long both sides try to connect."""
@@ -45,6 +223,22 @@ LATE_SHARE = 0.75
 """The same as a share of the time that the dial had taken before: on long lines and busy machines both take longer."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """One side of a pair of sessions that a relay has joined. Nobody has shaken hands on it."""
+
+    session: Session
+    relay: PeerID
+    seen_at: Multiaddr | None
+    """Where the relay says to see this side; it may lie."""
+    other_seen_at: Multiaddr | None
+    """Where it says to see the other side."""
+
+    def abort(self) -> None:
+        """End it now, unless somebody has taken over the session."""
+        self.session.abort()
 
 
 Hosts = tuple[str, str]

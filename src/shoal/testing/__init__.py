@@ -31,10 +31,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import SimulationError
-from shoal.testing.host import Host, HostState, Link
+from shoal.testing.links import HostState, Link, Trace
 from shoal.testing.loop import START_OF_TIME, Machine, VirtualTimeLoop, run
 from shoal.testing.nat import Nat
-from shoal.testing.network import Network, Trace
+from shoal.testing.network import Host, Network
 
 if TYPE_CHECKING:
     from shoal.testing.averagers import (

@@ -19,8 +19,7 @@ from shoal.compression import CompressionInfo, NoCompression
 from shoal.dht import DHTNode, ValueWithExpiration
 from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Multiaddr
-from shoal.testing.host import Host
-from shoal.testing.network import Network
+from shoal.testing.network import Host, Network
 from shoal.testing.swarm import INITIAL_PEERS, Swarm
 
 # How many times a newcomer tries to join: links may fail.
@@ -73,7 +72,7 @@ async def _some_addresses(network: Network, nodes: Sequence[DHTNode]) -> list[Mu
 
 
 async def start_dht_node(network: Network, host: Host, swarm: Sequence[DHTNode], **options: Any) -> DHTNode:
-    """Start a node on a host; it joins by way of a few random nodes.
+    """Start a node on a host; it joins through a few random nodes.
 
     Args:
         swarm: the nodes that it may choose from; the list may grow meanwhile.
@@ -98,7 +97,7 @@ class SharedTable:
     """A cheap stand-in for the DHT, for tests of other things: all peers share one dictionary.
 
     Args:
-        delay: seconds that a request takes to the table; the answer takes as long.
+        delay: seconds that a request takes; the answer takes as long.
     """
 
     def __init__(self, delay: float = 0.0) -> None:

@@ -43,7 +43,7 @@ DEFAULT_TIME_LIMIT = 7 * 86400.0
 CLEANING_UP_SECONDS = 60.0
 # Thresholds of the garbage collector; with the usual ones it takes up to a third of a large simulation's time.
 RARE_COLLECTIONS = (2_000_000, 50, 100)
-# Beside as many as are running, so many tasks that have ended are remembered.
+# How many tasks that have ended are remembered, besides as many as are running.
 MOST_ENDED_TASKS = 64
 # Most rounds of callbacks in a row without any time passing; more count as an endless loop.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
@@ -55,7 +55,7 @@ _machine: contextvars.ContextVar[Machine | None] = contextvars.ContextVar("machi
 
 
 class _Tasks:
-    """Tasks in the order in which they were started. It keeps none of them alive, or those that get lost would live."""
+    """Tasks in the order in which they were started. It keeps none of them alive, so that lost tasks are collected."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[asyncio.Task[Any]]] = []
@@ -92,7 +92,7 @@ class Machine:
             loop.frozen += 1
 
     def thaw(self) -> None:
-        """Let it go on: with what has come meanwhile, and with the timers that have run out."""
+        """Let it continue, with what has arrived in the meantime and the timers that have run out."""
         loop, held = asyncio.get_running_loop(), self._held
         assert isinstance(loop, VirtualTimeLoop)
         if held is not None:
@@ -307,7 +307,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         if not soon and not self._stopping:  # type: ignore[attr-defined]
             self._let_time_pass()
         elif self._rounds_at_this_moment > MAX_ROUNDS_AT_ONE_MOMENT:
-            raise SimulationError(self._describe("these callbacks run round and round, and no time passes", soon))
+            raise SimulationError(self._describe("these callbacks run in an endless loop, and no time passes", soon))
         self._rounds_at_this_moment += 1
         timers, now = self.timers, self._now
         while timers and timers[0][0] <= now:
@@ -334,7 +334,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
             self._cancelled_timers -= 1
         if not timers:
-            raise SimulationError(self._describe("deadlock: nothing is scheduled, and these tasks wait for ever"))
+            raise SimulationError(self._describe("deadlock: nothing is scheduled, and these tasks wait forever"))
         if timers[0][0] > self.time_limit:
             raise SimulationError(self._describe(f"no end within the time limit of {self.time_limit:g} s"))
         if timers[0][0] > self._now:
@@ -440,7 +440,7 @@ def _end_everything(loop: VirtualTimeLoop) -> None:
 
 
 async def _finish(tasks: list[asyncio.Task[Any]]) -> None:
-    """Wait until cancelled tasks have ended, but not for ever if one refuses to."""
+    """Wait until cancelled tasks have ended, but not forever if one refuses to."""
     if tasks:
         await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLEANING_UP_SECONDS)
 

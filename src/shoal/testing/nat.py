@@ -5,16 +5,16 @@ On a :class:`~shoal.testing.Network` with ``internet=True``, every host has an I
 
     home = Nat(mapping="easy", filtering="port")
     laptop, desktop = network.add_host(nat=home), network.add_host(nat=home)
-    friend = network.add_host(nat=Nat(mapping="hard", behind=Nat()))  # the router of a carrier before his own
+    friend = network.add_host(nat=Nat(mapping="hard", behind=Nat()))  # behind the router of a carrier
     server = network.add_host()  # has a public address
 
 What the words mean (RFC 4787):
 
 - *mapping* ``easy``: one inner port has one outer port, whomever it talks to; ``hard``: another one for each
   destination; ``none``: nothing is translated, so this is a firewall before public addresses.
-- *filtering*: who gets in by an outer port that exists. ``none``: everybody; ``address``: hosts to which something was
-  sent from there; ``port``: only ports to which something was sent. ``open``: everybody, and also by ports from which
-  nothing was sent yet, as if all were forwarded.
+- *filtering*: what gets in through an outer port that exists. ``none``: everything; ``address``: packets of hosts to
+  which something was sent from there; ``port``: only packets from ports to which something was sent. ``open``:
+  everything, also through ports from which nothing was sent yet, as if all were forwarded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Nat:
 
     Args:
         mapping: which outer port an inner one gets.
-        filtering: who gets in from outside.
+        filtering: what gets in from outside.
         keeps_ports: an easy mapping has the number of the inner port, if it is free.
         rejects: what does not get in is answered, not dropped.
         hairpin: hosts behind it reach each other by their outer addresses.
@@ -113,7 +113,7 @@ class Nat:
     # --- what its owner does ------------------------------------------------------------------------------------------
 
     def forward(self, port: int, host: Located) -> None:
-        """Let everybody in by a port, to the same port of a host."""
+        """Forward a port to the same port of a host."""
         self._forwarded[port] = (host.ip, port)
 
     def rebind(self, *, new_address: bool = False) -> None:
@@ -227,7 +227,7 @@ class Arrived(Generic[H]):
         host: the host that it has reached, or ``None``.
         to: its destination as that host knows it.
         is_rejected: a router has answered that it does not let it in.
-        routers: all that it has passed.
+        routers: the routers that it has passed.
     """
 
     host: H | None
@@ -279,7 +279,7 @@ class Internet(Generic[H]):
         self._there[router.behind, router.ip] = router
 
     def _public_ip(self) -> str:
-        """One in a network of its own, as those who count hosts look at the first three bytes."""
+        """An address in a network of its own: code that counts hosts looks at the first three bytes."""
         number = next(self._public_numbers)
         return f"{101 + (number >> 16)}.{number >> 8 & 255}.{number & 255}.1"
 

@@ -1,6 +1,4 @@
-"""A simulated network: hosts, the links between them, and everything that can go wrong.
-
-A :class:`Trace` hashes everything that arrives: two runs with the same hash did the same.
+"""A simulated network: hosts, the links between them, routers, and everything that can go wrong.
 
 All randomness comes from one seeded generator, so the same seed gives the same run::
 
@@ -17,63 +15,178 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import hashlib
 import itertools
 import random
-import struct
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from enum import Enum
+from typing import Any, NoReturn, TypeVar, cast
 
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
-from shoal.net.memory import MemoryNetwork, MemoryTransport
-from shoal.net.memory_sessions import MemorySession
-from shoal.net.pipes import PipeEnd
-from shoal.net.transport import Session, Stream
-from shoal.peers.identity import PeerID
+from shoal.net.memory import MemoryNetwork, MemorySession, MemoryTransport, PipeEnd, PunchPort
+from shoal.net.own_addresses import ROUTED, OwnAddress, OwnAddresses
+from shoal.net.transport import COOKIE_BYTES, OnStream, Session, Stream
+from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.testing.host import Host, HostTransport, Link, Path, SimulatedStream
+from shoal.testing.links import HostState, Link, Path, SimulatedStream, Station, Trace
 from shoal.testing.loop import VirtualTimeLoop
-from shoal.testing.nat import Internet, Nat, address_of, endpoint_of
-from shoal.testing.punches import Punches
+from shoal.testing.nat import Arrived, Endpoint, Internet, Nat, Packet, address_of, endpoint_of
 
-_MOMENT = struct.Struct("<dq")
+T = TypeVar("T")
+
+# The lowest port that a system chooses by itself.
+FIRST_PORT = 32768
 
 
-class Trace:
-    """Records everything that reaches a host, with its time and its bytes.
+class Host(Station):
+    """One machine on a :class:`Network`. Made by :meth:`Network.add_host`.
 
-    Args:
-        keep_lines: keep one readable line per event, to find where two runs diverge.
+    Attributes:
+        index: its number on the network, from 0.
+        rng: source of randomness for everything that runs on this host.
+        clock_offset: seconds by which its clock is ahead of the true time.
+        firewalled: whether a firewall drops all attempts to connect to it.
+        nat: the router that it is behind.
+        ip: its address; empty on a network without addresses.
     """
 
-    def __init__(self, *, keep_lines: bool = False) -> None:
-        self.events = 0
-        self.lines: list[str] = []
-        self._keep_lines = keep_lines
-        self._hash = hashlib.blake2b(digest_size=16)
+    def __init__(
+        self,
+        network: Network,
+        index: int,
+        rng: random.Random,
+        uplink: float | None,
+        downlink: float | None,
+        nat: Nat | None = None,
+    ) -> None:
+        super().__init__(uplink, downlink)
+        self.network, self.index, self.rng, self.nat = network, index, rng, nat
+        self.ip = "" if network.internet is None else network.internet.add(self, nat)
+        self._port_numbers = itertools.count()
+        self.firewalled = False
+        self._transports: list[HostTransport] = []
 
-    def record(self, moment: float, connection: int, event: bytes, data: bytes | memoryview = b"") -> None:
-        """Record an event.
+    def __repr__(self) -> str:
+        return f"<Host {self.index}, {self.state.value}>"
+
+    def new_port(self) -> int:
+        """A port that is in no use now."""
+        return FIRST_PORT + next(self._port_numbers) % (2**16 - FIRST_PORT)
+
+    # --- running things -----------------------------------------------------------------------------------------------
+
+    def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task on this host; it is cancelled when the host dies.
+
+        Raises:
+            SimulationError: the host is down.
+        """
+        if not self.is_up:
+            coro.close()
+            raise SimulationError(f"{self} cannot run anything")
+        return super().spawn(coro)
+
+    async def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this host and wait for its result.
+
+        Raises:
+            SimulationError: the host is down, or died before the result came.
+        """
+        task = self.spawn(coro)
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.cancelled() and not self.is_up:
+            raise SimulationError(f"{self} died while it ran {coro!r}")
+        return task.result()
+
+    def transport(self, identity: Identity | None = None) -> HostTransport:
+        """The transport that :meth:`P2P.create` needs to work on this host.
 
         Args:
-            moment: its time, in seconds of the loop.
-            connection: number of the connection.
-            event: what happened, in one word.
-            data: the bytes that arrived.
+            identity: of the peer; default: a new one, drawn from the host's ``rng``.
         """
-        self.events += 1
-        self._hash.update(_MOMENT.pack(moment, connection))
-        self._hash.update(event)
-        self._hash.update(data)
-        if self._keep_lines:
-            self.lines.append(f"{moment:.9f} #{connection} {event.decode()} {bytes(data).hex()}")
+        transport = HostTransport(self, identity or Identity.generate(self.rng))
+        self._transports.append(transport)
+        self.network.register(transport.identity.peer_id, self)
+        return transport
 
-    def digest(self) -> str:
-        """The hash of all events so far, in hexadecimal."""
-        return self._hash.hexdigest()
+    # --- dying --------------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """End its program as SIGKILL does: its connections end at once, and new ones are refused."""
+        self._die(HostState.CRASHED)
+
+    def power_off(self) -> None:
+        """Let it vanish: it neither answers nor ends its connections."""
+        self._die(HostState.OFF)
+
+    def _die(self, state: HostState) -> None:
+        if not self.is_up:
+            return
+        self.thaw()
+        self.state = state
+        for transport in self._transports:
+            transport.stop_listening()
+            transport.expectations.clear()
+        for stream in list(self.streams):
+            if state is HostState.CRASHED:
+                stream.abort()
+            else:
+                stream.vanish()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for task in loop.unfinished_tasks(self):
+            task.cancel()
 
 
+class HostTransport(MemoryTransport):
+    """How one peer on a host reaches others. Made by :meth:`Host.transport`."""
+
+    _network: Network
+
+    def __init__(self, host: Host, identity: Identity) -> None:
+        super().__init__(host.network, identity)
+        self.host = host
+        self._machine = OwnAddresses(lambda: [OwnAddress(host.ip, ROUTED, 24)] if host.ip else [])
+        self._machine.look(0.0)
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        ip = address.get("ip4")
+        return ip is None or self._machine.is_inside(ip)
+
+    def is_here(self, address: Multiaddr) -> bool:
+        ip = address.get("ip4")
+        return ip is None or self._machine.is_here(ip)
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        usable = super().worth_dialling(addresses)
+        return self._machine.in_order_to_dial(usable, have_others=have_others) if self.host.ip else usable
+
+    def new_cookie(self) -> bytes:
+        return self.host.rng.randbytes(COOKIE_BYTES)
+
+    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
+        addresses = await super().listen(address, on_stream)
+        for each in addresses:
+            self._network.open_port(each, self.host, contextvars.copy_context())
+        return addresses
+
+    def free_address(self, wanted: Multiaddr) -> Multiaddr:
+        if self._network.internet is None:
+            return super().free_address(wanted)
+        _, port = endpoint_of(wanted)
+        return address_of((self.host.ip, port or self.host.new_port()))
+
+
+# Seconds after which a system repeats an attempt to connect that nobody answers (RFC 6298).
+SILENT_SECONDS = 1.0
+# Seconds before an attempt that was refused is repeated, at least; and what is added to half of a round trip at most.
+# Both ends draw from this range, so that their attempts soon cross.
+SHORTEST_PAUSE, EXTRA_PAUSE = 0.005, 0.01
 # Round trips for TCP, TLS and the proof of identity, before the dialler may send.
 HANDSHAKE_ROUND_TRIPS = 3
 # Between hosts behind one router.
@@ -119,7 +232,7 @@ class Network(MemoryNetwork):
         """All hosts, by index."""
         self.internet: Internet[Host] | None = Internet(self.rng) if internet else None
         """Its addresses and routes."""
-        self._punches = Punches(self, self.internet) if self.internet is not None else None
+        self._punch_ports: dict[Endpoint, PunchPort] = {}  # those from which hosts try to connect to each other now
         self._link = link or Link()
         self._uplink, self._downlink = uplink, downlink
         self._paths: dict[tuple[int, int], Path] = {}
@@ -299,8 +412,8 @@ class Network(MemoryNetwork):
     ) -> tuple[SimulatedStream, SimulatedStream]:
         """A connection between two hosts, which the second one will see after the delay of the path."""
         path, number = self._path(here, there), next(self._connection_numbers)
-        near = SimulatedStream(here, path, number, None, None, routers)
-        far = SimulatedStream(there, path, number, None, None)
+        near = SimulatedStream(here, path, number, self.rng, self.trace, routers)
+        far = SimulatedStream(there, path, number, self.rng, self.trace)
         near.other, far.other = far, near
         near.opens_after(path.delay)
         if path.link.break_rate:
@@ -329,13 +442,88 @@ class Network(MemoryNetwork):
     def make_pipe(self, here: PeerID, there: PeerID) -> tuple[PipeEnd, PipeEnd]:
         return self.link_hosts(self.host_of(here), self.host_of(there))
 
+    # --- simultaneous opens -------------------------------------------------------------------------------------------
+    #
+    # An attempt opens the sender's own router for answers of its destination. So it gets through the other router if
+    # that one has been opened before it arrives: if an attempt of each side is on its way at the same time. A router
+    # that answers attempts also closes the way again; then both sides try again soon. Otherwise systems repeat an
+    # attempt after a second.
+
     def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
     ) -> AsyncGenerator[MemorySession, None]:
         assert isinstance(source, HostTransport)
-        if self._punches is None:
+        if self.internet is None:
             return super().punch(source, session, candidates, seconds)
-        return self._punches.punch(source.host, session, candidates, seconds)
+        return self._punch(source.host, self.internet, session, candidates, seconds)
+
+    async def _punch(
+        self,
+        here: Host,
+        internet: Internet[Host],
+        session: MemorySession,
+        candidates: Sequence[Multiaddr],
+        seconds: float,
+    ) -> AsyncGenerator[MemorySession, None]:
+        address = cast("Multiaddr", session.local_address)
+        port = PunchPort(address, candidates)
+        self._punch_ports[endpoint_of(address)] = port
+        loop = asyncio.get_running_loop()
+        knocking = [loop.create_task(self._knock(here, internet, port, each)) for each in dict.fromkeys(candidates)]
+        end = loop.time() + seconds
+        try:
+            while (found := await port.next(end)) is not None:
+                yield found
+        finally:
+            port.close()
+            del self._punch_ports[endpoint_of(address)]
+            await cancel_and_wait(*knocking)
+
+    async def _knock(self, here: Host, internet: Internet[Host], port: PunchPort, candidate: Multiaddr) -> None:
+        """Keep trying to connect to a candidate."""
+        to = endpoint_of(candidate)
+        while (packet := internet.depart(here, endpoint_of(port.address)[1], to)) is not None:
+            delay = self.delay_between(here, internet.host_towards(packet))
+            await asyncio.sleep(delay)
+            outcome = self._meet(here, internet.arrive(packet), port, candidate, packet)
+            if outcome is _Knock.CONNECTED:
+                return
+            if outcome is _Knock.LOST:
+                await asyncio.sleep(SILENT_SECONDS - delay)
+            else:
+                await asyncio.sleep(delay)
+                packet.withdraw()
+                await asyncio.sleep(here.rng.uniform(SHORTEST_PAUSE, delay + EXTRA_PAUSE))
+
+    def _meet(
+        self, here: Host, arrived: Arrived[Host], port: PunchPort, candidate: Multiaddr, packet: Packet
+    ) -> _Knock:
+        there = arrived.host
+        if there is None:
+            return _Knock.REFUSED if arrived.is_rejected else _Knock.LOST
+        if self.is_silent(here, there):
+            return _Knock.LOST
+        other = self._punch_ports.get(arrived.to)
+        if other is None or other is port:
+            return _Knock.REFUSED
+        if port.may_meet(other):
+            source = address_of(packet.source)
+            near, far = self.link_hosts(here, there, arrived.routers)
+            delay = self.delay_between(here, there)
+            call_later = asyncio.get_running_loop().call_later
+            call_later(delay, port.connected, MemorySession(near, port.address, candidate))
+            # If it tries itself, the answer to its attempt comes meanwhile; otherwise it waits for that to its answer.
+            away = delay if source in other.candidates else 2 * delay
+            call_later(away, other.connected, MemorySession(far, other.address, source))
+        return _Knock.CONNECTED
+
+
+class _Knock(Enum):
+    """What came of one attempt of a simultaneous open."""
+
+    CONNECTED = "connected"
+    REFUSED = "refused"
+    LOST = "lost"
 
 
 @dataclass
@@ -344,11 +532,11 @@ class _Route:
 
     Attributes:
         host: its destination.
-        context: of whoever listens there.
+        context: that of the listener there.
         inside: the destination's address as that host knows it.
         local: the port from where it starts, on networks with addresses.
         seen: that port as the destination sees it.
-        routers: all that it passes.
+        routers: the routers that it passes.
     """
 
     host: Host

@@ -35,7 +35,7 @@ class Swarm(Generic[NodeT]):
         self.delay = delay
         self.network = MemoryNetwork(lambda source, target, size: self._delay_between(source, target))
         self.silent_peers: list[PeerID] = []
-        """Peers that neither send nor receive: messages from them and to them take for ever."""
+        """Peers that neither send nor receive: messages from them and to them never arrive."""
         self.nodes: list[NodeT] = []
         """All nodes that were started, also those that have ended since."""
 
@@ -65,7 +65,7 @@ class DHTSwarm(Swarm[DHTNode]):
         """One more node.
 
         Args:
-            friends: it joins by way of so many random nodes of the swarm.
+            friends: number of random nodes of the swarm through which it joins.
             token: of a private run.
             options: for :meth:`DHTNode.create`.
         """

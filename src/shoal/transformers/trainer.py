@@ -249,7 +249,7 @@ def _check_admission(swarm: shoal.Optimizer) -> None:
     Raises:
         ValueError: one has, and this is the first step: it would train alone, under the name of a run.
     """
-    refusals = swarm.state_averager.node.state_sharing.contradictions
+    refusals = swarm.state_averager.node.state_downloads.contradictions
     if refusals and swarm.local_epoch == 0:
         told = "".join(f"\n  {peer}: {reason}" for peer, reason in refusals.items())
         raise ValueError(f"the peers of the run {swarm.run_id!r} do not train with this one:{told}")

@@ -167,7 +167,7 @@ def equivalence() -> None:
                 if opt.swarm is not None:
                     assert sorted(opt.swarm.last_round.weights) == [float(SIZE)] * 2, "samples of all processes, once"
         lr = opt.param_groups[0]["lr"]
-        versions = [each.journal.entries for each in opt._part._fragments]
+        versions = [each.journal.entries for each in opt._part._rounds.fragments]
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, versions)
         assert all(each == versions for each in told), "all parts have the same journal"
@@ -203,7 +203,7 @@ def train_until(opt: Any, model: torch.nn.Module, slot: int, pace: float = 0.02)
 
 
 def versions_of(opt: Any) -> list[int]:
-    return [each.state.version for each in opt._part._fragments]
+    return [each.state.version for each in opt._part._rounds.fragments]
 
 
 def latecomer() -> None:
@@ -234,7 +234,7 @@ def latecomer() -> None:
         patch = mock.patch.multiple(
             FollowingDiLoCo,
             call_average=fail,
-            call_make_up=lambda own, number, count, whole: made_up.append(count) or make_up(own, number, count, whole),
+            call_make_up=lambda own, number, count: made_up.append(count) or make_up(own, number, count),
         )
         patch.start()
     train_until(opt, model, 5)
@@ -269,7 +269,7 @@ def check_outer(opt: Any, model: torch.nn.Module) -> None:
     first = own.clone()
     dist.broadcast(first, 0)
     assert torch.equal(own, first)
-    versions, told = [each.journal.newest for each in opt._part._fragments], [None] * 4
+    versions, told = [each.journal.newest for each in opt._part._rounds.fragments], [None] * 4
     dist.all_gather_object(told, versions)
     assert told == [versions] * 4
 

@@ -7,6 +7,7 @@ import functools
 import math
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from shoal.averaging.state.download import GivenState, State
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, NoCompression
-from shoal.optim.diloco.catching_up import CatchingUp, Giving
+from shoal.optim.diloco.catching_up import CatchingUp
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragments import ExtraTensors
 from shoal.optim.diloco.messages import (
@@ -27,6 +28,7 @@ from shoal.optim.diloco.messages import (
     request_for,
     unpacked,
 )
+from shoal.optim.diloco.outer_averager import OuterDonor
 from shoal.optim.diloco.slots import Schedule, SlotCounter
 from shoal.optim.history.journal import HASH_BYTES, Entry, Update
 from shoal.optim.history.window import Relation
@@ -121,8 +123,8 @@ def test_updates_travel_as_plain_values():
     }
     state = answer(kept)
     metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
-    found, whole = parse_answer(metadata, state.tensors, 3)
-    assert (list(found), whole) == ([0], {})
+    found = parse_answer(metadata, state.tensors, 3)
+    assert list(found) == [0]
     assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
     wanted = {1: Wanted(7), 0: Wanted(2, Entry(4, LINK, 9))}
@@ -148,26 +150,18 @@ def test_a_malformed_request_asks_for_nothing(part):
     "metadata",
     [
         None,
-        {"updates": 3, "states": []},
-        {"updates": [], "states": 3},
-        {"updates": [], "states": [[1, {}, 1]]},
-        {"updates": [], "states": [[0, {}, 3]]},
-        {"updates": [], "states": [[0, {}, 0]]},
-        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]], "states": []},
-        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]], "states": []},
-        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)], "states": []},
+        {"updates": 3},
+        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]]},
+        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)]},
     ],
     ids=[
         "none",
         "no list",
-        "none whole",
-        "whole fragment",
-        "too few whole",
-        "nothing whole",
         "fragment",
         "hash",
         "round",
@@ -178,14 +172,22 @@ def test_a_malformed_request_asks_for_nothing(part):
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(metadata):
-    with pytest.raises(ValueError, match=r"no (update|outer)|updates must"):
+    with pytest.raises(ValueError, match=r"no update|updates must"):
         parse_answer(metadata, [torch.zeros(2), torch.zeros(2)], 1)
 
 
 def giving(*peers):
     fragments = [peer.updates for peer in peers]
     inner = SimpleNamespace(parameters=[each for own in fragments for each in own.fragment.parameters], names=[])
-    return Giving(SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(()))
+    return OuterDonor(
+        SlotCounter(Schedule(len(peers), 2)), fragments, threading.RLock(), inner, False, ExtraTensors(())
+    )
+
+
+def no_updates(part, timeout):
+    fetching = concurrent.futures.Future()
+    fetching.set_result(State(*answer({})[:2]))
+    return fetching
 
 
 def rounds_of(peer, ask):
@@ -199,10 +201,8 @@ def rounds_of(peer, ask):
         end_flights=lambda: None,
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
-        settings=SimpleNamespace(
-            average="pseudo_gradients", rules=SimpleNamespace(max_staleness=4), others_may_be_ahead=False
-        ),
-        averager=SimpleNamespace(load_part_from_peers=ask),
+        settings=replace(peer.updates.settings, load_state_timeout=1.0, share_inner_state=False),
+        averager=SimpleNamespace(load_part_from_peers=ask, donor=giving(peer)),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),
     )
@@ -215,26 +215,10 @@ def test_a_donor_without_known_updates_refuses():
     alone(0, a)
     wanted = {0: Wanted(0, a.updates.journal.newest)}
     assert giving(b).part(request_for(wanted)) is None
-    found, whole = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
+    found = parse_answer(*giving(a).part(request_for(wanted))[:2], 1)
     assert [each.version for each in found[0]] == [1]
-    assert not whole
     state = giving(b).part(request_for({0: Wanted(0)}))
-    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {}), "nobody knows whether there is anything"
-
-
-def test_a_donor_without_updates_gives_outer_parameters():
-    a, b = Peer(A), Peer(B)
-    for slot in range(4):
-        a.train()
-        alone(slot, a)
-    assert a.updates.journal.since(0) == []
-    state = giving(a).part(request_for({0: Wanted(0, a.updates.journal.entries[-2])}))
-    found, whole = parse_answer(state.metadata, state.tensors, 1)
-    assert b.updates.make_up(found.get(0, ()), whole[0]) == 4
-    assert torch.equal(a.outer, b.outer)
-    a.train()
-    alone(4, a)
-    assert not torch.equal(whole[0][1][0], a.outer), "it was a copy"
+    assert parse_answer(state.metadata, state.tensors, 1) == {}, "nobody knows whether there is anything"
 
 
 def test_too_old_updates_are_not_denied():
@@ -244,7 +228,7 @@ def test_too_old_updates_are_not_denied():
         alone(slot, peer)
     assert giving(peer).part(request_for({0: Wanted(0)})) is None
     state = giving(peer).part(request_for({0: Wanted(4)}))
-    assert parse_answer(state.metadata, state.tensors, 1) == ({}, {})
+    assert parse_answer(state.metadata, state.tensors, 1) == {}
 
 
 def test_an_older_state_is_refused(caplog):
@@ -265,54 +249,37 @@ def test_an_older_state_is_refused(caplog):
                 return state
         return None
 
-    def no_updates(part, timeout):
-        fetching = concurrent.futures.Future()
-        fetching.set_result(State(*answer({})[:2]))
-        return fetching
-
     rounds = rounds_of(peer, no_updates)
     rounds.has_trained, rounds.counter.slot, rounds.lock = False, 0, threading.RLock()
     rounds.averager.load_state_from_peers = download
     rounds.averager.leave_out = lambda donor, version: left_out.append(donor)
-    assert CatchingUp(rounds, 1.0, False, ExtraTensors(())).run()
+    assert CatchingUp(rounds).run()
     assert peer.updates.journal.entries == old.updates.journal.entries
     assert "it is of slot 0, and the swarm was at slot 3" in caplog.text
     assert not left_out, "it may have the right one a moment later"
 
 
 def test_a_loser_takes_over_the_winning_branch(caplog):
-    """What most others have may be of its own lineage, such as that of newcomers to which it has given it."""
-    winner, loser, newcomer = Peer(A), Peer(B), Peer(A)
+    winner, loser = Peer(A), Peer(B)
     for peer in (winner, loser):
         peer.train()
         alone(0, peer)
-    newcomer.updates.take_over(*loser.updates.dump(), is_new=True)
     winner.train()
     alone(1, winner)
     loser.train()
-    asked = []
-
-    def ask(part, timeout):
-        asked.append(part)
-        states = [giving(peer).part(part) for peer in (newcomer, winner)]
-        assert states[0] is None, "it has nothing of what goes on"
-        fetching = concurrent.futures.Future()
-        fetching.set_result(State(*states[1][:2]))
-        return fetching
-
-    of_loser, of_winner, of_newcomer = (peer.updates.statement(2) for peer in (loser, winner, newcomer))
-    loser.updates.begin(2, loser.vector)
-    assert loser.updates.judge([of_loser, of_winner], 0, b"first") == (False, 1.0)
+    of_loser, of_winner = (peer.updates.statement(2) for peer in (loser, winner))
+    loser.updates.begin(2)
+    assert loser.updates.judge([of_loser, of_winner], 0, b"first") is False
     assert list(land([loser], [0.0], loser.vector)) == [None]
     assert loser.updates.standing is Relation.ELSEWHERE
-    assert loser.updates.heard_of == winner.updates.journal.newest
-    loser.updates.begin(3, loser.vector)
-    assert loser.updates.judge([of_loser, of_newcomer], 0, b"second") == (False, 1.0), "it knows of a newer one"
-    loser.updates.give_up()
-    assert CatchingUp(rounds_of(loser, ask), 1.0, False, ExtraTensors(())).run()
-    assert len(asked) == 1
+    rounds = rounds_of(loser, no_updates)
+    rounds.lock, rounds.averager.leave_out = threading.RLock(), None
+    donor = giving(winner)
+    donor.counter.go_to(3)
+    rounds.averager.load_state_from_peers = lambda timeout, skip: State(*donor.everything()[:2])
+    assert CatchingUp(rounds).run()
     assert loser.updates.journal.entries == winner.updates.journal.entries
-    assert torch.equal(loser.model, winner.outer), "it begins anew"
+    assert torch.equal(loser.model, winner.outer), "it starts over"
     assert "up to 1 updates of this peer are lost" in caplog.text
 
 
@@ -322,7 +289,7 @@ def test_updates_that_do_not_fit_are_refused(caplog):
     kept = Update(1, link, b"a", 1, (torch.tensor([math.nan, 0.0]),))
     fetching = concurrent.futures.Future()
     fetching.set_result(State(*answer({0: [kept]})[:2]))
-    catching_up = CatchingUp(rounds_of(peer, lambda part, timeout: fetching), 1.0, False, ExtraTensors(()))
+    catching_up = CatchingUp(rounds_of(peer, lambda part, timeout: fetching))
     peer.updates.may_lack_updates = True
     catching_up.keep_up()  # asks
     catching_up.keep_up()  # has the answer
@@ -376,20 +343,20 @@ def test_a_counted_message_does_not_count_again(mixing, delay, codec):
         peer.train()
     weights, mean = begin(0, [a, b])
     next(land([a, b], weights, mean))
-    sent, left = b.model, None if codec is None else b.updates.flight.message.encoded.left.clone()
+    sent, left = b.model, None if codec is None else b.updates.flight.message.left_out.clone()
     b.updates.give_up()
     b.train(1)
     before = b.model
     kept = a.updates.journal.since(0)
     described = answer({0: kept})
-    found, _ = parse_answer(described.metadata, described.tensors, 1)
+    found = parse_answer(described.metadata, described.tensors, 1)
     assert b.updates.make_up(found[0]) == 1
     assert torch.equal(a.outer, b.outer)
     assert b.updates.contribution.effort.steps == 1
     assert b.updates.contribution.age == 0
     torch.testing.assert_close(b.model, a.outer + before - sent)
     if codec is not None:
-        assert torch.equal(b.updates.contribution.compressor.error, left)
+        assert torch.equal(b.updates.contribution.error, left)
     b.train(1)
     a.train()
     alone(1, a)

@@ -431,7 +431,7 @@ def test_pairs_average_parameters_and_mix(make_dhts, make_trainers):
     assert spread(after) < spread(before) / 4
     for trainer in trainers:
         assert len(trainer.opt.last_round.peers) == 2
-        assert trainer.opt.last_round.bytes_sent == 2 * trainer.opt.averager.vectors[0].numel()
+        assert trainer.opt.last_round.bytes_sent == 2 * trainer.opt.averager.donor.fragments[0].vector.numel()
 
 
 def test_gradients_of_the_model_are_not_touched(make_dhts, make_trainers):

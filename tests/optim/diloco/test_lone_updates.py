@@ -12,12 +12,12 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.attendance import Attendance
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragments import ExtraTensors
+from shoal.optim.diloco.outer_averager import OuterDonor
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.diloco.slots import ANY_SLOT, Schedule, SlotCounter
+from shoal.optim.diloco.slots import ANY_SLOT, Attendance, Schedule, SlotCounter
 from shoal.optim.history.window import EPOCHS_AHEAD
 from shoal.optim.options import with_defaults
 from shoal.p2p import PeerID
@@ -31,11 +31,11 @@ OPTIONS = {"run_id": "run", "sync_every": 2, "batch_size_per_step": 1, **TIMES}
 class Known(Attendance):
     """Knows others only by the slots at which they are."""
 
-    def __init__(self, tracker, *args, **options):
-        super().__init__(tracker, *args, **options)
+    def __init__(self, tracker, *args):
+        super().__init__(tracker, *args)
         self.tracker, self.not_worth_it, self.electors = tracker, set(), set()
 
-    def note(self, flight, expected):
+    def note(self, flight, waited):
         pass
 
     def is_cut_off(self, now):
@@ -78,16 +78,16 @@ class Tracker:
 
 def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
     peer = Peer(A)
-    averager = SimpleNamespace(vectors=[peer.vector], client_mode=client_mode, group_size=None)
-    settings = OuterSettings.resolve(**with_defaults(DiLoCo, {**OPTIONS, **options}))
+    given = {**OPTIONS, "client_mode": client_mode, **options}
+    settings = OuterSettings.resolve(**with_defaults(DiLoCo, given))
     counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
     counter.go_to(own)
     tracker.own = own
     inner = SimpleNamespace(forget_what_is_not_finite=None)
-    lock = threading.RLock()
-    attendance = Known(tracker, settings, fragments, is_client=client_mode)
-    rest = inner, tracker, averager, ExtraTensors(()), lock, attendance
-    rounds = OuterRounds(peer.id, settings, counter, [peer.updates], *rest)
+    donor = OuterDonor(counter, [peer.updates], threading.RLock(), inner, False, ExtraTensors(()))
+    averager = SimpleNamespace(donor=donor, client_mode=client_mode, group_size=None)
+    rounds = OuterRounds(settings, tracker, averager)
+    rounds.attendance = Known(tracker, settings, fragments)
     peer.train()
     return rounds, peer
 
@@ -123,7 +123,7 @@ def test_a_lone_update_needs_an_empty_run(monkeypatch, slots, own, options, make
     rounds, peer = rounds_with(slots, own, **options)
     before = peer.model
     now = 1000.0
-    monkeypatch.setattr("shoal.optim.diloco.attendance.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.optim.diloco.slots.time.monotonic", lambda: now)
     rounds.end_slot()
     if slots == [own - EPOCHS_AHEAD] and rounds.settings.overlaps:
         assert rounds.counter.slot == own, "others get some time to catch up"
@@ -193,13 +193,13 @@ def test_a_search_most_have_passed_is_given_up(caplog, slots, delay, is_passed_o
     others = dict(enumerate(slots))
     rounds.attendance.electors = set(others)
     rounds.tracker.still_expected = lambda last: {peer for peer in last if others[peer] <= last[peer]}
-    flight = peer.updates.begin(5, peer.vector)
+    flight = peer.updates.begin(5)
     flight.control = StepControl(0.0)
     if not is_passed_over:  # then it has waited longer
         threading.Timer(0.1, flight.control.set_exception, [AllreduceException("nobody came")]).start()
     rounds.end_flights()
     assert peer.updates.flight is None
-    assert ("most others have gone on without it" in caplog.text) is is_passed_over
+    assert ("most others have continued without it" in caplog.text) is is_passed_over
     assert flight.control.cancelled() is is_passed_over
 
 
@@ -217,7 +217,7 @@ def test_unproven_peers_behind_are_not_waited_for():
 )
 def test_a_failed_search_alone_may_be_an_update(slots, makes_one):
     rounds, peer = rounds_with(slots, 5)
-    flight = peer.updates.begin(5, peer.vector)
+    flight = peer.updates.begin(5)
     flight.control = StepControl(0.0)
     flight.control.set_exception(AllreduceException("nobody came"))
     rounds.end_flights()

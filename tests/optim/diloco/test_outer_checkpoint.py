@@ -10,9 +10,9 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, NoCompression
-from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
+from shoal.optim.diloco.checkpoint import OuterCheckpoint
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.slots import Schedule
+from shoal.optim.diloco.slots import Schedule, SlotCounter
 from tests.drills import mostly_drills
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.diloco.quadratic import A, B
@@ -123,16 +123,16 @@ def test_resuming_is_like_never_stopping(make_dhts, closing, options):
 def test_saving_changes_and_waits_for_nothing():
     peer = Peer(A, delay=2)
     peer.train()
-    flight = peer.updates.begin(0, peer.vector)
+    flight = peer.updates.begin(0)
     flight.control = StepControl(0.0)  # it never ends
     before = peer.model, peer.outer, peer.vector.clone()
-    args = Position(1, 0, 0, 2), "pseudo_gradients", Schedule(sync_every=2), [peer.updates], [peer.vector]
-    saved = OuterCheckpoint.dump(*args)
+    schedule = Schedule(sync_every=2)
+    saved = OuterCheckpoint.dump(SlotCounter(schedule, 1, 0, 0, 2), "pseudo_gradients", [peer.updates])
     assert peer.updates.flight is flight
     assert all(map(torch.equal, before, (peer.model, peer.outer, peer.vector)))
     other = Peer(A)
-    parsed = OuterCheckpoint.parse(saved, "pseudo_gradients", Schedule(sync_every=2), [other.updates])
-    parsed.fragments[0].put_in_place(other.updates, other.vector)
+    parsed = OuterCheckpoint.parse(saved, "pseudo_gradients", schedule, [other.updates])
+    parsed.fragments[0].put_in_place(other.updates)
     assert other.updates.flight is None  # what it was about to send is sent next time
     assert other.updates.contribution.effort == peer.updates.contribution.effort
 
@@ -140,17 +140,17 @@ def test_saving_changes_and_waits_for_nothing():
 def test_a_result_not_yet_applied_is_saved():
     peer, other = Peer(A, delay=2), Peer(A, delay=2)
     peer.train()
-    peer.updates.begin(0, peer.vector)
+    peer.updates.begin(0)
     peer.train(1)
     args = "pseudo_gradients", Schedule(sync_every=3)
-    saved = OuterCheckpoint.dump(Position(1, 1, 1, 3), *args, [peer.updates], [peer.vector])
-    OuterCheckpoint.parse(saved, *args, [other.updates]).fragments[0].put_in_place(other.updates, other.vector)
+    saved = OuterCheckpoint.dump(SlotCounter(args[1], 1, 1, 1, 3), args[0], [peer.updates])
+    OuterCheckpoint.parse(saved, *args, [other.updates]).fragments[0].put_in_place(other.updates)
     with torch.no_grad():
         other.parameter.copy_(peer.parameter)
     for each in (peer, other):
         assert each.updates.flight.left == 1
         each.train(1)
-        each.updates.land(each.vector, each.updates.flight.result, peer.id)
+        each.updates.land(each.updates.flight.result)
     assert torch.equal(peer.model, other.model)
     assert torch.equal(peer.outer, other.outer)
     assert peer.updates.journal.entries == other.updates.journal.entries
@@ -169,13 +169,13 @@ def test_a_saved_result_survives_a_new_id():
     peer.vector.copy_(mean)
     args, again = ("pseudo_gradients", Schedule(sync_every=3)), peer
     for _ in range(2):
-        saved = OuterCheckpoint.dump(Position(1, 0, 0, 2), *args, [again.updates], [again.vector])
+        saved = OuterCheckpoint.dump(SlotCounter(args[1], 1, 0, 0, 2), args[0], [again.updates])
         again = Peer(A, delay=2)
-        OuterCheckpoint.parse(saved, *args, [again.updates]).fragments[0].put_in_place(again.updates, again.vector)
+        OuterCheckpoint.parse(saved, *args, [again.updates]).fragments[0].put_in_place(again.updates)
     with torch.no_grad():
         again.parameter.copy_(peer.parameter)
     for each in (peer, again):
-        told = each.updates.land(each.vector, each.updates.flight.result, each.id)
+        told = each.updates.land(each.updates.flight.result)
         assert told.contributed
     assert peer.id != again.id
     assert torch.equal(peer.model, again.model)
@@ -228,8 +228,10 @@ def test_a_checkpoint_of_another_model_or_of_none(make_dhts, closing):
         peer.opt.load_state_dict({})
     with pytest.raises(ValueError, match="malformed, or of another version of shoal: KeyError"):
         peer.opt.load_state_dict({"shoal": {"outer": {}}})
+    whole = peer.opt.state_dict()
+    whole["shoal"]["outer"]["slot"] = -1
     with pytest.raises(ValueError, match="a checkpoint cannot have slot = -1"):
-        Position(-1, 0, 0, 0)
+        peer.opt.load_state_dict(whole)
 
 
 def test_other_lengths_of_slots_are_told(make_dhts, closing, caplog):

@@ -40,8 +40,6 @@ OF_GRADIENTS = {
     "use_ext_grad_buffer": "compression",
     "use_local_updates": "sync_every",
 }
-# A peer adopts the outer parameters whose hash most of the others tell, so there is no state to refuse.
-MISSING = {"check_state"}
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def options_of(kind: type) -> set[str]:
 
 def test_each_option_has_a_counterpart():
     own = options_of(DiLoCo)
-    assert options_of(Optimizer) - own == OF_GRADIENTS.keys() | MISSING
+    assert options_of(Optimizer) - own == OF_GRADIENTS.keys()
     assert set(OF_GRADIENTS.values()) <= own
 
 
@@ -99,6 +97,32 @@ def test_a_rule_replaces_the_mean(make_dhts, make):
     for trainer in trainers:
         with trainer.opt.use_outer_parameters():
             assert (values(trainer.model) - before).abs().max() < 1
+
+
+def test_check_state_refuses_a_downloaded_state(make_dhts, make, caplog):
+    """The newcomer gets its own parameters back, and trains alone until it accepts a state."""
+    dhts, seen, accepts = make_dhts(2), [], []
+    first = make(dhts[0])
+    first.train_until(2)
+
+    def check_state() -> bool:
+        seen.append(values(newcomer.model))
+        return bool(accepts)
+
+    newcomer = make(dhts[1], seed=5, check_state=check_state)
+    before = values(newcomer.model)
+    introduce(first.opt, newcomer.opt)
+    assert not newcomer.opt.load_state_from_peers(timeout=10)
+    assert f"the state of peer {dhts[0].peer_id} is refused: check_state returned False" in caplog.text
+    with first.opt.use_outer_parameters():
+        assert torch.equal(seen[0], values(first.model)), "it was in place while it was looked at"
+    assert torch.equal(values(newcomer.model), before)
+    assert newcomer.opt.local_epoch == 0
+    assert [link.version for link, _ in newcomer.opt.outer_versions()] == [0]
+    accepts.append(True)
+    state = first.opt.averager.get_current_state()
+    newcomer.opt.load_state(state)
+    assert newcomer.opt.outer_versions() == first.opt.outer_versions()
 
 
 def outer(parameters):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.diloco.attendance import Attendance
-from shoal.optim.diloco.fragment_updates import ExpectedMembers
-from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule, group_of
+from shoal.optim.diloco.slots import Attendance, Schedule, SlotCounter, StepRule, group_of
 from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
@@ -34,13 +33,15 @@ def board(request):
 
 @pytest.fixture
 def attendance(board):
-    return Attendance(SimpleNamespace(board=board), SimpleNamespace(), 1, is_client=False)
+    return Attendance(SimpleNamespace(board=board), SimpleNamespace(), 1)
 
 
 def meets(attendance, members, slot=0, absent=()):
     """A round has ended."""
     samples = {name.encode(): 1.0 for name in members}
-    attendance.note_members(samples, NOW, ExpectedMembers(slot, {PeerID(name.encode()) for name in absent}, NOW, 0.0))
+    expected = {PeerID(name.encode()) for name in absent}
+    flight = SimpleNamespace(slot=slot, expected=expected, began_at=time.monotonic())
+    attendance.note_members(flight, samples, NOW, 0.0)
 
 
 def test_steps_of_peers_are_not_added_up(board):
@@ -95,7 +96,7 @@ def test_a_late_peer_ends_its_slot_early(board, attendance):
     assert board.end_of_epoch(NOW) == math.inf
     attendance.note(SimpleNamespace(result=None, slot=-1), None)
     assert board.end_of_epoch(NOW) == NOW + 2
-    attendance.note(SimpleNamespace(result=None, slot=0), ExpectedMembers(0, (), NOW, 0.0))
+    attendance.note(SimpleNamespace(result=None, slot=0, expected=(), began_at=time.monotonic()), 0.0)
     board.finish_update(1, [b"a"], NOW)
     board.hear(record("a", 1, 6, speed=2.0), NOW + 60, NOW)
     assert board.end_of_epoch(NOW) == math.inf

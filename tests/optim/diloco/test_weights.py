@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.diloco.contribution import Effort, check_weighting, discount, usual_staleness
+from shoal.optim.diloco.contribution import Effort, discount, usual_staleness
 from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
 from tests.optim.diloco.quadratic import A, B, near, train
 
@@ -57,10 +57,7 @@ def test_old_work_counts_less():
     near(state.values, (2.79807783, -1.37557563))
 
 
-def test_what_is_not_a_way_to_weight():
-    assert check_weighting("batch") == "batch"
-    with pytest.raises(ValueError, match="one of"):
-        check_weighting("tokens")
+def test_an_impossible_discount_is_refused():
     assert discount(lambda versions: 7.0, 0) == 1.0
     with pytest.raises(ValueError, match="for 2 versions it gave 7"):
         discount(lambda versions: 7.0, 2)

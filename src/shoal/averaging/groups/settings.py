@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
@@ -65,8 +65,12 @@ class Trust:
     """Called with a leader that has not started its group, and the seconds that this has cost."""
     largest_weight: Callable[[PeerID], float] | None = None
     """Tells how much a member may weigh in what this peer reduces; ``None``: as much as it likes."""
+    rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
+    """Ranks donors of a state: a higher number is better, and donors that are left out are not asked. ``None``: the
+    priority that donors give themselves counts."""
     depth: Callable[[], int] = lambda: 0
-    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
+    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups and of donors depends.
+    One key is enough for some dozens of donors."""
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:

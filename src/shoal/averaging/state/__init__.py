@@ -1,5 +1,19 @@
-"""Downloads of a state: :mod:`~.donor` offers and serves it, :mod:`~.download` takes it from several donors at once.
+"""Downloads of a state: donors give it, a newcomer takes it from several of them at once.
 
-:mod:`~.multi_source` decides which version a newcomer takes and from which donors, and :mod:`~.upload_slots` which
-newcomers a donor serves.
+::
+
+    donor                                              newcomer
+    declares itself under a key of the DHT  ─────────► finds donors, and asks the best ones
+    takes a snapshot: chunks and their hashes ───────► lets their hosts vote on a version
+    sends the chunks it is asked for  ◄──────────────► asks each donor of that version for other chunks
+                                                       checks their hashes, and has the state
+
+In reading order:
+
+- :mod:`~.download` is a state on its way: the snapshot that a donor sends, and the chunks as they arrive.
+- :mod:`~.donor` declares a donor, and decides which newcomers it serves: a few at a time.
+- :mod:`~.newcomer` finds donors, chooses a version, and replaces donors that are slow or fail.
+
+Metadata such as the epoch come from the donor that described the version. What the tensors mean is the business of the
+averager whose state it is.
 """

@@ -1,6 +1,11 @@
-"""How a newcomer gets the state of the swarm: donors declare themselves in the DHT and serve newcomers.
+"""How a donor gives its state: it declares itself in the DHT, and serves a few newcomers at a time.
 
-A newcomer finds donors here. What it does with them is in :mod:`~.multi_source`.
+A newcomer may lose its place (:class:`UploadSlot`) if another one wants it, but only if it has hardly taken anything
+for a while. It must be slower than the slowest line in use, or than a quarter of the speed at which it takes bytes
+while it asks for some. A newcomer that has asked for half of the state keeps its place.
+
+A peer has one place: a new call of it takes the place of its last one. If there is no place left, a newcomer from a
+host without any gets one of a host that has several.
 """
 
 from __future__ import annotations
@@ -8,37 +13,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
-import random
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from typing import Any
 
-from shoal.averaging.groups.settings import contradiction_of
-from shoal.averaging.messages import (
-    MAX_OTHER_DONORS,
-    ChunkRequest,
-    DonorBusy,
-    DownloadRequest,
-    PeerAddresses,
-    StateAnswer,
-    StateChunk,
-    StateHeader,
-    StateRefused,
-)
-from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.multi_source import MAX_VOTERS, DonorLeft, DonorLog, DonorMemory, Wish, download_from
-from shoal.averaging.state.upload_slots import UploadSlot, UploadSlots
+from shoal.averaging.arguments import AveragerConfig
+from shoal.averaging.groups.settings import Trust, contradiction_of
+from shoal.averaging.messages import ChunkRequest, DonorBusy, DownloadRequest, StateChunk, StateHeader, StateRefused
+from shoal.averaging.state.download import GetState, OwnedState, Snapshot
 from shoal.base.clock import get_dht_time
-from shoal.base.logs import Seldom, one_line
-from shoal.base.tasks import cancel_and_wait, first_completed
-from shoal.compression import CompressionBase, NoCompression
-from shoal.compression.base import TensorMetadata
-from shoal.dht.crypto import peer_of, tag_of
-from shoal.dht.key_sharding import any_place, key_at, places_to_write
-from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
+from shoal.base.logs import Seldom
+from shoal.base.tasks import cancel_and_wait, first_completed, wait_at_most
+from shoal.compression import NoCompression
+from shoal.dht.crypto import tag_of
+from shoal.dht.key_sharding import key_at, places_to_write
+from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import NoAccessTokenError, ProtocolError
-from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.p2p import P2P, Call, PeerID, StubBase
+from shoal.p2p import P2P, Call, PeerID
 
 logger = logging.getLogger(__name__)
 
@@ -50,87 +41,62 @@ WITHDRAWAL_SECONDS = 0.5
 SILENCE_SECONDS = 60.0
 # The most bytes of a chunk that wait here for a slow line.
 BACKLOG_BYTES = 2**16
-# Busy donors are asked again after a second at the earliest, and for a minute in all: then the swarm has moved on.
-BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 # The most different parts of the state that are sent at a time.
 MAX_PARTS = 32
+# The most newcomers that a donor serves at a time.
+MAX_DOWNLOADS = 8
+# The most copies of its state that a donor keeps for them.
+MAX_SNAPSHOTS = 2
+# Newcomers get the same copy if it is not older than this: a crowd that comes at once costs one copy.
+SNAPSHOT_AGE = 0.5
+# A newcomer that takes fewer bytes per second than an ISDN line carries may lose its place, measured over 30 s.
+SLOWEST = 16e3
+SECONDS_TO_JUDGE = 30.0
+# A newcomer that takes 20 MB/s after its first second need not be watched: it is done soon.
+_FAST, _SECONDS_TO_BE_FAST = 2e7, 1.0
+# A newcomer should take at least this part of the speed that its line is offered.
+_PART_OF_SHARE = 0.25
+# Within this many seconds, a newcomer that has got the state tells others that it takes part.
+_ARRIVAL_SECONDS = 10.0
 
 
 class StateSharing:
-    """Offers this averager's state to others, and downloads theirs.
-
-    Half of its fields are options that are set once, and the hooks of the optimizer that owns the state.
+    """Offers this averager's state to others. Half of its fields are what it is made from.
 
     Args:
         p2p: this peer.
-        node: the distributed table.
+        table: the distributed table.
         key: DHT key under which donors declare themselves.
+        config: the options of the averager.
         get_state: returns the state to send; called in a worker thread.
-        codec: compresses the tensors of the state.
-        declare_period: seconds between renewals of the declaration.
-        chunk_timeout: the most seconds that a donor may send no new bytes.
-        max_bytes: larger states are refused before any memory is taken.
-        get_stub: makes a stub of the averager protocol for a peer.
-        trains: whether this peer trains with what it downloads; an archive only keeps it.
-        rate: the most bytes that are taken in a second.
-        agreement: settings that must be the same in a donor and a newcomer, as far as both have them.
-        is_one_state: whether all donors of an epoch have the same state, if nothing is wrong with them. Those that
-            average in several groups do not.
+        get_part: returns a part of the state by its name, or ``None`` to refuse it; likewise.
+        trust: knows how the keys of donors are divided.
     """
 
     def __init__(
         self,
         p2p: P2P,
-        node: Any,
+        table: Any,
         key: str,
+        config: AveragerConfig,
         get_state: GetState,
-        codec: CompressionBase,
-        *,
-        declare_period: float,
-        chunk_timeout: float,
-        max_bytes: int,
-        get_stub: Callable[[PeerID], StubBase],
-        trains: bool = True,
-        rate: float = math.inf,
-        agreement: Mapping[str, str] | None = None,
-        is_one_state: bool = True,
+        get_part: Callable[[bytes], OwnedState | None],
+        trust: Trust,
     ) -> None:
-        self._agreement, self._is_one_state = dict(agreement or {}), is_one_state
-        self.contradictions: Mapping[PeerID, str] = {}
-        """By donor that has refused in the last download because this peer differs from it: in what, in words."""
-        self.left: Mapping[PeerID, DonorLeft] = {}
-        """By donor whose state was not taken in the last download: why."""
+        self._p2p, self._table, self.key, self._config, self._trust = p2p, table, key, config, trust
+        self.get_state, self._get_part = get_state, get_part
         self.allowed = False
         self.priority = 0.0
-        self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
-        """Ranks donors: a higher number is better, and donors that are left out are not asked. ``None``: the priority
-        that donors give themselves counts."""
-        self._p2p, self._node, self.key = p2p, node, key
-        self.get_state, self._codec = get_state, codec
-        self._chunk_timeout, self._max_bytes = chunk_timeout, max_bytes
-        self._trains, self._rate = trains, rate
         # Others ignore declarations that live longer than SHORT_LIFETIME_SECONDS.
-        self._declare_period = min(declare_period, SHORT_LIFETIME_SECONDS / DECLARATION_LIFETIME)
-        self._get_stub = get_stub
-        self._warn_seldom = Seldom(logger.warning)
-        self.depth: Callable[[], int] = lambda: 0
-        """The number of bits in the keys under which donors are spread, see :mod:`shoal.dht.key_sharding`. One key is
-        enough for some dozens of donors."""
+        self._period = min(config.declare_state_period, SHORT_LIFETIME_SECONDS / DECLARATION_LIFETIME)
         self._changed = asyncio.Event()
         self._is_declared = False
-        self.places = UploadSlots(
-            lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)), self._host_of_newcomer
-        )
+        take = functools.partial(Snapshot.take, lambda: self.get_state(), config.state_compression)
+        self.places = UploadSlots(take, self._host_of)
         """The newcomers that download from this peer."""
-        self.check: Callable[[bytes, Sequence[TensorMetadata]], object] | None = None
-        """Raises ``ValueError`` if this peer has no use for tensors with these descriptions. Called before a download
-        with the name of a part of the state, or an empty one for all of it. ``None``: anything may be of use."""
-        self.get_part: Callable[[bytes], OwnedState | None] | None = None
-        """Returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread. ``None``: there
-        are no parts."""
         # By name of a part that is being downloaded: who does so.
         self._places_of_parts: dict[bytes, UploadSlots] = {}
-        self._memory = DonorMemory()
+        self._warn_seldom = Seldom(logger.warning)
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
         """Change the offer; others see it as soon as the DHT has it."""
@@ -138,7 +104,7 @@ class StateSharing:
         self.priority = self.priority if priority is None else priority
         self._changed.set()
 
-    # --- offering -----------------------------------------------------------------------------------------------------
+    # --- declaring ----------------------------------------------------------------------------------------------------
 
     async def declare_forever(self) -> None:
         """Keep the declaration alive; runs until cancelled."""
@@ -150,21 +116,17 @@ class StateSharing:
                     await self.declare(allowed)
                 except NoAccessTokenError as e:
                     logger.debug("could not declare that this peer shares its state: %s", e)
-            try:
-                async with asyncio.timeout(self._declare_period):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await wait_at_most(self._changed, self._period)
 
     async def declare(self, allowed: bool) -> None:
         """Declare in the table that this peer shares its state, or no longer does."""
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)]
         value = [self.priority, addresses] if allowed else None
-        expiration = get_dht_time() + DECLARATION_LIFETIME * self._declare_period
+        expiration = get_dht_time() + DECLARATION_LIFETIME * self._period
         self._is_declared, tag = allowed, tag_of(self._p2p.peer_id)
-        places = places_to_write(self._p2p.peer_id.to_bytes(), self.depth())
+        places = places_to_write(self._p2p.peer_id.to_bytes(), self._trust.depth())
         keys = [key_at(self.key, place) for place in places]
-        await asyncio.gather(*[self._node.store(key, value, expiration, subkey=tag) for key in keys])
+        await asyncio.gather(*[self._table.store(key, value, expiration, subkey=tag) for key in keys])
 
     async def withdraw(self) -> None:
         """Withdraw the declaration. Peers that still ask are refused, and the declaration expires anyway."""
@@ -176,23 +138,27 @@ class StateSharing:
         except TimeoutError:
             logger.debug("not everybody could be told that this peer does not share its state any more")
 
+    # --- serving ------------------------------------------------------------------------------------------------------
+
     async def serve(self, call: Call, request: DownloadRequest) -> None:
         """Send the state to a peer that asks for it, or refuse it.
 
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
         """
-        if contradiction := contradiction_of(self._agreement, request.agreement):
-            seen_here = contradiction_of(request.agreement, self._agreement)
+        if contradiction := contradiction_of(self._config.agreement, request.agreement):
+            seen_here = contradiction_of(request.agreement, self._config.agreement)
             self._warn_seldom("newcomer %s does not get the state: %s", call.remote, seen_here, about=call.remote)
             await call.send(StateRefused(contradiction), end=True)
             return
         now, part = asyncio.get_running_loop().time, request.part
         places = self._places_of(part) if self.allowed else None
-        place = None if places is None else places.find(call.remote, now(), trains=request.trains)
-        if places is None or place is None:
-            refusal = StateRefused() if part else self._refusal(call.remote, now())
-            await call.send(refusal, end=True)
+        if places is None:
+            await call.send(StateRefused(), end=True)
+            return
+        place = places.find(call.remote, now(), trains=request.trains)
+        if place is None:
+            await call.send(StateRefused() if part else self._turn_away(call.remote, now()), end=True)
             return
         sending = asyncio.ensure_future(self._send_to(call, place))
         try:
@@ -212,17 +178,14 @@ class StateSharing:
         """The places of those that download the same part; ``None``: nobody else can be served."""
         if not part:
             return self.places
-        is_known = part in self._places_of_parts
-        if self.get_part is None or (not is_known and len(self._places_of_parts) >= MAX_PARTS):
+        if part not in self._places_of_parts and len(self._places_of_parts) >= MAX_PARTS:
             return None
-        get_part = functools.partial(self.get_part, part)
         # Parts are what this peer has got from others: to lose anything of them would make peers differ.
-        take = functools.partial(Snapshot.take, get_part, NoCompression())
-        places = UploadSlots(lambda: asyncio.ensure_future(take()), self._host_of_newcomer)
-        return self._places_of_parts.setdefault(part, places)
+        take = functools.partial(Snapshot.take, functools.partial(self._get_part, part), NoCompression())
+        return self._places_of_parts.setdefault(part, UploadSlots(take, self._host_of))
 
-    def _host_of_newcomer(self, peer: PeerID) -> Hashable:
-        """By the addresses from which it has connected, whatever it announces."""
+    def _host_of(self, peer: PeerID) -> Hashable:
+        """By the addresses from which a newcomer has connected, whatever it announces."""
         return self._p2p.host_seen_of(peer)
 
     @property
@@ -238,20 +201,13 @@ class StateSharing:
             place.reason,
         )
 
-    def _refusal(self, peer: PeerID, now: float) -> StateAnswer:
-        if not self.allowed:
-            return StateRefused()
+    def _turn_away(self, peer: PeerID, now: float) -> DonorBusy:
         self._p2p.metrics.newcomers_turned_away += 1
         again_in = self.places.again_in(now)
         self._warn_seldom(
             "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
         )
-        others = [PeerAddresses(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
-        others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
-        return DonorBusy(again_in, others[:MAX_OTHER_DONORS])
-
-    def _addresses_of(self, peer: PeerID) -> list[str]:
-        return [str(address) for address in self._p2p.get_addresses(peer)][:MAX_ADDRESSES_PER_PEER]
+        return DonorBusy(again_in)
 
     async def _send_to(self, call: Call, place: UploadSlot) -> None:
         snapshot = await asyncio.shield(place.sharing.snapshot)
@@ -270,7 +226,7 @@ class StateSharing:
         now = asyncio.get_running_loop().time
         await call.send(header, snapshot.hashes)
         while True:
-            async with asyncio.timeout(max(self._chunk_timeout, SILENCE_SECONDS)):
+            async with asyncio.timeout(max(self._config.chunk_timeout, SILENCE_SECONDS)):
                 request = await call.receive(ChunkRequest)
             if request is None:
                 return
@@ -285,92 +241,195 @@ class StateSharing:
             await call.send(StateChunk(index=request.index), *chunk)
             place.note_sent(sum(map(len, chunk)), now() - began_at, now())
 
-    # --- fetching -----------------------------------------------------------------------------------------------------
 
-    def leave_out(self, donor: PeerID, version: bytes | None) -> None:
-        """Avoid a donor for a while, because its state was no good.
+class Sharing:
+    """A snapshot that some newcomers are downloading."""
 
-        Args:
-            donor: the donor; it is asked after all others.
-            version: given if the state may be good for others, but this peer's user does not want it. Then this version
-                is not downloaded again, and the donor is not asked at all for that while.
+    def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot | None]) -> None:
+        self.taken_at, self.snapshot = taken_at, snapshot
+        self.places: list[UploadSlot] = []
+
+
+class UploadSlot:
+    """One newcomer's download.
+
+    Args:
+        trains: whether it is going to train with the state; an archive only keeps it.
+    """
+
+    def __init__(self, peer: PeerID, sharing: Sharing, *, trains: bool = True) -> None:
+        self.peer, self.sharing, self.trains = peer, sharing, trains
+        self.lost = asyncio.Event()
+        """Set when the place was given to another newcomer."""
+        self.reason = ""
+        """Why, for the owner of the donor; empty: it has called again itself."""
+        # When the newcomer could first ask for chunks; None while the snapshot is still being made.
+        self._began_at: float | None = None
+        self._chunks = 0
+        self._given: set[int] = set()
+        self._is_watched = False
+        # One entry for each of the last seconds: its time, the bytes that were sent, and the seconds that this took.
+        self._sent: deque[tuple[float, int, float]] = deque()
+
+    def begin(self, chunks: int, now: float) -> None:
+        """Note that the newcomer can ask for chunks from now on, and how many there are."""
+        self._chunks, self._began_at = chunks, now
+
+    def note_request(self, chunk: int) -> bool:
+        """Note a request for a chunk; returns whether it is the first one for this chunk."""
+        is_new = chunk not in self._given
+        self._given.add(chunk)
+        return is_new
+
+    def note_sent(self, nbytes: int, seconds: float, now: float) -> None:
+        """Note that bytes were sent, and the seconds until the line had taken them."""
+        since, before, took = self._sent[-1] if self._sent else (-1.0, 0, 0.0)
+        if now - since < 1:
+            self._sent[-1] = since, before + nbytes, took + seconds
+            return
+        self._sent.append((now, nbytes, seconds))
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._sent and self._sent[0][0] < now - SECONDS_TO_JUDGE:
+            self._sent.popleft()
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the newcomer has asked for all chunks."""
+        return self._began_at is not None and len(self._given) >= self._chunks
+
+    @property
+    def has_half(self) -> bool:
+        """Whether the newcomer has asked for half of the state."""
+        return 2 * len(self._given) >= self._chunks
+
+    def rate(self, now: float) -> float:
+        """Bytes per second, over the last ``SECONDS_TO_JUDGE``."""
+        if self._began_at is None:
+            return 0.0
+        self._forget(now)
+        return sum(nbytes for _, nbytes, _ in self._sent) / max(min(SECONDS_TO_JUDGE, now - self._began_at), 1e-9)
+
+    def is_slow(self, now: float) -> bool:
+        """Whether the newcomer has just turned out to be slow; ``True`` only once.
+
+        From then on it may be judged, so its bytes have to be counted exactly.
         """
-        self._p2p.metrics.states_refused += 1
-        self._memory.leave_out(donor, version, asyncio.get_running_loop().time())
+        if self._is_watched or self._began_at is None or now - self._began_at < _SECONDS_TO_BE_FAST:
+            return False
+        self._is_watched = self.rate(now) < _FAST
+        return self._is_watched
 
-    async def download(
-        self, skip: Collection[PeerID] = (), part: bytes = b"", most_voters: int = MAX_VOTERS
-    ) -> GivenState | None:
-        """Download the state from the best donors that deliver one; ``None``: no donor does.
+    def is_idle(self, now: float) -> bool:
+        """Whether the newcomer has hardly taken anything for a while, and has asked for less than half of the state."""
+        if self._began_at is None or now - self._began_at < SECONDS_TO_JUDGE or self.has_half:
+            return False
+        rate, seconds = self.rate(now), sum(seconds for _, _, seconds in self._sent)
+        # The speed while something was being sent: what the line offers this newcomer beside all others.
+        share = sum(nbytes for _, nbytes, _ in self._sent) / max(seconds, 1e-9)
+        return rate < max(SLOWEST, _PART_OF_SHARE * share)
 
-        Args:
-            skip: donors that are not asked.
-            part: names the part that is wanted; empty: all of it.
-            most_voters: how many donors are asked for their version.
-        """
-        loop = asyncio.get_running_loop()
-        patience_ends = loop.time() + BUSY_PATIENCE
-        check = None if self.check is None else functools.partial(self.check, part)
-        request = DownloadRequest(part=part, trains=self._trains, agreement=self._agreement)
-        limits = self._max_bytes, self._chunk_timeout, self._admits(skip), most_voters, self._rate
-        wish = Wish(self._p2p, self._get_stub, request, *limits, self._is_one_state, check)
-        while True:
-            log = DonorLog(wish, self._memory, await self.find_donors(skip))
-            state = await download_from(log, wish)
-            self.contradictions, self.left = log.contradictions, log.left
-            if state is None and log.left:
-                reasons = ", ".join(f"{peer} {reason.value}" for peer, reason in log.left.items())
-                logger.debug("no donor gave its state: %s", reasons)
-            pause = max(BUSY_PAUSE, log.again_in or 0.0)
-            # A peer that wants a part can do without it for now.
-            if state is not None or part or log.again_in is None or loop.time() + pause > patience_ends:
-                return state
-            logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
-            await asyncio.sleep(pause)
+    def seconds_left(self, now: float) -> float:
+        """The seconds after which this place may be free."""
+        if self._began_at is None:
+            return 0.0
+        left, since = self._chunks - len(self._given), now - self._began_at
+        # The newcomer is either done by then, or old enough to be judged and to lose its place.
+        return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or SECONDS_TO_JUDGE)
 
-    def _admits(self, skip: Collection[PeerID]) -> Callable[[PeerID], bool]:
-        """A test for peers that are not known as donors, but named by one: whether this peer may ask them."""
 
-        def admits(peer: PeerID) -> bool:
-            is_wanted = self.rank_donors is None or peer in self.rank_donors([peer])
-            return is_wanted and peer != self._p2p.peer_id and peer not in skip
+class UploadSlots:
+    """The places of all newcomers at a donor.
 
-        return admits
+    Args:
+        take: makes a snapshot.
+        host_of: the host of a peer.
+    """
 
-    async def find_donors(self, skip: Collection[PeerID] = ()) -> list[tuple[float, PeerID]]:
-        """Donors, best first. Donors of the same rank are ordered by speed, as far as this peer knows it.
+    def __init__(
+        self,
+        take: Callable[[], Coroutine[Any, Any, Snapshot | None]],
+        host_of: Callable[[PeerID], Hashable] = lambda peer: peer,
+    ) -> None:
+        self._take, self._host_of = take, host_of
+        self.sharings: list[Sharing] = []
+        # Newcomers that have got a whole snapshot, and when.
+        self._arriving: deque[tuple[PeerID, float]] = deque(maxlen=MAX_DOWNLOADS)
 
-        Returns:
-            Pairs of a rank (lower is better) and a peer.
-        """
-        place = any_place(self.depth(), self._p2p.rng)
-        donors = await self._find_donors_at(place, skip)
-        while place and not donors:  # donors that believe the swarm is smaller declare under shorter keys
-            place = place[:-1]
-            donors = await self._find_donors_at(place, skip)
-        return donors
+    def __iter__(self) -> Iterator[UploadSlot]:
+        return (place for sharing in self.sharings for place in sharing.places)
 
-    async def _find_donors_at(self, place: str, skip: Collection[PeerID]) -> list[tuple[float, PeerID]]:
-        found = await self._node.get(key_at(self.key, place), latest=True, keep_copies=False)
-        if found is None or not isinstance(found.value, dict):
-            return []
-        rng: random.Random = self._p2p.rng
-        priorities: dict[PeerID, float] = {}
-        for key, entry in found.value.items():
-            if entry.value is None or not is_short_lived(entry.expiration_time):
-                continue
-            try:
-                priority, addresses = entry.value
-                peer, rank = peer_of(key), float(priority)
-                if peer != self._p2p.peer_id and peer not in skip and not math.isnan(rank):
-                    self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
-                    priorities[peer] = rank
-            except (KeyError, TypeError, ValueError) as e:
-                reason = one_line(str(e))
-                self._warn_seldom("skipped a malformed record of a donor under %s: %s", self.key, reason)
-        ranks = priorities if self.rank_donors is None else self.rank_donors(priorities)
-        now, memory = asyncio.get_running_loop().time(), self._memory
-        ranks = {peer: memory.ranked(peer, rank, now) for peer, rank in ranks.items() if memory.asks(peer, now)}
-        # Donors that are equal otherwise come in random order, so that newcomers spread over them.
-        donors = sorted((-rank, -memory.speed(peer), rng.random(), peer) for peer, rank in ranks.items())
-        return [(rank, peer) for rank, _, _, peer in donors]
+    def find(self, peer: PeerID, now: float, *, trains: bool = True) -> UploadSlot | None:
+        """A place for one more newcomer; ``None`` if there are too many already."""
+        for place in [place for place in self if place.peer == peer and not place.has_all]:
+            self._take_away(place, now)
+        if not self._has_snapshot(peer, now):
+            return None
+        if sum(not place.has_all for place in self) >= MAX_DOWNLOADS:
+            taken = list(self)
+            reasons = {place: self._reason_to_give_way(place, peer, now, taken) for place in taken}
+            places = [place for place, reason in reasons.items() if reason]
+            if not places:
+                return None
+            chosen = min(places, key=lambda place: (not place.is_idle(now), place.rate(now)))
+            self._take_away(chosen, now, reasons[chosen])
+        place = UploadSlot(peer, self._sharing(now), trains=trains)
+        place.sharing.places.append(place)
+        return place
+
+    def _has_snapshot(self, peer: PeerID, now: float) -> bool:
+        """Whether there is a fresh copy or room for one. A copy that no newcomer really uses is dropped for it."""
+        if self._is_fresh(now) or len(self.sharings) < MAX_SNAPSHOTS:
+            return True
+        for sharing in self.sharings:
+            reasons, kept = {}, list(self)
+            for place in sharing.places:
+                reasons[place] = self._reason_to_give_way(place, peer, now, kept)
+                kept.remove(place)  # so that a network of which all places are here keeps one, and with it this copy
+            if all(reason or place.has_all for place, reason in reasons.items()):
+                for place, reason in reasons.items():
+                    self._take_away(place, now, reason)
+                return True
+        return False
+
+    def _reason_to_give_way(self, place: UploadSlot, peer: PeerID, now: float, places: list[UploadSlot]) -> str:
+        """Why a newcomer may get one of these places; empty: it may not."""
+        if place.is_idle(now):
+            return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
+        hosts = [self._host_of(each.peer) for each in places]
+        is_one_of_several = hosts.count(self._host_of(place.peer)) > 1 and self._host_of(peer) not in hosts
+        return "its network has several" if is_one_of_several and not place.has_half else ""
+
+    def _is_fresh(self, now: float) -> bool:
+        return bool(self.sharings) and now - self.sharings[-1].taken_at <= SNAPSHOT_AGE
+
+    def _sharing(self, now: float) -> Sharing:
+        if not self._is_fresh(now):
+            self.sharings.append(Sharing(now, asyncio.ensure_future(self._take())))
+        return self.sharings[-1]
+
+    def _take_away(self, place: UploadSlot, now: float, reason: str = "") -> None:
+        place.reason = reason
+        place.lost.set()
+        self.leave(place, now)
+
+    def leave(self, place: UploadSlot, now: float) -> None:
+        """Free the place of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
+        if place.has_all and place.trains:  # an archive gives the state to nobody while the run lives
+            self._arriving.append((place.peer, now))
+        sharing = place.sharing
+        if place in sharing.places:
+            sharing.places.remove(place)
+            if not sharing.places:
+                self.sharings.remove(sharing)
+
+    def on_their_way(self, now: float) -> set[PeerID]:
+        """Newcomers that are downloading, or have just got the whole state. This may be called in any thread."""
+        places = [place for sharing in list(self.sharings) for place in list(sharing.places) if place.trains]
+        arriving = {peer for peer, since in list(self._arriving) if now - since <= _ARRIVAL_SECONDS}
+        return arriving.union(place.peer for place in places)
+
+    def again_in(self, now: float) -> float:
+        """The seconds after which a newcomer that found no place should come again."""
+        return min([SECONDS_TO_JUDGE, *(place.seconds_left(now) for place in self)])

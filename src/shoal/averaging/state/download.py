@@ -54,8 +54,6 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
 # Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
 # is not taken for silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
-# A donor that sends this many bytes per second gets the larger pieces: one then takes a quarter of a second.
-QUICK = 2.0**20
 HASH_BYTES = 32
 HASHING_THREADS = 4
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
@@ -257,8 +255,8 @@ class _Queue:
         self._rate = 0.0
 
     def is_quick(self, chunk_bytes: int) -> bool:
-        """Whether the donor delivers a large piece in a short time."""
-        return self._rate * chunk_bytes >= QUICK
+        """Whether the donor delivers a large piece in a quarter of a second."""
+        return self._rate * chunk_bytes >= 4 * PIECE_BYTES
 
     def delivered(self, seconds: float) -> None:
         """Note that the first chunk has come, and how long it took."""
@@ -286,6 +284,8 @@ class _ChunkMemory(NamedTuple):
 
 class Download:
     """One version of the state on its way here.
+
+    Each chunk is in one of the states that its fields list: to be asked for, asked for, being written, or here.
 
     Args:
         header: the description by the chosen donor, which also gives the metadata.

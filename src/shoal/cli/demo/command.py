@@ -16,41 +16,34 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from shoal.cli import port_of
 from shoal.cli.demo.messages import (
     METHODS,
+    RUN_ID,
     SYNCHRONOUS,
     AnyEvent,
-    CaughtUp,
     EpochDone,
     Finished,
     Heard,
     JoinSwarm,
-    Leave,
-    Measured,
     PeerActivity,
     PeerProcess,
     PeerStory,
     Progress,
-    StopAfter,
     Story,
     SwarmJoined,
     TextReady,
     Train,
-    Write,
-    Wrote,
     end_all,
 )
-from shoal.cli.demo.page import show_page
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
-from shoal.cli.monitor import check_page, port_of
-from shoal.errors import end_at_once, torch_is_missing
+from shoal.cli.monitor import check_page, start_page
+from shoal.dht import DHT
+from shoal.errors import ShoalError, end_at_once, torch_is_missing
 
-# Seconds that all processes have to load torch and read the text; a cold disk can be slow.
-START_TIMEOUT = 120.0
-
-CONNECT_TIMEOUT = 30.0
-FINISH_TIMEOUT = 90.0
-LEAVE_TIMEOUT = 10.0
+# Seconds for each phase, many times what it takes, so that only a defect exceeds them. The first one includes loading
+# torch and reading the text from a cold disk. All are chosen.
+START_TIMEOUT, CONNECT_TIMEOUT, FINISH_TIMEOUT, LEAVE_TIMEOUT = 120.0, 30.0, 90.0, 10.0
 # The last epoch is announced this many epochs ahead, so that every peer hears of it in time.
 EPOCHS_TO_THE_END = 2
 
@@ -58,7 +51,6 @@ EPOCHS_TO_THE_END = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 MAX_REPEATS = 3
-PROMPT = "    def __init__(self, "
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class DemoConfig:
             raise ValueError(f"the demo needs at least 10 seconds, got {self.seconds:g}")
 
 
-class DemoError(Exception):
+class DemoError(ShoalError):
     """The run could not continue; the text says why."""
 
 
@@ -112,9 +104,6 @@ class Demo:
             self._start()
             self._train()
             self._stop()
-            self._write()
-            for process in self._living():
-                process.tell(Leave())
             grace = LEAVE_TIMEOUT
         finally:
             try:
@@ -135,7 +124,7 @@ class Demo:
         self._wait(lambda: bool(self._addresses), CONNECT_TIMEOUT, "start the swarm")
         if self.config.web is not None:
             url = show_page(self._addresses, self.config.web, self._watching)
-            self._viewer.say(f"An observer, for whom nobody waits, shows the run at {url}")
+            self._viewer.say(f"An observer, which takes no part in training, shows the run at {url}")
         for number in range(2, self.config.peers + 1):
             self._processes[number].tell(JoinSwarm(self._addresses))
         self._wait(lambda: self._all_are(PeerActivity.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
@@ -178,17 +167,13 @@ class Demo:
         while True:
             for peer in self.story.living:
                 peer.finished = None
-                self._processes[peer.number].tell(StopAfter(last))
+                self._processes[peer.number].tell(Train(last))
             self._wait(lambda: all(peer.finished for peer in self.story.living), FINISH_TIMEOUT, "finish")
             if self.story.identical() or self.story.repeats == MAX_REPEATS:
                 return
             self.story.repeats += 1
             last = max(peer.finished.epoch for peer in self.story.living if peer.finished) + 1
-            self._viewer.say("Parameters differ: the last averaging missed somebody. One more epoch.")
-
-    def _write(self) -> None:
-        self._processes[1].tell(Write(PROMPT, 300))
-        self._wait(lambda: bool(self.story.text), FINISH_TIMEOUT, "write a sample")
+            self._viewer.say("Parameters differ: the last averaging missed a peer. One more epoch.")
 
     # Listening
 
@@ -197,9 +182,6 @@ class Demo:
         self.story.peers[number] = PeerStory(number, started=self._now())
         with _signals_held():
             self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard, self.config.method)
-
-    def _living(self) -> list[PeerProcess]:
-        return [self._processes[peer.number] for peer in self.story.living]
 
     def _all_are(self, state: PeerActivity) -> bool:
         return all(peer.state is state for peer in self.story.peers.values())
@@ -248,31 +230,29 @@ class Demo:
             peer.state, peer.peer_id = PeerActivity.DOWNLOADING, event.peer_id
             if number == 1:
                 self._addresses = event.addresses
-        elif isinstance(event, CaughtUp):
-            self._note_catching_up(peer, event, now)
         elif isinstance(event, Progress):
             peer.progress = event
+            if event.held_out_loss is not None:
+                peer.curve.append((now, event.epoch, event.held_out_loss))
+            if peer.state is PeerActivity.DOWNLOADING and event.epoch >= event.swarm_epoch:
+                self._note_catching_up(peer, event.epoch, now)
         elif isinstance(event, EpochDone):
             peer.epochs.append((now, event))
-        elif isinstance(event, Measured):
-            peer.curve.append((now, event.epoch, event.loss))
         elif isinstance(event, Finished):
             peer.state, peer.finished = PeerActivity.FINISHED, event
             peer.curve.append((now, event.epoch, event.loss))
-        elif isinstance(event, Wrote):
-            self.story.text = event.text
 
-    def _note_catching_up(self, peer: PeerStory, event: CaughtUp, now: float) -> None:
+    def _note_catching_up(self, peer: PeerStory, epoch: int, now: float) -> None:
         peer.state, peer.caught_up = PeerActivity.TRAINING, now
         if self.story.joined is not None and peer.number == self.story.joined[1]:
             took = now - peer.started
             self._viewer.say(
-                f"{self._clock()} Peer {peer.number} has the swarm's state of epoch {event.epoch}, "
+                f"{self._clock()} Peer {peer.number} has the swarm's state of epoch {epoch}, "
                 f"{took:.1f} s after its process was started."
             )
 
     def _note_silence(self, peer: PeerStory) -> None:
-        if peer.state is PeerActivity.KILLED or self.story.text:
+        if peer.state is PeerActivity.KILLED:
             return
         peer.state = PeerActivity.FAILED
         words = self._processes[peer.number].last_words()
@@ -324,26 +304,41 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2
     if config.web is not None:
-        try:
-            check_page()
-        except ModuleNotFoundError as error:
-            print(f"shoal demo: {error}", file=sys.stderr)
-            return 1
+        check_page()
     # A shell makes its background jobs ignore SIGINT: undo that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
-    try:
-        if importlib.util.find_spec("torch") is None:  # its peers would say so, each of them
-            raise torch_is_missing()
-        with contextlib.closing(viewer_for(sys.stdout)) as viewer:
-            story = Demo(config, viewer).run()
-        files = write_report(story, config.folder)
-    except (DemoError, ModuleNotFoundError, OSError) as error:
-        print(f"shoal demo: {error}", file=sys.stderr)
-        return 1
+    if importlib.util.find_spec("torch") is None:  # its peers would say so, each of them
+        raise torch_is_missing()
+    with contextlib.closing(viewer_for(sys.stdout)) as viewer:
+        story = Demo(config, viewer).run()
+    files = write_report(story, config.folder)
     print()
     print(*ten_lines(story, files), sep="\n")
     return 0 if succeeded(story) else 1
+
+
+def show_page(addresses: list[str], port: int, stack: contextlib.ExitStack) -> str:
+    """Watch the demo as ``shoal monitor --web`` would, until the stack is closed.
+
+    Args:
+        addresses: of a peer.
+        port: of the page; 0 = any free one.
+
+    Returns:
+        The address of the page.
+
+    Raises:
+        ModuleNotFoundError: packages are missing.
+        OSError: the port is taken.
+    """
+    from shoal.monitor.observer import Monitor
+
+    dht = stack.enter_context(DHT(addresses, start=True, client_mode=True, token=""))
+    monitor = stack.enter_context(Monitor(dht, RUN_ID))
+    page = stack.enter_context(contextlib.closing(start_page(monitor.view, port)))
+    url: str = page.url
+    return url
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -352,7 +347,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM take effect after this block. In its midst they could leave a process that nobody ends."""
+    """Let SIGINT and SIGTERM take effect after this block. Inside it they could leave a process running."""
     came: list[int] = []
     handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _SIGNALS}
     try:

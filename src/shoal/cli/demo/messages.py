@@ -22,48 +22,27 @@ from pathlib import Path
 
 import msgspec
 
+RUN_ID = "shoal_demo"
 SYNCHRONOUS = "synchronous"
 METHODS = (SYNCHRONOUS, "diloco", "sparse")
 """Peers average gradients for each step; or they make many steps of their own between two exchanges, and send their
 progress in 4 bits per value, or only the largest values of it."""
 
 
-class RunnerCommand(msgspec.Struct, tag_field="command", tag=str.lower):
-    """Base class of what the runner sends."""
-
-
-class JoinSwarm(RunnerCommand):
-    """Join the swarm; an empty list starts a new one."""
+class JoinSwarm(msgspec.Struct, tag=True):
+    """The runner's first command: join the swarm; an empty list starts a new one."""
 
     initial_peers: list[str]
 
 
-class Train(RunnerCommand):
-    """Start training."""
+class Train(msgspec.Struct, tag=True):
+    """The runner's other command: train until the swarm has completed an epoch, then measure and report."""
+
+    last_epoch: int | None = None
+    """``None``: until further notice."""
 
 
-class StopAfter(RunnerCommand):
-    """Train until this epoch is complete, then measure and report."""
-
-    epoch: int
-
-
-class Write(RunnerCommand):
-    """Show a piece of text written by the model."""
-
-    prompt: str
-    length: int
-
-
-class Leave(RunnerCommand):
-    """Say goodbye and exit."""
-
-
-class PeerEvent(msgspec.Struct, tag_field="event", tag=str.lower):
-    """Base class of what a peer sends."""
-
-
-class TextReady(PeerEvent):
+class TextReady(msgspec.Struct, tag=True):
     """The peer has loaded and cut the text, and waits for :class:`JoinSwarm`."""
 
     files: int
@@ -71,52 +50,43 @@ class TextReady(PeerEvent):
     bigram_entropy: float
 
 
-class SwarmJoined(PeerEvent):
+class SwarmJoined(msgspec.Struct, tag=True):
     """The peer is in the swarm, under these addresses."""
 
     peer_id: str
     addresses: list[str]
 
 
-class CaughtUp(PeerEvent):
-    """The peer has the swarm's epoch and state."""
-
-    epoch: int
-
-
-class Progress(PeerEvent):
+class Progress(msgspec.Struct, tag=True):
     """The peer's progress; sent several times per second."""
 
     epoch: int
+    swarm_epoch: int
+    """A peer that is behind this epoch downloads the state first."""
     samples: int
     """Samples in the averages that this peer took part in, and in the one that it is gathering for."""
     samples_per_second: float
     loss: float
     """Mean training loss since the last epoch, nats per byte."""
+    held_out_loss: float | None
+    """Loss on the held-out text, if it was measured since the last message."""
     bytes_sent: int
     bytes_received: int
     peers_seen: int
     """Number of peers that this one knows to be training, including itself."""
 
 
-class EpochDone(PeerEvent):
+class EpochDone(msgspec.Struct, tag=True):
     """One step of the whole swarm."""
 
     epoch: int
     seconds: float
     """How long this peer waited: for finding the group, averaging and the optimizer's step."""
     group_size: int
-    """Number of peers that averaged together; 1 if this peer went on alone."""
+    """Number of peers that averaged together; 1 if this peer averaged with nobody."""
 
 
-class Measured(PeerEvent):
-    """Loss on the held-out text, nats per byte."""
-
-    epoch: int
-    loss: float
-
-
-class Finished(PeerEvent):
+class Finished(msgspec.Struct, tag=True):
     """The last epoch is complete."""
 
     epoch: int
@@ -125,37 +95,27 @@ class Finished(PeerEvent):
     loss: float
     """Loss on the held-out text, measured on many more windows than during training."""
     parameters_sha256: str
+    text: str
+    """Written by the trained model."""
     synchronous_bytes: int = 0
     """What this peer would have sent for the same samples if gradients were averaged; 0: they were."""
 
 
-class Wrote(PeerEvent):
-    text: str
+AnyCommand = JoinSwarm | Train
+AnyEvent = TextReady | SwarmJoined | Progress | EpochDone | Finished
+
+_commands, _events = msgspec.json.Decoder(AnyCommand), msgspec.json.Decoder(AnyEvent)
 
 
-AnyCommand = JoinSwarm | Train | StopAfter | Write | Leave
-AnyEvent = TextReady | SwarmJoined | CaughtUp | Progress | EpochDone | Measured | Finished | Wrote
-
-_encoder = msgspec.json.Encoder()
-_commands = msgspec.json.Decoder(AnyCommand)
-_events = msgspec.json.Decoder(AnyEvent)
-
-
-def to_line(message: RunnerCommand | PeerEvent) -> bytes:
+def to_line(message: AnyCommand | AnyEvent) -> bytes:
     """One message as a line of JSON."""
-    return _encoder.encode(message) + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def command_from(line: bytes) -> AnyCommand:
     """Parse a command; raises ``msgspec.DecodeError`` if the line holds none."""
     command: AnyCommand = _commands.decode(line)
     return command
-
-
-def event_from(line: bytes) -> AnyEvent:
-    """Parse an event; raises ``msgspec.DecodeError`` if the line holds none."""
-    event: AnyEvent = _events.decode(line)
-    return event
 
 
 # Windows has process groups instead of sessions.
@@ -199,10 +159,10 @@ class PeerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.endswith(b"\n"):  # otherwise the peer died in the middle of a line
-                heard.put((self.number, event_from(line)))
+                heard.put((self.number, _events.decode(line)))
         heard.put((self.number, None))
 
-    def tell(self, command: RunnerCommand) -> None:
+    def tell(self, command: AnyCommand) -> None:
         """Send a command. A peer that has ended misses it; the runner learns of the end through ``heard``."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # BrokenPipeError, or EINVAL on Windows
@@ -315,14 +275,17 @@ class Story:
     """When the last epoch was announced."""
     repeats: int = 0
     """How often the end was postponed by an epoch because the peers' parameters were not identical."""
-    text: str = ""
-    """Written by the trained model."""
     method: str = SYNCHRONOUS
     """How the peers train together."""
 
     @property
     def living(self) -> list[PeerStory]:
         return [peer for peer in self.peers.values() if peer.alive]
+
+    @property
+    def text(self) -> str:
+        """Written by the trained model."""
+        return next((peer.finished.text for peer in self.living if peer.finished), "")
 
     def bytes_sent(self) -> int:
         """By all living peers."""

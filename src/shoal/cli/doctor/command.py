@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.reactor import Portal
-from shoal.cli import add_option
+from shoal.cli import add_addresses, add_identity, add_listening, add_option
 from shoal.cli.doctor.findings import (
     IDENTITY_FILE,
     PROXY,
@@ -21,14 +21,12 @@ from shoal.cli.doctor.findings import (
     describe_listening,
     fail,
     look_at_machine,
+    look_at_token,
     ok,
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.doctor.reach import look_around, look_at_reach
-from shoal.cli.doctor.relay import is_relay, look_at_relay
-from shoal.cli.doctor.token import look_at_token
-from shoal.cli.token import add_token_option
+from shoal.cli.doctor.reach import is_relay, look_around, look_at_reach, look_at_relay
 from shoal.errors import P2PDaemonError
 from shoal.net.pasted import Target, describe_target, wants_local
 from shoal.p2p import P2P, PeerID
@@ -51,21 +49,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor", help="find out what may keep this machine from training with others", description=DESCRIPTION
     )
-    parser.add_argument(
-        "addresses", nargs="*", default=[], metavar="ADDRESS", help="of peers that this machine should reach"
-    )
-    add_option(
-        parser,
-        "host-maddrs",
-        nargs="*",
-        default=None,
-        metavar="ADDRESS",
-        help="where your peer will listen (default: SHOAL_HOST_MADDRS, or all networks of this machine on a free port)",
-    )
-    add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="ADDRESS", help="what it will tell others")
-    add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
+    add_addresses(parser, "of peers that this machine should reach")
+    add_listening(parser)
+    add_identity(parser, "the file with the key of your peer")
     add_option(parser, "client-mode", action="store_true", help="your peer will not listen, only call others")
-    add_token_option(parser)
     parser.add_argument(
         "--device", metavar="NAME", help="cuda, mps, xpu, cuda:1, …: train there for a minute, and compare with the CPU"
     )

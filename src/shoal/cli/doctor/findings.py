@@ -1,7 +1,8 @@
-"""The doctor's findings, how they are shown, and the checks of this machine alone."""
+"""The doctor's findings, how they are shown, and the checks of this machine alone: its settings and its token."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import ipaddress
@@ -18,10 +19,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from shoal.access.membership import ADVICE, Membership
+from shoal.access.tokens import DAY
+from shoal.base.clock import get_clock
 from shoal.base.logs import counted
-from shoal.errors import P2PDaemonError, allow_open_files, make_folder, make_private, move_away
-from shoal.net.tcp.proxies import Proxies
-from shoal.p2p import Identity, Multiaddr
+from shoal.errors import NotAMemberError, P2PDaemonError, allow_open_files, make_folder, make_private, move_away
+from shoal.metrics import Metrics
+from shoal.net.tcp.connect import Proxies
+from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.peers.identity import split_peer_address
 from shoal.reach.checkup import describe_software
 
@@ -31,6 +36,9 @@ INDENT, LEAST_WIDTH = 26, 30
 
 IDENTITY_FILE = "identity file"
 PROXY = "proxy"
+TOKEN = "token"
+# A token that ends sooner than this is worth a warning. Chosen.
+DAYS_TO_RENEW = 3
 # Connections and files that a peer of a large swarm may need to have open.
 ENOUGH_OPEN_FILES = 1024
 
@@ -197,3 +205,47 @@ def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
         "--host-maddrs /ip4/0.0.0.0/tcp/PORT --announce-maddrs /ip4/PUBLIC_ADDRESS/tcp/PORT"
     )
     return warn("listening", f"{text}\nin the local network alone, as far as these addresses tell", fix, **values)
+
+
+async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[str | None, Finding | None]:
+    """Check the user's token alone; returns the token for the other checks, and the finding if there is a token.
+
+    Args:
+        token: what the user has given; ``None``: what the environment says.
+        identity_path: the file with the key of this peer, if it is usable.
+    """
+    identity = await asyncio.to_thread(_identity_in, identity_path)
+    clock = get_clock()
+    try:
+        membership = await Membership.chosen(token, identity, clock, Metrics())
+    except P2PDaemonError as error:
+        # The other checks continue, as those of a stranger.
+        return "", fail(TOKEN, str(error), "give a usable one with --token, or unset SHOAL_TOKEN for an open run")
+    if membership is None:
+        return token, None
+    text, left = membership.describe(), membership.own.expires - clock.time()
+    if membership.is_revoked(membership.own):
+        return token, fail(TOKEN, f"revoked: {text}", ADVICE)
+    if left <= 0:
+        return token, fail(TOKEN, f"expired: {text}", ADVICE)
+    if left < DAYS_TO_RENEW * DAY:
+        return token, warn(TOKEN, f"{text}, which is soon", "ask the person who invited you for a new one")
+    return token, ok(TOKEN, text)
+
+
+def _identity_in(path: Path | None) -> Identity:
+    return Identity.generate() if path is None or not path.exists() else Identity.load_or_create(path)
+
+
+def accepted(p2p: P2P) -> Finding | None:
+    """Says that both sides are members, if the run is private."""
+    if p2p.membership is None:
+        return None
+    return ok(TOKEN, f"both are members of the run {p2p.membership.token.run}")
+
+
+def refused(error: NotAMemberError) -> Finding:
+    """Why one of both sides refuses the other."""
+    return fail(
+        TOKEN, str(error), "compare what `shoal token show` says at both peers; `shoal token invite` makes a token"
+    )

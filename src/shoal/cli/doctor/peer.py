@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from shoal.access.badges import ANY_ROLE
 from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.base.tasks import run_in_worker
-from shoal.cli.doctor.findings import Finding, fail, ok, warn
-from shoal.cli.doctor.token import accepted, refused
+from shoal.cli.doctor.findings import Finding, accepted, fail, ok, refused, warn
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import PingRequest, PingResponse
 from shoal.errors import (
@@ -26,10 +25,8 @@ from shoal.errors import (
     set_the_clock,
 )
 from shoal.net.addresses import is_loopback, what_to_do
-from shoal.net.tcp.connect import connect, family_of
+from shoal.net.tcp.connect import Proxies, ProxyError, connect, connect_through, family_of
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
-from shoal.net.tcp.proxies import Proxies, ProxyError, connect_through
-from shoal.net.tcp.stream import close_socket
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import explain_unreachable
 from shoal.reach.checkup import (
@@ -147,7 +144,7 @@ async def _connect(p2p: P2P, address: Multiaddr) -> Finding | None:
         advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
         return fail("connection", explain(error), p2p.advise(address).removeprefix(". ") or advice)
     seconds = time.perf_counter() - began
-    close_socket(connection)
+    connection.close()
     way = "TCP" if proxy is None else f"TCP through the proxy {proxy.host}"
     return ok("connection", f"{way} in {milliseconds(seconds)}", seconds=seconds)
 

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.net.tcp.connect import share_port
-from shoal.net.tcp.stream import TcpSocket, close_socket, own_socket
+from shoal.net.tcp.stream import OwnSocket
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ Endpoint = tuple[str, int]
 """A numeric host and a port."""
 
 
-def punch_socket(family: int, port: int = 0) -> TcpSocket:
-    """An unconnected socket on a port that it shares with the other sockets of one punch; it owns itself.
+def punch_socket(family: int, port: int = 0) -> OwnSocket:
+    """An unconnected socket on a port that it shares with the other sockets of one punch.
 
     Args:
         port: of the other sockets; 0 for the first one, which gets a fresh port.
@@ -50,8 +50,7 @@ def punch_socket(family: int, port: int = 0) -> TcpSocket:
     Raises:
         OSError: the port cannot be shared.
     """
-    made = TcpSocket(family, socket.SOCK_STREAM)
-    own_socket(made.fileno(), made)
+    made = OwnSocket(family, socket.SOCK_STREAM)
     try:
         made.setblocking(False)
         share_port(made)
@@ -59,14 +58,14 @@ def punch_socket(family: int, port: int = 0) -> TcpSocket:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(("", port))
     except BaseException:
-        close_socket(made)
+        made.close()
         raise
     return made
 
 
 async def punched(
     port: int, candidates: Sequence[Endpoint], seconds: float, round_trip: float
-) -> AsyncGenerator[TcpSocket, None]:
+) -> AsyncGenerator[OwnSocket, None]:
     """Connect to candidates from a port, again and again, and listen there meanwhile.
 
     Args:
@@ -78,7 +77,7 @@ async def punched(
         Connected sockets, which belong to the caller.
     """
     deadline = asyncio.get_running_loop().time() + seconds
-    found: asyncio.Queue[TcpSocket] = asyncio.Queue()
+    found: asyncio.Queue[OwnSocket] = asyncio.Queue()
     listeners = [listener for family in _families(candidates) if (listener := _listener(family, port)) is not None]
     work = [
         *(_accept(listener, found) for listener in listeners),
@@ -98,9 +97,9 @@ async def punched(
             await cancel_and_wait(*tasks)
         finally:  # the caller may be cancelled, but the tasks have ended all the same
             for listener in listeners:
-                close_socket(listener)
+                listener.close()
             while not found.empty():
-                close_socket(found.get_nowait())
+                found.get_nowait().close()
         for task in tasks:
             if not task.cancelled():
                 task.result()  # raises what should never happen
@@ -110,7 +109,7 @@ def _families(candidates: Sequence[Endpoint]) -> list[int]:
     return list(dict.fromkeys(socket.AF_INET6 if ":" in host else socket.AF_INET for host, _ in candidates))
 
 
-def _listener(family: int, port: int) -> TcpSocket | None:
+def _listener(family: int, port: int) -> OwnSocket | None:
     """A listener for connections of the other side that come before this side's own attempt.
 
     The system may refuse it; then connecting has to do alone.
@@ -124,12 +123,12 @@ def _listener(family: int, port: int) -> TcpSocket | None:
         listener.listen(_BACKLOG)
     except OSError as e:
         logger.debug("cannot listen on port %d while punching: %s", port, e)
-        close_socket(listener)
+        listener.close()
         return None
     return listener
 
 
-async def _accept(listener: TcpSocket, found: asyncio.Queue[TcpSocket]) -> None:
+async def _accept(listener: OwnSocket, found: asyncio.Queue[OwnSocket]) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -138,13 +137,10 @@ async def _accept(listener: TcpSocket, found: asyncio.Queue[TcpSocket]) -> None:
             logger.debug("cannot accept a connection while punching: %s", e)
             await asyncio.sleep(LONGEST_PAUSE)
             continue
-        connected = TcpSocket(fileno=accepted.detach())
-        connected.setblocking(False)
-        own_socket(connected.fileno(), connected)
-        found.put_nowait(connected)
+        found.put_nowait(OwnSocket.take(accepted))
 
 
-async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asyncio.Queue[TcpSocket]) -> None:
+async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asyncio.Queue[OwnSocket]) -> None:
     """Try until there is a connection; if the listener has it, there are no SYNs to send, but later there may be."""
     syns = 0
     while syns < MAX_SYNS:
@@ -159,7 +155,7 @@ async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asy
         return
 
 
-async def attempt(port: int, candidate: Endpoint) -> TcpSocket | None:
+async def attempt(port: int, candidate: Endpoint) -> OwnSocket | None:
     """One attempt; ``None`` if the candidate turns out to be this very port.
 
     Raises:
@@ -169,10 +165,10 @@ async def attempt(port: int, candidate: Endpoint) -> TcpSocket | None:
     try:
         await asyncio.get_running_loop().sock_connect(connecting, candidate)
         if connecting.getsockname()[:2] == connecting.getpeername()[:2]:
-            close_socket(connecting)
+            connecting.close()
             return None
     except BaseException:
-        close_socket(connecting)
+        connecting.close()
         raise
     return connecting
 

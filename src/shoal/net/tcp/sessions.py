@@ -21,10 +21,7 @@ from shoal.net.tcp.stream import (
     CLOSE_TIMEOUT,
     WRITE_HIGH_WATER,
     address_of,
-    close_socket,
-    disown_socket,
     is_broken_off,
-    own_socket,
     reset_connection,
 )
 from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, Session, Throttle
@@ -45,7 +42,7 @@ class TcpSession(Session):
     """A connected socket.
 
     Args:
-        connected: non-blocking, and owned by nobody else any more.
+        connected: non-blocking, and used by nobody else any more.
         live: the session is in this set as long as it has the socket.
         punchable: its local port may be used by other sockets as well.
 
@@ -68,7 +65,6 @@ class TcpSession(Session):
         self._live = live
         self._patience: asyncio.TimerHandle | None = None
         self._reason = "this side closed the connection"
-        own_socket(connected.fileno(), self)
         live.add(self)
 
     @property
@@ -134,7 +130,6 @@ class TcpSession(Session):
         connected = self._open_socket()
         if self._operations:
             raise RuntimeError("somebody still reads or writes on this session: let that end first")
-        own_socket(connected.fileno(), connected)
         self._reason = "the session has been taken over"
         self._socket = None
         self._live.discard(self)
@@ -150,7 +145,6 @@ class TcpSession(Session):
         self._reason = reason
         self._stop_patience()
         self._live.discard(self)
-        disown_socket(connected.fileno(), self)
         running = [operation for operation in self._operations if not operation.done()]
         if not running:
             connected.close()
@@ -228,7 +222,6 @@ class Half(asyncio.Protocol):
     def __init__(self, connected: socket.socket, throttle: Throttle) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket = connected
-        self._descriptor = connected.fileno()
         self._throttle = throttle
         self._is_given_to_loop = False
         self._timer: asyncio.TimerHandle | None = None
@@ -254,8 +247,6 @@ class Half(asyncio.Protocol):
             await self._loop.connect_accepted_socket(lambda: self, self._socket)
         except BaseException as e:
             # A loop that is stopped here closes the socket itself; uvloop does not even call connection_lost.
-            for owner in (self, self._socket):
-                disown_socket(self._descriptor, owner)
             self.transport, self.has_ended = None, True
             if isinstance(e, OSError):
                 self._socket.close()
@@ -265,7 +256,6 @@ class Half(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        own_socket(self._descriptor, self)
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
         if self.has_ended:  # given up while it was handed over
             reset_connection(self.transport)
@@ -297,7 +287,6 @@ class Half(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        disown_socket(self._descriptor, self)
         if self._timer is not None:
             self._timer.cancel()
         if self.transport is not None:
@@ -354,7 +343,7 @@ class Half(asyncio.Protocol):
             reset_connection(self.transport)
         elif not self._is_given_to_loop:
             self._is_given_to_loop = True
-            close_socket(self._socket)
+            self._socket.close()
 
 
 class Splice:

@@ -26,35 +26,56 @@ from shoal.errors import StreamClosedError
 from shoal.net.transport import Buffer, Stream
 from shoal.peers.multiaddr import Multiaddr
 
-# Owners of open sockets by file descriptor. The system may give a descriptor to a new socket before the loop has told
-# the owner of the old one that it is closed, so an entry is removed only by its owner.
-owners: dict[int, object] = {}
 
+class OwnSocket(socket.socket):
+    """A socket of this process: no forked child keeps it.
 
-def own_socket(descriptor: int, owner: object) -> None:
-    """Remember an open socket, by its file descriptor."""
-    owners[descriptor] = owner
+    It ignores errors when it is shut down after its connection is over. The Windows loop shuts a socket down before it
+    closes it, and an error there would leave it open for good.
+    """
 
+    open: ClassVar[weakref.WeakSet[OwnSocket]] = weakref.WeakSet()
+    """All that are open."""
+    accepted: ClassVar[weakref.WeakSet[OwnSocket]] = weakref.WeakSet()
+    """Those that were opened because somebody else has connected. Others must not take all files of this process."""
 
-def disown_socket(descriptor: int, owner: object) -> None:
-    """Forget a socket that is closed or about to be."""
-    if owners.get(descriptor) is owner:
-        del owners[descriptor]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # dup() passes more than the descriptor
+        self.open.add(self)
 
+    @classmethod
+    def take(cls, connected: socket.socket) -> OwnSocket:
+        """Take over a connection that somebody else has made; it does not block."""
+        taken = cls(fileno=connected.detach())
+        taken.setblocking(False)
+        return taken
 
-def close_socket(connected: socket.socket) -> None:
-    """Close a socket that owns itself: no stream, session or transport has taken it over."""
-    disown_socket(connected.fileno(), connected)
-    connected.close()
+    def shutdown(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            super().shutdown(how)
+
+    def close(self) -> None:
+        super().close()
+        self._forget()
+
+    def detach(self) -> int:
+        # uvloop closes a socket by its descriptor, and takes that away from the socket.
+        self._forget()
+        return super().detach()
+
+    def _forget(self) -> None:
+        self.open.discard(self)
+        self.accepted.discard(self)
 
 
 def _give_up_sockets_of_parent() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in owners:
-        # Not os.close: leftovers of the former owner may close the descriptor again, when it may be another file.
-        os.dup2(nowhere, descriptor)
+    for each in OwnSocket.open:
+        if each.fileno() >= 0:
+            # Not closed: leftovers of the former owner may close the descriptor again, when it may be another file.
+            os.dup2(nowhere, each.fileno())
     os.close(nowhere)
-    owners.clear()
+    OwnSocket.open.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -78,37 +99,6 @@ CLOSE_TIMEOUT = 2.0
 PAUSED_CHECK_SECONDS = 0.5
 # A ``struct linger``. The one of Windows has shorter numbers, but its bytes begin in the same way.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-
-
-class TcpSocket(socket.socket):
-    """A socket that ignores errors when it is shut down after its connection is over.
-
-    The Windows loop shuts a socket down before it closes it, and an error there would leave it open for good.
-    """
-
-    def shutdown(self, how: int) -> None:
-        with contextlib.suppress(OSError):
-            super().shutdown(how)
-
-
-class AcceptedSocket(TcpSocket):
-    """A socket that was opened because somebody else has connected. Others must not take all files of this process."""
-
-    open: ClassVar[weakref.WeakSet[AcceptedSocket]] = weakref.WeakSet()
-    """Those of this process that are open."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # dup() passes more than the descriptor
-        self.open.add(self)
-
-    def close(self) -> None:
-        super().close()
-        self.open.discard(self)
-
-    def detach(self) -> int:
-        # uvloop closes a socket by its descriptor, and takes that away from the socket.
-        self.open.discard(self)
-        return super().detach()
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
@@ -153,7 +143,6 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._gathers = type(transport).__module__.startswith("uvloop")
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
         self._descriptor = transport.get_extra_info("socket").fileno()
-        own_socket(self._descriptor, self)
         peer_name = transport.get_extra_info("peername")
         if peer_name:
             self.remote_address = address_of(peer_name[0], peer_name[1])
@@ -213,7 +202,6 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        disown_socket(self._descriptor, self)
         if self.transport is not None:
             self.transport.close()  # otherwise asyncio warns of an unclosed transport
             # Break the cycle: the buffers of TLS must not wait for the garbage collector.
@@ -341,18 +329,15 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             await asyncio.sleep(0)  # uvloop writes at the end of its turn
             if self.transport is None or self.transport.is_closing() or poller.poll(0):
                 return
-            # A duplicate, because the loop lets nobody else watch the transport's own descriptor.
-            descriptor = os.dup(self._descriptor)
-            own_socket(descriptor, self)
             self._writer = self._loop.create_future()
-            try:
-                self._loop.add_writer(descriptor, self._wake_writer)
-                await self._writer
-            finally:
-                self._writer = None
-                self._loop.remove_writer(descriptor)
-                disown_socket(descriptor, self)
-                os.close(descriptor)
+            # A duplicate, because the loop lets nobody else watch the transport's own descriptor.
+            with OwnSocket(fileno=os.dup(self._descriptor)) as twin:
+                try:
+                    self._loop.add_writer(twin.fileno(), self._wake_writer)
+                    await self._writer
+                finally:
+                    self._writer = None
+                    self._loop.remove_writer(twin.fileno())
 
     def limit_backlog(self, nbytes: int | None) -> None:
         connection = None if self.transport is None else self.transport.get_extra_info("socket")

@@ -17,7 +17,7 @@ from typing import cast
 from shoal.access.membership import judge_listener
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.net.addresses import ip_text_of
+from shoal.net.addresses import ip_text_of, subscriber_of
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.own_addresses import (
     LOOK_AGAIN_SECONDS,
@@ -27,14 +27,12 @@ from shoal.net.own_addresses import (
     chosen_host_maddrs,
     everywhere,
 )
-from shoal.net.tcp.connect import bind_to_shared_port, connect, family_of
+from shoal.net.tcp.connect import Proxies, bind_to_shared_port, connect, connect_through, family_of
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
-from shoal.net.tcp.listener import Listener, bind, host_of, port_in_use
-from shoal.net.tcp.proxies import Proxies, connect_through
+from shoal.net.tcp.listener import BACKSTOP_SECONDS, Listener, UnauthenticatedLimits, bind, port_in_use
 from shoal.net.tcp.punch import punched
 from shoal.net.tcp.sessions import SESSION_BYTE, Splice, TcpSession
-from shoal.net.tcp.stream import TcpStream, address_of, close_socket, disown_socket
-from shoal.net.tcp.unauthenticated import BACKSTOP_SECONDS, UnauthenticatedLimits
+from shoal.net.tcp.stream import OwnSocket, TcpStream, address_of
 from shoal.net.transport import MAY_CONNECT, ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
@@ -101,7 +99,7 @@ class TcpTransport(Transport):
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
             self.arrivals += 1
-            self.strangers.arrive(accepted, host_of(remote_host), on_stream)
+            self.strangers.arrive(accepted, subscriber_of(remote_host), on_stream)
 
         try:
             listeners = [
@@ -116,7 +114,7 @@ class TcpTransport(Transport):
             self._keep_looking()
         return self._reachable_at(listeners)
 
-    async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
+    async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[OwnSocket]:
         """Bind to a host. For port 0, reuse the port of another address if possible: one less to remember."""
         if port == 0 and self.listeners:
             with contextlib.suppress(OSError):
@@ -217,12 +215,10 @@ class TcpTransport(Transport):
     ) -> Stream:
         """The dialler's half of the handshake, as soon as there is a connection."""
         stream = TcpStream()
-        connected: socket.socket | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 connected = await connecting
                 ON_ANSWER.get()()
-                descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,
                     sock=connected,
@@ -236,9 +232,6 @@ class TcpTransport(Transport):
                 stream.remote, stream.badge = await proving
         except BaseException as e:
             stream.abort()
-            # The handshake may have failed before the stream took over the socket.
-            if connected is not None:
-                disown_socket(descriptor, connected)
             if not isinstance(e, (OSError, StreamClosedError)):
                 raise
             self.metrics.dials_failed += 1
@@ -283,7 +276,7 @@ class TcpTransport(Transport):
         try:
             return TcpSession(connected, self.strangers.sessions, punchable=punchable)
         except BaseException:
-            close_socket(connected)
+            connected.close()
             raise
 
     async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
@@ -306,7 +299,7 @@ class TcpTransport(Transport):
         if own.closed:
             logger.debug("a session with %s has ended before its handshake", own.remote_address)
             return
-        self.strangers.arrive(own.detach(), host_of(own.remote_host), on_stream, may_be_session=False)
+        self.strangers.arrive(own.detach(), subscriber_of(own.remote_host), on_stream, may_be_session=False)
 
     async def punch(
         self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP

@@ -6,14 +6,13 @@ mean of that is a gradient for an outer optimizer, which all peers step alike::
     inner steps ─► end of a slot ─► message ─► round ─► outer update ─► journal and model ─► inner steps
 
 - :mod:`~.diloco` is what users hold, :mod:`~.settings` has its options, and :mod:`~.inner` makes inner steps.
-- :mod:`~.slots`: which fragment is due when, and when a slot is over. :mod:`~.attendance`: which peers come to its
-  round.
+- :mod:`~.slots`: which fragment is due when, when a slot is over, and which peers come to its round.
 - :mod:`~.fragments` are the parameters as vectors. :mod:`~.contribution` is what this peer has done for their next
   update, and :mod:`~.outer_state` has the outer parameters.
 - :mod:`~.fragment_updates` brings these together: a message, what the group finds, an update. :mod:`~.messages` is what
   peers tell each other about updates.
-- :mod:`~.rounds` begins exchanges and applies their results; :mod:`~.outer_averager` runs them.
-- :mod:`~.catching_up` gets what this peer lacks, and gives others what they lack. :mod:`~.checkpoint` saves all this.
+- :mod:`~.rounds` begins exchanges and applies their results; :mod:`~.outer_averager` runs them, and gives others what
+  they lack. :mod:`~.catching_up` gets what this peer lacks, and :mod:`~.checkpoint` saves all this.
 - A peer may be several processes (:mod:`~.multi_process`).
 """
 

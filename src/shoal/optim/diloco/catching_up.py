@@ -1,4 +1,4 @@
-"""How a peer gets what it lacks, and gives others what they lack.
+"""How a peer gets what it lacks.
 
 A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer
 that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself. It does the
@@ -9,176 +9,77 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import math
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shoal.averaging.state.download import OwnedState, State, check_bytes, check_fit
+from shoal.averaging.state.download import State
 from shoal.base.logs import Seldom
-from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
-from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.diloco.contribution import PARAMETERS
-from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import ExtraTensors, Fragment
-from shoal.optim.diloco.inner import InnerOptimizers
-from shoal.optim.diloco.messages import OuterParameters, Wanted, answer, parse_answer, parse_request, request_for
-from shoal.optim.diloco.slots import SlotCounter
-from shoal.optim.history.journal import MOST, SHARE_FOR_NEWCOMERS, Update
+from shoal.optim.diloco.messages import (
+    EXTRA,
+    STATISTICS,
+    Wanted,
+    parse_answer,
+    request_for,
+)
+from shoal.optim.diloco.rounds import OuterRounds
+from shoal.optim.history.journal import Update
 from shoal.optim.history.window import Relation, window_of
-from shoal.optim.recovery.download import first_accepted, refusing_nonsense
+from shoal.optim.recovery.adopt import check, first_accepted, refusing_nonsense
 from shoal.optim.recovery.when import needs_state
-from shoal.optim.setup.optimizer_state import statistics_of
 from shoal.optim.setup.training_state import OlderStateError
-
-if TYPE_CHECKING:
-    from shoal.optim.diloco.rounds import OuterRounds
 
 logger = logging.getLogger(__name__)
 
-# The most statistics that an inner optimizer keeps of a value.
-MOST_STATISTICS = 8
-# The name of the part of the state that has the statistics of the inner optimizers.
-STATISTICS = b"inner"
-# That of the part that has the extra tensors.
-EXTRA = b"extra"
 # After this many attempts in a row without the missing updates, the whole state is downloaded.
 MOST_IN_VAIN = 2
-# Of the tensors of a fragment, that of the first one and that of all others.
-ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
 
 
-@dataclass(frozen=True)
-class Giving:
-    """What this peer has for others. Called in worker threads."""
-
-    counter: SlotCounter
-    fragments: Sequence[FragmentUpdates]
-    lock: threading.RLock
-    """Held while outer parameters, or statistics of inner optimizers, change."""
-    inner: InnerOptimizers
-    shares_inner_state: bool
-    extra: ExtraTensors
-
-    def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
-        """The number of each parameter of a fragment, where it begins and its shape, for archives."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self.inner.parameters)}
-        places = zip(fragment.parameters, fragment.offsets, strict=True)
-        return [[numbers[id(parameter)], offset, list(parameter.shape)] for parameter, offset in places]
-
-    def everything(self) -> OwnedState:
-        """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
-        with self.lock:
-            found = [each.dump() for each in self.fragments]
-            tensors = copies_of([tensor for _, own in found for tensor in own])
-            layouts = [self._layout_of(each.fragment) for each in self.fragments]
-            parts = zip(found, layouts, strict=True)
-            described = [{**metadata, "tensors": len(own), "layout": layout} for (metadata, own), layout in parts]
-            names = list(self.inner.names)
-            infos = [
-                CompressionInfo.from_tensor(tensor, key=index, role=ROLES[index > 0])
-                for _, own in found
-                for index, tensor in enumerate(own)
-            ]
-            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors, infos)
-
-    def part(self, part: bytes) -> OwnedState | None:
-        """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
-
-        ``None``: there is something, and nothing of that is here any more.
-        """
-        if part == STATISTICS:
-            if not self.shares_inner_state:
-                return OwnedState(None, [])
-            with self.lock:
-                described, tensors = self.inner.dump_statistics()
-                copies = copies_of(tensors)
-                infos = [CompressionInfo.from_tensor(tensor, key=n, role=ROLES[1]) for n, tensor in enumerate(copies)]
-                return OwnedState(described, copies, infos)
-        if part == EXTRA:
-            return OwnedState(None, [self.extra.read()] if self.extra else [])
-        found, whole, is_far_behind = dict[int, list[Update]](), dict[int, OuterParameters](), False
-        wanted = parse_request(part, len(self.fragments))
-        with self.lock:
-            for number, (version, known) in wanted.items():
-                each = self.fragments[number]
-                if updates := each.journal.since(version):
-                    found[number] = updates
-                elif known is not None and known in each.journal.entries:
-                    metadata, tensors = each.dump()
-                    whole[number] = metadata, copies_of(tensors)
-                else:
-                    is_far_behind |= version < each.state.version
-        if not found and not whole and (is_far_behind or any(known is not None for _, known in wanted.values())):
-            return None
-        return answer(found, whole)
-
-    def check(self, part: bytes, given: Sequence[TensorMetadata]) -> None:
-        """Check what another peer offers of a part of the state, before it is downloaded. Called in the event loop.
-
-        Raises:
-            ValueError: this peer has no use for such tensors.
-        """
-        own = [each for fragment in self.fragments for each in fragment.state.layout]
-        if not part:
-            check_fit(given, own)
-        elif part == EXTRA:
-            check_fit(given, [((self.extra.length,), torch.float32)] if given else [])
-        elif part == STATISTICS:
-            # They may not exist here yet, so only their size is checked. The training thread waits for this download.
-            known = sum(each.nbytes for optimizer in self.inner.optimizers for each in statistics_of(optimizer))
-            usual = MOST_STATISTICS * sum(each.numel() * 8 for each in self.inner.parameters)
-            check_bytes(given, max(known, usual) + 2**20)
-        else:
-            # A donor keeps at most this many bytes of updates, or the latest one.
-            vectors = 4 * sum(fragment.fragment.length for fragment in self.fragments)
-            whole = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own)
-            check_bytes(given, whole + SHARE_FOR_NEWCOMERS * vectors)
-
-
-@dataclass
 class CatchingUp:
-    """Gets what this peer lacks. Used only by the training thread."""
+    """Gets what this peer lacks. Used only by the training thread.
 
-    rounds: OuterRounds
-    load_state_timeout: float
-    shares_inner_state: bool
-    """Whether newcomers also take over the statistics of the inner optimizers."""
-    extra: ExtraTensors
-    _fetching: concurrent.futures.Future[State | None] | None = None
-    _in_vain: int = 0
-    """How many times in a row nobody had the updates that this peer lacks."""
-    _warn_seldom: Seldom = field(default_factory=lambda: Seldom(logger.warning))
+    Args:
+        rounds: of this peer.
+    """
+
+    def __init__(self, rounds: OuterRounds) -> None:
+        self._rounds, self._settings = rounds, rounds.settings
+        self._fetching: concurrent.futures.Future[State | None] | None = None
+        # How many times in a row nobody had the updates that this peer lacks.
+        self._in_vain = 0
+        self._warn_seldom = Seldom(logger.warning)
 
     def is_needed(self) -> bool:
         """Whether this peer must stop to get what it lacks."""
-        rounds = self.rounds
-        has_lost = any(each.standing is Relation.ELSEWHERE for each in rounds.fragments)
-        must_download = has_lost or self._in_vain >= MOST_IN_VAIN
+        rounds = self._rounds
+        must_download = self._has_lost or self._in_vain >= MOST_IN_VAIN
         return needs_state(rounds.counter.slot, rounds.tracker.global_epoch, self._most_behind, has_lost=must_download)
+
+    @property
+    def _has_lost(self) -> bool:
+        """Whether others continue from outer parameters that this peer does not have."""
+        return any(each.standing is Relation.ELSEWHERE for each in self._rounds.fragments)
 
     @property
     def _most_behind(self) -> int:
         """How many slots a peer may be behind the swarm without having missed anything."""
-        rounds = self.rounds
-        return int(window_of(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained).behind)
+        rounds = self._rounds
+        return int(window_of(overlaps=self._settings.others_may_be_ahead and rounds.has_trained).behind)
 
     def run(self) -> bool:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
-        rounds = self.rounds
+        rounds = self._rounds
         rounds.end_flights()
-        lost = [each for each in rounds.fragments if each.standing is Relation.ELSEWHERE]
-        if not rounds.has_trained or (lost and not self._go_over(lost)) or self._in_vain >= MOST_IN_VAIN:
+        if not rounds.has_trained or self._has_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
-        if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
+        if self._settings.average != PARAMETERS:  # there each peer has outer parameters of its own
             behind = {each.number for each in rounds.fragments if each.standing is Relation.BEHIND}
             missed = self._missed()
-            if missed is None or not (lost or behind or missed):
+            if missed is None or not (behind or missed):
                 return self.download()
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
@@ -189,32 +90,17 @@ class CatchingUp:
             self._go_along()
         return True
 
-    def _go_over(self, lost: Sequence[FragmentUpdates]) -> bool:
-        """Take over the outer parameters of the winning branch; returns whether others have given all of them."""
-        versions = max(each.state.version for each in lost)
-        with self.rounds.tracker.pause_updates():
-            self._make(self._begin_to_fetch([each.number for each in lost]))
-        if any(each.standing is Relation.ELSEWHERE for each in lost):
-            return False
-        self._tell_what_is_lost(versions)
-        return True
-
-    @staticmethod
-    def _tell_what_is_lost(versions: int) -> None:
-        if versions:
-            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", versions)
-
     def _missed(self) -> set[int] | None:
         """The fragments that others may have updated in slots that this peer has missed; ``None``: too many slots."""
-        rounds, schedule = self.rounds, self.rounds.counter.schedule
+        rounds, schedule = self._rounds, self._rounds.counter.schedule
         slots = range(rounds.counter.slot, rounds.tracker.global_epoch)
-        if len(slots) > rounds.settings.rules.max_staleness * schedule.fragments:
+        if len(slots) > self._settings.max_staleness * schedule.fragments:
             return None
         return {schedule.fragment_of(slot) for slot in slots}
 
     def keep_up(self) -> None:
         """Get single updates that this peer lacks, while it trains. Called in each step."""
-        fragments = self.rounds.fragments
+        fragments = self._rounds.fragments
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
             missed = [each.number for each in fragments if each.may_lack_updates and not each.is_being_updated]
@@ -226,25 +112,22 @@ class CatchingUp:
             self._in_vain = 0 if made or not any(each.lacks_updates for each in fragments) else self._in_vain + 1
 
     def _begin_to_fetch(self, numbers: Collection[int]) -> concurrent.futures.Future[State | None]:
-        fragments = [self.rounds.fragments[number] for number in numbers]
+        fragments = [self._rounds.fragments[number] for number in numbers]
         for each in fragments:
             each.may_lack_updates = False
-        # A peer that has lost does not continue what it has: no updates would do.
-        versions = [MOST if each.standing is Relation.ELSEWHERE else each.state.version for each in fragments]
-        pairs = zip(fragments, versions, strict=True)
-        part = request_for({each.number: Wanted(version, each.heard_of) for each, version in pairs})
-        return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
+        part = request_for({each.number: Wanted(each.state.version, each.heard_of) for each in fragments})
+        return self._rounds.averager.load_part_from_peers(part, self._settings.load_state_timeout)
 
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
         """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
-        fragments, found, made = self.rounds.fragments, self._tried(fetching.result), 0
-        updates, whole = dict[int, list[Update]](), dict[int, OuterParameters]()
+        fragments, found, made = self._rounds.fragments, self._tried(fetching.result), 0
+        updates = dict[int, list[Update]]()
         try:
             if found is not None:
                 with refusing_nonsense():
-                    updates, whole = parse_answer(found[0], found[1], len(fragments))
+                    updates = parse_answer(found[0], found[1], len(fragments))
             for each in fragments:
-                made += each.make_up(updates.get(each.number, ()), whole.get(each.number))
+                made += each.make_up(updates.get(each.number, ()))
         except ValueError as e:
             self._warn_seldom("the updates of another peer make no sense: %s", e)
         if made:
@@ -267,9 +150,9 @@ class CatchingUp:
         Returns:
             Whether there was a donor whose state fits.
         """
-        rounds, began_at, self._in_vain = self.rounds, time.monotonic(), 0
+        rounds, began_at, self._in_vain = self._rounds, time.monotonic(), 0
         rounds.end_flights()
-        timeout, is_new = options.pop("timeout", self.load_state_timeout), not rounds.has_trained
+        timeout, is_new = options.pop("timeout", self._settings.load_state_timeout), not rounds.has_trained
         # A donor may be a newcomer itself, and know of nobody yet.
         least_slot = rounds.tracker.global_epoch - self._most_behind if self.is_needed() else 0
 
@@ -285,12 +168,12 @@ class CatchingUp:
 
         with rounds.tracker.pause_updates():
             if self._tried(find_state):
-                if rounds.settings.average != PARAMETERS:
+                if self._settings.average != PARAMETERS:
                     # What has ended meanwhile, or was under way at the donor.
                     self._make(self._begin_to_fetch(range(len(rounds.fragments))))
-                if is_new and self.shares_inner_state:
+                if is_new and self._settings.share_inner_state:
                     self._take_over_statistics()
-                if is_new and self.extra:
+                if is_new and rounds.averager.donor.extra:
                     self._take_over_extra()
                 self._go_along()
                 return True
@@ -303,9 +186,9 @@ class CatchingUp:
 
     def _take_over_statistics(self) -> None:
         """Begin with the statistics of another peer's inner optimizers. Training continues without them, too."""
-        rounds = self.rounds
+        rounds = self._rounds
         download = rounds.averager.load_part_from_peers
-        found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)
+        found = self._tried(download(STATISTICS, self._settings.load_state_timeout, differs=True).result)
         if found is None or not found[1]:
             return
         try:
@@ -317,12 +200,12 @@ class CatchingUp:
     def _take_over_extra(self) -> None:
         """Begin with the extra tensors of another peer. They soon are those of all anyhow."""
         found = self._tried(
-            self.rounds.averager.load_part_from_peers(EXTRA, self.load_state_timeout, differs=True).result
+            self._rounds.averager.load_part_from_peers(EXTRA, self._settings.load_state_timeout, differs=True).result
         )
         if found is None or not found[1]:
             return
         try:
-            self.extra.load(list(found[1]))
+            self._rounds.averager.donor.extra.load(list(found[1]))
         except ValueError as e:
             self._warn_seldom("this peer begins with extra tensors of its own: %s", e)
 
@@ -336,7 +219,7 @@ class CatchingUp:
 
     def _go_along(self) -> None:
         """Go to the slot of the swarm."""
-        rounds = self.rounds
+        rounds = self._rounds
         rounds.go_to(max(rounds.tracker.global_epoch, rounds.counter.slot))
         rounds.inner.move_schedules(rounds.counter.position)
 
@@ -346,7 +229,7 @@ class CatchingUp:
         Raises:
             ValueError: it does not fit.
         """
-        rounds = self.rounds
+        rounds = self._rounds
         rounds.end_flights()
         with rounds.tracker.pause_updates():
             used = self._take_over(metadata, tensors, is_new=True)
@@ -366,9 +249,9 @@ class CatchingUp:
             How many of the tensors are in it.
 
         Raises:
-            ValueError: it does not fit; nothing has been changed.
+            ValueError: it does not fit, or the user's hook refuses it; nothing has been changed.
         """
-        rounds = self.rounds
+        rounds = self._rounds
         if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
             raise ValueError("it has no slot")
         if slot < least_slot:
@@ -385,9 +268,18 @@ class CatchingUp:
             del left[:count]
             with refusing_nonsense():
                 each.check(own, parts[-1][2])
+        check_state = self._settings.check_state
         with rounds.lock:
+            put_back = [] if check_state is None else [each.remember() for each in rounds.fragments]
             lost = [each.take_over(own, theirs, is_new=is_new) for each, own, theirs in parts]
-        self._tell_what_is_lost(max(lost))
+            try:
+                check(check_state)
+            except BaseException:
+                for undo in put_back:
+                    undo()
+                raise
+        if any(lost):
+            logger.warning("the swarm has other parameters: up to %d updates of this peer are lost", max(lost))
         rounds.go_to(max(slot, rounds.counter.slot))
         rounds.has_trained = True
         return len(tensors) - len(left)

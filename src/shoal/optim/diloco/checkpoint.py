@@ -7,36 +7,20 @@ counts as missed. A checkpoint is read as a whole before anything of it is put i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 
 from shoal.averaging import RoundResult
-from shoal.optim.diloco.contribution import Effort, Encoded, Outgoing
-from shoal.optim.diloco.fragment_updates import Flight, GroupFinding
-from shoal.optim.diloco.slots import Schedule
+from shoal.optim.diloco.contribution import Contribution, Effort
+from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, GroupFinding, Outgoing
+from shoal.optim.diloco.slots import Schedule, SlotCounter
 from shoal.optim.history.window import Relation
 from shoal.p2p import PeerID
 
-if TYPE_CHECKING:
-    from shoal.optim.diloco.fragment_updates import FragmentUpdates
-
+_PLACE = ("slot", "steps", "samples", "inner_steps")
 _LENGTHS = ("sync_every", "target_batch_size")
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a peer is in its run."""
-
-    slot: int
-    steps: int
-    """Inner steps in this slot, and their samples."""
-    samples: int
-    inner_steps: int
-
-    def __post_init__(self) -> None:
-        _check_counts(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -45,61 +29,44 @@ class SavedFragment:
 
     metadata: Mapping[str, Any]
     tensors: list[torch.Tensor]
-    effort: Effort
-    age: int
-    is_fresh: bool
+    contribution: Contribution
     flight: Flight | None
     """A round whose result the model did not have yet."""
     vector: torch.Tensor | None
     """That result."""
-    error: torch.Tensor | None
-    """What messages have left out."""
 
-    def put_in_place(self, own: FragmentUpdates, vector: torch.Tensor) -> None:
-        """Go on from here. The tensors of the checkpoint are copied.
-
-        Args:
-            vector: for the result of a round.
-        """
+    def put_in_place(self, own: FragmentUpdates) -> None:
+        """Continue from here. The tensors of the checkpoint are copied."""
         own.restore(self.metadata, self.tensors)
-        own.flight, contribution = self.flight, own.contribution
-        contribution.effort, contribution.age, contribution.is_fresh = self.effort, self.age, self.is_fresh
-        if contribution.compressor is not None:
-            contribution.compressor.load_state_dict({"error": self.error})
+        own.flight, own.contribution = self.flight, self.contribution
         if self.vector is not None:
-            vector.copy_(self.vector)
+            own.vector.copy_(self.vector)
 
 
 @dataclass(frozen=True)
 class OuterCheckpoint:
     """All of it."""
 
-    position: Position
+    counter: SlotCounter
+    """Where the peer was in its run."""
     fragments: list[SavedFragment]
     differences: str
     """In what its run differs from this peer's, in words; empty if it does not."""
 
     @staticmethod
-    def dump(
-        position: Position,
-        average: str,
-        schedule: Schedule,
-        fragments: Sequence[FragmentUpdates],
-        vectors: Sequence[torch.Tensor],
-    ) -> dict[str, Any]:
+    def dump(counter: SlotCounter, average: str, fragments: Sequence[FragmentUpdates]) -> dict[str, Any]:
         """Plain values and tensors, which are not copied.
 
         Args:
+            counter: where this peer is in its run.
             average: what the peers of the run average.
-            schedule: says how long slots are.
             fragments: all of them.
-            vectors: where the results of their rounds are.
         """
         return {
-            **asdict(position),
+            **{name: getattr(counter, name) for name in _PLACE},
             "average": average,
-            **{name: getattr(schedule, name) for name in _LENGTHS},
-            "fragments": [_dump_fragment(each, vector) for each, vector in zip(fragments, vectors, strict=True)],
+            **{name: getattr(counter.schedule, name) for name in _LENGTHS},
+            "fragments": [_dump_fragment(each) for each in fragments],
         }
 
     @classmethod
@@ -122,19 +89,20 @@ class OuterCheckpoint:
                     f"the checkpoint has {len(state['fragments'])} fragments, and this peer {len(fragments)}: give "
                     "fragments= as when it was saved"
                 )
-            position = Position(*(state[name] for name in ("slot", "steps", "samples", "inner_steps")))
+            place = {name: state[name] for name in _PLACE}
+            _check_counts(**place)
             saved = [_parse_fragment(each, own) for each, own in zip(state["fragments"], fragments, strict=True)]
             lengths = [(name, state[name], getattr(schedule, name)) for name in _LENGTHS]
         except (KeyError, TypeError) as e:
             raise ValueError(f"the checkpoint is malformed, or of another version of shoal: {e!r}") from e
         told = [f"{name} was {before} and is {now}" for name, before, now in lengths if before != now]
-        keeps_errors = any(own.contribution.compressor is not None for own in fragments)
-        if any(each.error is not None for each in saved) and not keeps_errors:
+        has_errors = any(each["error"] is not None for each in state["fragments"])
+        if has_errors and not any(own.contribution.feedback for own in fragments):
             told.append("there was error feedback and is none, so that what messages had left out is lost")
-        return cls(position, saved, ", ".join(told))
+        return cls(SlotCounter(schedule, **place), saved, ", ".join(told))
 
 
-def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any]:
+def _dump_fragment(each: FragmentUpdates) -> dict[str, Any]:
     (metadata, tensors), own = each.dump(), each.contribution
     return {
         **metadata,
@@ -143,8 +111,8 @@ def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any
         "effort": list(astuple(own.effort)),
         "age": own.age,
         "is_fresh": own.is_fresh,
-        "error": None if own.compressor is None else own.compressor.error,
-        "flight": _dump_flight(each, vector),
+        "error": own.error,
+        "flight": _dump_flight(each),
     }
 
 
@@ -155,7 +123,7 @@ def _layout_of(each: FragmentUpdates) -> list[Any]:
     return [[offset, list(parameter.shape)] for offset, parameter in places]
 
 
-def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] | None:
+def _dump_flight(each: FragmentUpdates) -> dict[str, Any] | None:
     flight = each.flight
     if flight is None or not flight.has_arrived or flight.standing is not Relation.WITH:
         return None
@@ -165,12 +133,11 @@ def _dump_flight(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any] 
     message = flight.message
     return {
         **{name: getattr(flight, name) for name in ("slot", "left", "steps_since")},
-        **{name: getattr(message, name) for name in ("is_finite", "weight", "sent")},
+        **{name: getattr(message, name) for name in ("is_finite", "weight", "sent", "left_out")},
         "samples": flight.group.samples,
         "effort": list(astuple(message.effort)),
-        "own": each.own if flight.saved is None else flight.saved[1].to_bytes(),
-        "left_out": None if message.encoded is None else message.encoded.left,
-        "vector": vector,
+        "own": (each.own if flight.saved is None else flight.saved[1]).to_bytes(),
+        "vector": each.vector,
         "round": None if result is None else _dump_result(result),
     }
 
@@ -196,8 +163,14 @@ def _parse_fragment(state: Mapping[str, Any], own: FragmentUpdates) -> SavedFrag
     own.check(state, tensors)
     _check_counts(age=state["age"])
     flight, vector = (None, None) if state["flight"] is None else _parse_flight(state["flight"], own)
-    effort, error = Effort(*state["effort"]), _own_copy(state["error"], own)
-    return SavedFragment(state, tensors, effort, state["age"], state["is_fresh"], flight, vector, error)
+    contribution = replace(
+        own.contribution,
+        effort=Effort(*state["effort"]),
+        age=state["age"],
+        is_fresh=state["is_fresh"],
+        error=_own_copy(state["error"], own) if own.contribution.feedback else None,
+    )
+    return SavedFragment(state, tensors, contribution, flight, vector)
 
 
 def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Flight, torch.Tensor]:
@@ -205,8 +178,8 @@ def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Fligh
     vector, left_out = _own_copy(state["vector"], own), _own_copy(state["left_out"], own)
     if vector is None:
         raise ValueError("a round in the checkpoint has no result")
-    sent, encoded = _own_copy(state["sent"], own), Encoded(vector, None, left_out)
-    message = Outgoing(Effort(*state["effort"]), state["weight"], state["is_finite"], sent, encoded)
+    sent = _own_copy(state["sent"], own)
+    message = Outgoing(Effort(*state["effort"]), state["weight"], state["is_finite"], sent, left_out)
     result = None if state["round"] is None else _parse_result(state["round"])
     flight = Flight(state["slot"], message, state["left"], state["steps_since"])
     flight.group, flight.saved = GroupFinding(samples=state["samples"]), (result, PeerID(state["own"]))

@@ -13,19 +13,18 @@ import torch
 from shoal.averaging import Aggregation
 from shoal.averaging.state.download import State
 from shoal.base import standby
-from shoal.base.clock import get_dht_time
 from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.optim.consistency import OtherTensors
-from shoal.optim.diloco.attendance import Attendance
-from shoal.optim.diloco.catching_up import CatchingUp, Giving
-from shoal.optim.diloco.contribution import Contribution, Staleness
+from shoal.optim.diloco.catching_up import CatchingUp
+from shoal.optim.diloco.checkpoint import OuterCheckpoint
+from shoal.optim.diloco.contribution import Staleness
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.diloco.fragments import ExtraTensors, Fragments
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
-from shoal.optim.diloco.outer_averager import OuterAverager
+from shoal.optim.diloco.outer_averager import OuterAverager, OuterDonor
 from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
@@ -35,6 +34,7 @@ from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompi
 from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
+from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
 from shoal.optim.setup.devices import BatchesAhead
@@ -115,6 +115,8 @@ class DiLoCo(JointOptimizer):
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
             :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
+        check_state: can refuse a downloaded state, as for :class:`~shoal.Optimizer`. The model has the parameters of
+            that state while it is called. Updates that this peer has missed are not checked.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -184,6 +186,7 @@ class DiLoCo(JointOptimizer):
         frozen_base: str | None = None,
         guard: str = "members",
         on_mismatch: str = "raise",
+        check_state: CheckState | None = None,
     ) -> None:
         check_dht(dht)
         check_may_train(dht)
@@ -221,11 +224,13 @@ class DiLoCo(JointOptimizer):
             frozen_base=frozen_base,
             guard=guard,
             on_mismatch=on_mismatch,
+            share_inner_state=share_inner_state,
+            check_state=check_state,
         )
         self.inner = InnerOptimizers(optimizer, params, scheduler)
         """The optimizers that make the inner steps."""
         parts = Fragments(self.inner.parameters, fragments, options.codec.block or 1)
-        self.schedule = Schedule(len(parts), sync_every, options.target_batch_size)
+        schedule = Schedule(len(parts), sync_every, options.target_batch_size)
         others = OtherTensors() if model is None else OtherTensors.find(model, self.inner.parameters, extra_tensors)
         if frozen_base is not None:
             others.leave_at_home(frozen_base, buffers=model is None)
@@ -235,48 +240,28 @@ class DiLoCo(JointOptimizer):
             self.inner.name_parameters(model)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self._closing = dht, threading.Event()
-        self._counter, lock = SlotCounter(self.schedule), threading.RLock()
-        self._batches = BatchesAhead(self.inner.parameters)
-        self.inner_steps = 0
-        """Inner steps of this peer."""
-        self.schedulers = self.inner.schedulers
-        """The schedule of each inner optimizer; empty if there are none."""
+        self._batches, self._retries = BatchesAhead(self.inner.parameters), Retries(self._closing)
         # The model's own parameters, one vector for each fragment, while it holds the outer ones.
         self._set_aside: list[torch.Tensor] | None = None
         self._has_looked = False
-        self._retries = Retries(self._closing)
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=options.is_sparse)
-        self._fragments = [
-            self._fragment_kind(
-                number,
-                part,
-                OuterState(part.read(), factory, outer_scheduler),
-                options.rules,
-                lock,
-                Contribution(options.compressor(part.length)),
-                dht.peer_id.to_bytes(),
-            )
-            for number, part in enumerate(parts)
+        lock = threading.RLock()
+        states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
+        updates = [
+            self._fragment_kind(number, part, state, options, lock, dht.peer_id)
+            for number, (part, state) in enumerate(zip(parts, states, strict=True))
         ]
-        self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
-        """The optimizer of each fragment's outer parameters."""
-        warn_of_momentum(self.outer_optimizers, average, is_sparse=options.is_sparse)
+        warn_of_momentum([state.optimizer for state in states], average, is_sparse=options.is_sparse)
         tracker_options = {"client_mode": options.client_mode, "start": False, **options.for_tracker()}
         target = options.target_batch_size
         if target is None:
-            target = self.schedule.steps_of(0)
+            target = schedule.steps_of(0)
             rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
-        giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         self.averager = self._averager_kind(
-            [part.length for part in parts],
-            extra.length,
-            options.agreement(self.schedule, parts.fingerprint),
-            self._fragments,
-            giving.everything,
-            giving.part,
-            giving.check,
+            OuterDonor(SlotCounter(schedule), updates, lock, self.inner, share_inner_state, extra),
+            f"{average} of {schedule}, {parts.fingerprint}, weighting {weighting}",
             dht,
             prefix=self._averager_prefix.format(run_id),
             compression=extra.codec(options.codec) if extra else options.codec,
@@ -285,22 +270,10 @@ class DiLoCo(JointOptimizer):
             aggregation=aggregation,
             **options.own_averager_opts(),
         )
-        self._rounds = OuterRounds(
-            dht.peer_id,
-            options,
-            self._counter,
-            self._fragments,
-            self.inner,
-            self.tracker,
-            self.averager,
-            extra,
-            lock,
-            Attendance(self.tracker, options, len(parts), is_client=options.client_mode),
-        )
-        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
+        self._rounds = OuterRounds(options, self.tracker, self.averager)
+        self._catching_up = CatchingUp(self._rounds)
         self._auxiliary = self._rounds.helping() if auxiliary else None
-        target = options.target_batch_size or 0
-        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=target)
+        self._reporting = Reporting(dht, run_id, self.tracker, target_batch_size=options.target_batch_size or 0)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -309,7 +282,7 @@ class DiLoCo(JointOptimizer):
         try:
             self.averager.run_in_background()
             sharing = self.averager.node.state_sharing
-            for each in self._fragments:
+            for each in self._rounds.fragments:
                 each.journal.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
             self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
@@ -322,7 +295,7 @@ class DiLoCo(JointOptimizer):
     def _describe(self) -> RunSettings:
         """What other peers must have in common with this one."""
         options, schedule = self.options, self.schedule
-        outer = self._fragments[0].state
+        outer = self._rounds.fragments[0].state
         shared = {
             "sync_every": schedule.sync_every,
             "guard": self.tracker.guard,
@@ -339,7 +312,7 @@ class DiLoCo(JointOptimizer):
             needed={
                 "average": options.average,
                 "fragments": schedule.fragments,
-                "weighting": options.rules.weighting,
+                "weighting": options.weighting,
             },
             shared={} if self.options.auxiliary else shared,
         )
@@ -398,22 +371,21 @@ class DiLoCo(JointOptimizer):
         if self.local_epoch != slot:
             # Each slot ends with the round of one fragment, whose samples are those of as many slots as there are.
             done = self.last_round
-            self._reporting.note_step(0.0 if done is None else done.samples / len(self._fragments))
+            self._reporting.note_step(0.0 if done is None else done.samples / len(self._rounds.fragments))
         return loss
 
     def _follow(self, epoch: int) -> None:
-        self._counter.go_to(epoch)
+        self._rounds.counter.go_to(epoch)
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:
             samples = batch_size if self.inner.step(self, scaler) else 0
         self._batches.launched_one()
-        self.inner_steps += 1
         self._reporting.count(samples)
-        self._counter.count(samples)
-        for each in self._fragments:
+        self._rounds.counter.count(samples)
+        for each in self._rounds.fragments:
             each.count(samples)
-        self.inner.move_schedules(self._counter.position)
+        self.inner.move_schedules(self._rounds.counter.position)
         self._rounds.has_trained = True
         self._rounds.report()
 
@@ -421,28 +393,45 @@ class DiLoCo(JointOptimizer):
         return self._set_aside is None and self.tracker.is_awaited(self.options.straggler_patience)
 
     def _slot_is_over(self) -> bool:
-        if self._counter.is_full:
-            # Nobody would wait for a peer that is not known yet, and it would make more steps than a slot has.
-            deadline = get_dht_time() + FIRST_LOOK_SECONDS
-            while not self.tracker.is_introduced and get_dht_time() < deadline and not self._closing.wait(0.01):
-                pass
+        if self._rounds.counter.is_full:
+            self.tracker.await_introduction()
         return self.tracker.should_stop(self.options.straggler_patience)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
     @property
+    def schedule(self) -> Schedule:
+        """How long slots are."""
+        return self._rounds.counter.schedule
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedule of each inner optimizer; empty if there are none."""
+        return self.inner.schedulers
+
+    @property
+    def outer_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizer of each fragment's outer parameters."""
+        return tuple(each.state.optimizer for each in self._rounds.fragments)
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of this peer."""
+        return self._rounds.counter.inner_steps
+
+    @property
     def local_epoch(self) -> int:
         """The slot at which this peer is."""
-        return self._counter.slot
+        return self._rounds.counter.slot
 
     @property
     def position(self) -> int:
         """Where schedules of the inner learning rate stand."""
-        return self._counter.position
+        return self._rounds.counter.position
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer lacks nothing that others have, as far as it knows."""
-        is_behind = any(each.lacks_updates for each in self._fragments)
+        is_behind = any(each.lacks_updates for each in self._rounds.fragments)
         return not is_behind and not self._catching_up.is_needed()
 
     def _catch_up(self) -> bool:
@@ -516,22 +505,22 @@ class DiLoCo(JointOptimizer):
             return
         self._rounds.begin_run()
         self._rounds.end_flights()
-        self._set_aside = [each.fragment.read() for each in self._fragments]
-        for each in self._fragments:
+        self._set_aside = [each.fragment.read() for each in self._rounds.fragments]
+        for each in self._rounds.fragments:
             each.fragment.write(each.state.values)
 
     def show_own_parameters(self) -> None:
         """Put this peer's own parameters back into the model, with which it trains on."""
         if self._set_aside is None:
             return
-        for each, values in zip(self._fragments, self._set_aside, strict=True):
+        for each, values in zip(self._rounds.fragments, self._set_aside, strict=True):
             each.fragment.write(values)
         self._set_aside = None
 
     def outer_versions(self) -> list[tuple[Entry, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
         tell the same hash."""
-        return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
+        return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._rounds.fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
         return self.inner.param_groups
@@ -552,7 +541,8 @@ class DiLoCo(JointOptimizer):
         parameters, its own ones are in it.
         """
         self._rounds.begin_run()
-        own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self.inner.dump_schedules()}
+        outer = OuterCheckpoint.dump(self._rounds.counter, self.options.average, self._rounds.fragments)
+        own = {"outer": outer, "schedulers": self.inner.dump_schedules()}
         if self._set_aside is not None:
             own["model"] = self._set_aside
         return {**self.inner.state_dict(), OWN: own}
@@ -568,16 +558,17 @@ class DiLoCo(JointOptimizer):
             ValueError: it is a checkpoint of something else; nothing has been changed.
         """
         own = state_dict.get(OWN) or {}
-        saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
-        lengths, model = [each.fragment.length for each in self._fragments], own.get("model")
+        fragments, saved = self._rounds.fragments, None
+        if "outer" in own:
+            saved = OuterCheckpoint.parse(own["outer"], self.options.average, self.schedule, fragments)
+        lengths, model = [each.fragment.length for each in fragments], own.get("model")
         given = lengths if model is None else [values.numel() for values in model]
         if given != lengths:
             raise ValueError(f"it is of another model: fragments of {given} values, and this peer's has {lengths}")
         self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
             self._rounds.restore(saved, self.options.shutdown_timeout)
-            self.inner_steps = saved.position.inner_steps
-            self.inner.move_schedules(self._counter.position)
+            self.inner.move_schedules(self._rounds.counter.position)
             self._set_aside = model
             self.show_own_parameters()
 

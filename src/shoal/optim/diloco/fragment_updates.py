@@ -13,7 +13,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +21,11 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
-from shoal.base.logs import Seldom
-from shoal.compression.base import bytes_of
+from shoal.compression.base import bytes_of, copies_of
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.contribution import PARAMETERS, Contribution, Effort, Outgoing, Staleness, discount
-from shoal.optim.diloco.fragments import Fragment, MergePolicy, shift
+from shoal.optim.diloco.contribution import PARAMETERS, Contribution, Effort, discount
+from shoal.optim.diloco.fragments import Fragment, shift
 from shoal.optim.diloco.messages import (
-    OuterParameters,
     OuterStatement,
     has_counted,
     has_other_bits,
@@ -36,44 +34,13 @@ from shoal.optim.diloco.messages import (
     who_counted,
 )
 from shoal.optim.diloco.outer_state import OuterState
-from shoal.optim.history.fork_choice import choose_version, compare
+from shoal.optim.diloco.settings import OuterSettings
+from shoal.optim.history.fork_choice import choose_version
 from shoal.optim.history.journal import MOST, Entry, Journal, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
-from shoal.optim.recovery.download import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ExpectedMembers:
-    """The peers that are expected in the round at the end of a slot."""
-
-    slot: int
-    peers: Collection[PeerID]
-    since: float
-    """DHT time at which this peer begins to wait."""
-    patience: float
-    """Training may stand still for these peers for this many seconds."""
-
-
-@dataclass(frozen=True)
-class UpdateRules:
-    """How messages count and results are applied, the same in all peers but for ``delay`` and ``merge``."""
-
-    merge: MergePolicy
-    average: str
-    """One of :data:`~shoal.optim.diloco.contribution.AVERAGES`."""
-    weighting: str
-    """See :meth:`~shoal.optim.diloco.contribution.Effort.weight`."""
-    staleness: Staleness
-    """Makes old contributions smaller."""
-    max_staleness: int
-    """Older ones do not count."""
-    check_every: int
-    """Members compare the bits of their outer parameters after this many updates; 0: never."""
-    delay: int | None
-    """Inner steps between sending and applying; ``None``: as many as the round takes."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +108,20 @@ def look_at_group(
 
 
 @dataclass
+class Outgoing:
+    """The message of this peer in a round."""
+
+    effort: Effort
+    """What is behind it."""
+    weight: float
+    is_finite: bool = True
+    sent: torch.Tensor | None = None
+    """The model's values when it was made; ``None``: they are not needed."""
+    left_out: torch.Tensor | None = None
+    """See :attr:`~shoal.optim.diloco.contribution.Contribution.error`."""
+
+
+@dataclass
 class Flight:
     """A round of a fragment in flight: the message, what is known of the group, and when the result is applied."""
 
@@ -152,14 +133,16 @@ class Flight:
     """Inner steps since the message was made."""
     control: StepControl | None = None
     """``None``: nobody else is there."""
-    expected: ExpectedMembers | None = None
+    expected: Collection[PeerID] = ()
     """The peers that were expected when it began."""
     group: GroupFinding = GroupFinding()
     """Of the latest group."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
     known: Entry | None = None
-    """The newest version that members of its groups had and this peer lacked; ``None``: it lacked none."""
+    """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
+    before: Relation = Relation.WITH
+    """How this peer stood when the message was made."""
     began_at: float = field(default_factory=time.monotonic)
     saved: tuple[RoundResult | None, PeerID] | None = None
     """From a checkpoint: the result, and this peer's id in the round, for it may have another one by now."""
@@ -222,9 +205,8 @@ class FragmentUpdates:
         number: of the fragment.
         fragment: the parameters of the model.
         state: the outer parameters.
-        rules: how messages count and results are applied.
+        settings: how messages count and results are applied. All but the delay and the merge are the same in all peers.
         lock: held while outer parameters change, so that newcomers get whole states.
-        contribution: what counts next time.
         own: id of this peer.
     """
 
@@ -233,15 +215,19 @@ class FragmentUpdates:
         number: int,
         fragment: Fragment,
         state: OuterState,
-        rules: UpdateRules,
+        settings: OuterSettings,
         lock: threading.RLock,
-        contribution: Contribution,
-        own: bytes = b"",
+        own: PeerID,
     ) -> None:
-        self.number, self.fragment, self.state, self._rules = number, fragment, state, rules
-        self._lock, self.own, self.contribution = lock, own, contribution
-        self.journal = Journal.begin(state.values, rules.max_staleness + 1)
+        self.number, self.fragment, self.state, self.settings = number, fragment, state, settings
+        self._lock, self.own = lock, own
+        self.contribution = Contribution(settings.messages, settings.error_feedback)
+        """What counts next time."""
+        self.journal = Journal.begin(state.values, settings.max_staleness + 1)
         """Its newest entry is that of the outer parameters."""
+        self.vector = fragment.new_vector()
+        """The message of this peer, which becomes the mean of all. Between two rounds it belongs to the training
+        thread."""
         self.flight: Flight | None = None
         self.standing = Relation.WITH
         """As the last round has shown. Never ``AHEAD``: the others follow."""
@@ -251,7 +237,11 @@ class FragmentUpdates:
         self._known: Entry | None = None
         # A round that has failed here. Its message may have counted all the same: the others' update tells that.
         self._unsure: Flight | None = None
-        self._warn_seldom = Seldom(logger.warning)
+
+    @property
+    def _each_has_its_own(self) -> bool:
+        """Whether each peer has outer parameters of its own."""
+        return self.settings.average == PARAMETERS
 
     def count(self, samples: int) -> None:
         """An inner step has been made with this many samples; 0: it has not moved the model."""
@@ -264,15 +254,15 @@ class FragmentUpdates:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, slot: int, vector: torch.Tensor, least_steps: int = 0) -> Flight:
-        """Write the message of this peer into a vector. The round may begin.
+    def begin(self, slot: int, least_steps: int = 0) -> Flight:
+        """Write the message of this peer into the vector. The round may begin.
 
         Args:
             least_steps: with fewer inner steps behind it the message does not count.
         """
         assert self.flight is None, "a fragment has at most one round at a time"
-        own, rules = self.contribution, self._rules
-        if own.age > rules.max_staleness:
+        own, settings, vector = self.contribution, self.settings, self.vector
+        if own.age > settings.max_staleness:
             logger.warning(
                 "fragment %d: %d inner steps of this peer have not counted for %d updates of the others, and are lost. "
                 "It continues from the outer parameters",
@@ -281,23 +271,23 @@ class FragmentUpdates:
                 own.age,
             )
             self.reset_model()
-        local = self.fragment.read()
-        if rules.average == PARAMETERS:
+        local, left_out = self.fragment.read(), None
+        if self._each_has_its_own:
             vector.copy_(local)
         else:
             vector.copy_(self.fragment.rounded(self.state.values)).sub_(local)
         is_finite = all_finite(vector)
-        counts = is_finite and own.effort.steps >= least_steps
+        if is_finite and not self._each_has_its_own:
+            left_out = own.write(vector, discount(settings.staleness, own.age))
+        weight = own.effort.weight(settings.weighting) if is_finite and own.effort.steps >= least_steps else 0.0
+        delay = settings.fragment_sync_delay
+        sent = local if settings.merge.is_rebase and delay != 0 else None
         self.flight = Flight(
             slot,
-            Outgoing(
-                own.effort,
-                own.effort.weight(rules.weighting) if counts else 0.0,
-                is_finite,
-                local if rules.merge.is_rebase and rules.delay != 0 else None,
-                own.prepare(vector) if is_finite else None,
-            ),
-            rules.delay,
+            Outgoing(own.effort, weight, is_finite, sent, left_out),
+            delay,
+            known=self.heard_of,
+            before=self.standing,
         )
         return self.flight
 
@@ -308,8 +298,8 @@ class FragmentUpdates:
             expected: how many members it expects.
             done: what it has done in the slot.
         """
-        newest, every = self.journal.newest, self._rules.check_every
-        is_compared = every and newest.version and newest.version % every == 0 and self._rules.average != PARAMETERS
+        newest, every = self.journal.newest, self.settings.check_every
+        is_compared = newest.version and newest.version % every == 0 and not self._each_has_its_own
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
         # No samples: this message will not count, and is not missed when it is asked whether most have counted.
         effort = self.contribution.effort if self.flight is None or self.flight.weight else Effort()
@@ -322,17 +312,15 @@ class FragmentUpdates:
         own: int,
         group_id: bytes = b"",
         clients: Collection[int] = (),
-    ) -> tuple[bool, float]:
-        """Decide how this peer's message counts. Called in the event loop when the group is complete.
+    ) -> bool:
+        """Decide whether this peer's message counts. Called in the event loop when the group is complete, so it reads
+        and changes nothing but the flight.
 
         Args:
             statements: of all members.
             own: position of this peer.
             group_id: of the group.
             clients: positions of members from which nobody can download anything.
-
-        Returns:
-            Whether it counts, and the factor by which it is to be made smaller now.
 
         Raises:
             AllreduceException: too few members have come for an update that all will have.
@@ -343,79 +331,69 @@ class FragmentUpdates:
         told = [statement for statement in statements if statement is not None]
         samples = min(MOST, sum(each.samples for each in told))
         done = tuple(0 if each is None else each.done for each in statements)
-        if self._rules.average == PARAMETERS:
+        if self._each_has_its_own:
             flight.group = GroupFinding(samples=samples, done=done)
-            return True, 1.0
+            return True
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
         if 2 * len(told) <= expected:
             raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
-        found = look_at_group(statements, own, clients, self.standing, self.heard_of)
+        found = look_at_group(statements, own, clients, flight.before, flight.known)
         flight.group = replace(found, samples=samples, done=done)
-        if found.has_other_bits:
-            self._warn_seldom(
-                "fragment %d is not that of most others after the same updates: this peer takes theirs. Machines "
-                "round differently; outer SGD does not",
-                self.number,
-                about="bits",
-            )
         if found.standing is Relation.BEHIND and found.base is not None:
             flight.known = max(found.base, flight.known or found.base)
         elif found.standing is Relation.ELSEWHERE and found.base is not None:
-            flight.known, self._known = found.base, None  # what it has heard of before is not of the winning branch
+            flight.known = found.base  # what it has heard of before is not of the winning branch
         if found.standing is not Relation.WITH:
-            return False, 1.0
+            return False
         flight.attempts.add(group_id)
-        if flight.message.factor is not None:  # this is another attempt, with the same vector
-            return True, 1.0
-        flight.message.factor = discount(self._rules.staleness, self.contribution.age)
-        return True, flight.message.factor
+        return True
 
     @property
     def heard_of(self) -> Entry | None:
         """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
-        earlier = None if self.standing is Relation.WITH else self._known
-        now = None if self.flight is None else self.flight.known
-        return max(filter(None, [earlier, now]), default=None)
-
-    def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
-        """Make this peer's message smaller, because it is old. Called in a worker thread while a round begins."""
-        message, compressor = None if self.flight is None else self.flight.message, self.contribution.compressor
-        if message is not None and message.encoded is not None and compressor is not None:
-            message.encoded = compressor.reduced(message.encoded, factor)
-        else:
-            vector.mul_(factor)
+        flight, standing = self.flight, self.standing
+        known = flight.known if flight is not None else None if standing is Relation.WITH else self._known
+        standing = standing if flight is None or flight.standing is Relation.WITH else flight.standing
+        is_here = known is not None and known.version <= self.state.version and standing is not Relation.ELSEWHERE
+        return None if is_here else known
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
         """The round has failed: all is as it was, and what this peer has done counts next time."""
-        flight, heard_of, self.flight = self.flight, self.heard_of, None
-        self.may_lack_updates = self._rules.average != PARAMETERS
+        flight, self.flight = self.flight, None
+        self.may_lack_updates = not self._each_has_its_own
         if flight is not None and flight.standing is not Relation.WITH:
-            self._known, self.standing = heard_of, flight.standing
+            self._known, self.standing = flight.known, flight.standing
         elif flight is not None and flight.attempts and flight.weight:
             self._unsure = flight
             flight.message.sent = flight.message.sent if flight.steps_since else self.fragment.read()
 
     @torch.no_grad()
-    def land(self, vector: torch.Tensor, result: RoundResult | None, own: PeerID) -> OuterRound | None:
+    def land(self, result: RoundResult | None) -> OuterRound | None:
         """Make the outer update, and bring it into the model.
 
         Args:
-            vector: the mean, or this peer's own message if it is alone.
-            result: of the round; ``None``: this peer is alone.
+            result: of the round, whose mean is in the vector. ``None``: this peer is alone, and its own message is
+                there.
 
         Returns:
             ``None`` if there is nothing that all members have: then nothing has changed.
         """
-        flight = self.flight
+        flight, vector = self.flight, self.vector
         assert flight is not None, "there is no round whose result could be applied"
-        own = own if flight.saved is None else flight.saved[1]
+        own = self.own if flight.saved is None else flight.saved[1]
         message, weights = flight.message, () if result is None else result.weights
         has_most = result is None or flight.group.has_most(weights)
         is_whole = result is None or (result.share_averaged == 1 and any(weights) and has_most)
+        if flight.group.has_other_bits:
+            logger.warning(
+                "fragment %d is not that of most others after the same updates: this peer takes theirs. Machines "
+                "round differently; outer SGD does not",
+                self.number,
+            )
         if not has_most:
-            self._warn_seldom(
+            logger.warning(
                 "the messages of most members of a round did not count, so it may have been split: no update is made, "
                 "and what this peer has done counts next time"
             )
@@ -425,7 +403,7 @@ class FragmentUpdates:
                 self._keep_for_later(flight.group, vector if is_whole and all_finite(vector) else None, result)
                 self.make_up()  # it may have what it lacked by now
             return None
-        mean = self.state.values - vector if self._rules.average == PARAMETERS else vector
+        mean = self.state.values - vector if self._each_has_its_own else vector
         norm = float(torch.linalg.vector_norm(mean))
         if result is None:
             # With the norm: a peer that continues from an older checkpoint comes to this slot again, with another
@@ -441,7 +419,7 @@ class FragmentUpdates:
             members = {peer: weight for peer, weight in members.items() if peer not in result.auxiliaries}
         with self._lock:
             if contributed:
-                self.contribution.note_left_out(message.encoded, is_alone=result is None)
+                self.contribution.error = None if result is None else message.left_out
             before = None if contributed else self.fragment.rounded(self.state.values)
             self._step(mean, round_id, samples, names)
             told_age = self.contribution.age
@@ -468,21 +446,19 @@ class FragmentUpdates:
 
     def _step(self, mean: torch.Tensor, round_id: bytes, samples: int, names: bytes) -> None:
         self._unsure, last = None, self.journal.newest
-        each_has_its_own = self._rules.average == PARAMETERS
-        update = (
-            None if each_has_its_own else Update(last.version + 1, last.hash, round_id, samples, packed(mean), names)
-        )
-        # Where parameters are averaged, a layer that nobody trains may still differ between peers.
-        left_alone = () if each_has_its_own else self.fragment.unchanged(mean)
+        update, left_alone = None, list[slice]()
+        if not self._each_has_its_own:  # there, a layer that nobody trains may still differ between peers
+            update = Update(last.version + 1, last.hash, round_id, samples, packed(mean), names)
+            left_alone = self.fragment.unchanged(mean)
         with torch.enable_grad():
             self.state.step(mean, left_alone)
         self.journal.append(last.followed_by(round_id + names, samples), update)
 
     def _merge(self, message: Outgoing, steps_since: int) -> None:
-        self._rules.merge.apply(self.fragment, self.state.values, message.sent if steps_since else None)
+        self.settings.merge.apply(self.fragment, self.state.values, message.sent if steps_since else None)
         # What was done since the message was made is part of the next one, if the model has kept it as it is.
         left = self.contribution.effort - message.effort
-        self.contribution.effort, self.contribution.age = left if self._rules.merge.is_rebase else Effort(), 0
+        self.contribution.effort, self.contribution.age = left if self.settings.merge.is_rebase else Effort(), 0
 
     def reset_model(self) -> None:
         """Put the outer parameters into the model; what this peer has done since is lost."""
@@ -531,7 +507,7 @@ class FragmentUpdates:
         theirs, own = parse_entries(metadata["chain"]), self.journal.entries
         has_lost, self.standing = self.standing is Relation.ELSEWHERE, Relation.WITH
         has_other_bits = has_lost and theirs[-1] == own[-1]
-        if not is_new and not has_other_bits and (self._rules.average == PARAMETERS or theirs[-1] in own):
+        if not is_new and not has_other_bits and (self._each_has_its_own or theirs[-1] in own):
             return 0
         follows = not is_new and own[-1] in theirs
         given_up = 0 if is_new or follows else self.state.version
@@ -547,6 +523,21 @@ class FragmentUpdates:
                 self.reset_model()
                 self.contribution.is_fresh = True
         return given_up
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what puts all back as it is now, the model included. Kept updates do not come back."""
+        local, (metadata, tensors) = self.fragment.read(), self.state.dump()
+        tensors, entries, contribution = copies_of(tensors), self.journal.entries, replace(self.contribution)
+        lacks = self.standing, self._known, self._unsure
+
+        def put_back() -> None:
+            self.state.load(metadata, tensors)
+            self.journal.adopt(entries)
+            self.fragment.write(local)
+            self.contribution = contribution
+            self.standing, self._known, self._unsure = lacks
+
+        return put_back
 
     @property
     def lacks_updates(self) -> bool:
@@ -565,13 +556,11 @@ class FragmentUpdates:
         return flight.control is None or flight.control.began_allreduce
 
     @torch.no_grad()
-    def make_up(self, updates: Iterable[Update] = (), whole: OuterParameters | None = None) -> int:
+    def make_up(self, updates: Sequence[Update] = ()) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
             updates: from others. Those that do not continue this peer's own ones are left out.
-            whole: the outer parameters of another peer, see :meth:`dump`. They are taken over if they continue this
-                peer's own ones, or if this peer has lost and they are of the winning branch.
 
         Returns:
             How many were made.
@@ -579,30 +568,16 @@ class FragmentUpdates:
         Raises:
             ValueError: something does not fit. Updates before it have been made.
         """
-        theirs: tuple[Entry, ...] = ()
-        if whole is not None:
-            with refusing_nonsense():
-                self.check(*whole)
-            theirs = parse_entries(whole[0]["chain"])
-            if self.standing is Relation.ELSEWHERE and self.heard_of in theirs:
-                self.take_over(*whole, is_new=False)
-                return 1
-        before, updates = self.state.version, list(updates)
+        before, flight = self.state.version, self.flight
         if self.is_being_updated:
             self.may_lack_updates = True
             return 0
-        follows = bool(theirs) and compare(self.journal.entries[-1:], theirs) is Relation.BEHIND
-        flight = self.flight
         if flight is not None and flight.control is not None and flight.standing is Relation.WITH:
-            if not follows and not any(map(self.journal.continues, updates)):
+            if not any(map(self.journal.continues, updates)):
                 return 0
             flight.control.cancel()  # it looks for a group to update what the others no longer have
             self.give_up()
             self.may_lack_updates = False
-        if whole is not None and follows:
-            standing = self.standing
-            self.take_over(*whole, is_new=False)
-            self.standing = standing  # there may be newer updates
         self.journal.receive(updates)
         while (each := self.journal.take_next()) is not None:
             mean = unpacked(each.tensors, self.fragment.length)
@@ -616,8 +591,8 @@ class FragmentUpdates:
         """Make an update of others."""
         own, unsure, outer = self.contribution, self._unsure, self.fragment.rounded(self.state.values)
         self._step(mean, update.round_id, update.samples, update.names)
-        if unsure is not None and update.round_id in unsure.attempts and has_counted(update, self.own):
-            own.note_left_out(unsure.message.encoded)
+        if unsure is not None and update.round_id in unsure.attempts and has_counted(update, self.own.to_bytes()):
+            own.error = unsure.message.left_out
             if unsure.message.sent is None:
                 self._merge(unsure.message, unsure.steps_since)
             else:  # the model has moved on since, whatever the merge policy is
@@ -637,7 +612,7 @@ class FragmentUpdates:
             names, after = who_counted(result), known.hash
             known = known.followed_by(result.group_id + names, group.samples)
             update = Update(known.version, after, result.group_id, group.samples, packed(mean), names)
-            self.journal.receive([update], self._rules.max_staleness + 1)
+            self.journal.receive([update], self.settings.max_staleness + 1)
         self._known = max(known, self._known or known)
 
     def restore(self, metadata: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:

@@ -22,6 +22,10 @@ from shoal.base.logs import quoted
 from shoal.base.serializer import MSGPackSerializer
 from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
 
+STATISTICS = b"inner"
+"""The name of the part of the state that has the statistics of the inner optimizers."""
+EXTRA = b"extra"
+"""That of the part that has the extra tensors."""
 # Bytes of a hash that name a member of a round, and the most bytes of names in an update.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 # The most bytes that name a round.
@@ -168,12 +172,7 @@ class Wanted(NamedTuple):
     """All updates that come after this one."""
     known: Entry | None = None
     """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
-    no vote. A donor that does not keep the updates any more gives its outer parameters, if they are of this version or
-    a later one."""
-
-
-OuterParameters = tuple[Any, list[torch.Tensor]]
-"""Outer parameters with all that belongs to them, see :meth:`FragmentUpdates.dump`."""
+    no vote."""
 
 
 def request_for(wanted: Mapping[int, Wanted]) -> bytes:
@@ -198,31 +197,23 @@ def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
     return wanted
 
 
-def answer(found: Mapping[int, Iterable[Update]], whole: Mapping[int, OuterParameters] | None = None) -> OwnedState:
-    """Updates of some fragments, and the outer parameters of others, as a part of the state."""
+def answer(found: Mapping[int, Iterable[Update]]) -> OwnedState:
+    """Updates of some fragments as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
     updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
-    states = [[n, metadata, len(tensors)] for n, (metadata, tensors) in sorted((whole or {}).items())]
-    tensors = [tensor for _, each in listed for tensor in each.tensors]
-    tensors += [tensor for _, (_, own) in sorted((whole or {}).items()) for tensor in own]
-    return OwnedState({"updates": updates, "states": states}, tensors)
+    return OwnedState({"updates": updates}, [tensor for _, each in listed for tensor in each.tensors])
 
 
-def parse_answer(
-    metadata: Any, tensors: Sequence[torch.Tensor], fragments: int
-) -> tuple[dict[int, list[Update]], dict[int, OuterParameters]]:
-    """Read what :func:`answer` has made.
-
-    Returns:
-        For some fragments, updates that follow each other; for others, outer parameters that are still to be checked.
+def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int) -> dict[int, list[Update]]:
+    """Read what :func:`answer` has made: for some fragments, updates that follow each other.
 
     Raises:
         ValueError: it makes no sense.
     """
-    updates, states = (metadata.get(name) if isinstance(metadata, Mapping) else None for name in ("updates", "states"))
-    if not isinstance(updates, (list, tuple)) or not isinstance(states, (list, tuple)):
+    updates = metadata.get("updates") if isinstance(metadata, Mapping) else None
+    if not isinstance(updates, (list, tuple)):
         raise ValueError(f"no updates: {quoted(metadata)}")
-    left, found, whole = list(tensors), dict[int, list[Update]](), dict[int, OuterParameters]()
+    left, found = list(tensors), dict[int, list[Update]]()
     for each in updates:
         match each:
             case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
@@ -239,14 +230,7 @@ def parse_answer(
                 found.setdefault(fragment, []).append(kept)
             case _:
                 raise ValueError(f"no update: {quoted(each)}")
-    for each in states:
-        match each:
-            case [int(fragment), own, int(count)] if 0 <= fragment < fragments and 0 < count <= len(left):
-                whole[fragment] = own, left[:count]
-                del left[:count]
-            case _:
-                raise ValueError(f"no outer parameters: {quoted(each)}")
     for kept_of_one in found.values():
         if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
             raise ValueError("updates must follow each other")
-    return found, whole
+    return found

@@ -448,6 +448,11 @@ def check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
             "guard='open' and aggregation= judge whole messages, of which no process of a sharded peer has all: leave "
             "them out"
         )
+    if options.get("check_state") is not None:
+        raise ValueError(
+            "check_state= is called in the first process alone, which cannot run a sharded model without the others: "
+            "leave it out"
+        )
     for name in ("model", "extra_tensors"):
         if options.get(name) is not None and len([*options[name].parameters()] if name == "model" else options[name]):
             raise ValueError(

@@ -1,11 +1,14 @@
-"""Averages what peers tell about fragments. Each fragment has a tag of its own, so fragments do not wait for others."""
+"""Exchanges with other peers: averages of what they tell about fragments, and states for peers that lack something."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,38 +17,109 @@ from shoal.averaging.averager import Infos
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import average_once
 from shoal.averaging.round.session import GroupSession
-from shoal.averaging.state.download import OwnedState, State
-from shoal.averaging.state.multi_source import MAX_VOTERS
+from shoal.averaging.state.download import OwnedState, State, check_bytes, check_fit
+from shoal.averaging.state.newcomer import MAX_VOTERS, CheckTensors
 from shoal.base.serializer import MSGPackSerializer
-from shoal.base.tasks import run_in_worker
 from shoal.compression import CompressionInfo, TensorMetadata, TensorRole
+from shoal.compression.base import copies_of
+from shoal.optim.diloco.fragment_updates import FragmentUpdates
 from shoal.optim.diloco.fragments import ROLE as EXTRA_ROLE
-from shoal.optim.diloco.messages import OuterStatement
+from shoal.optim.diloco.fragments import ExtraTensors, Fragment
+from shoal.optim.diloco.inner import InnerOptimizers
+from shoal.optim.diloco.messages import EXTRA, STATISTICS, OuterStatement, answer, parse_request
+from shoal.optim.diloco.slots import SlotCounter
+from shoal.optim.history.journal import SHARE_FOR_NEWCOMERS, Update
+from shoal.optim.setup.optimizer_state import statistics_of
+
+# The most statistics that an inner optimizer keeps of a value.
+MOST_STATISTICS = 8
+# Of the tensors of a fragment, that of the first one and that of all others.
+ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
 
 
-class Contributor(Protocol):
-    """What a fragment contributes to a round, as the averager sees it."""
+@dataclass(frozen=True)
+class OuterDonor:
+    """What this peer has for others, besides its messages. Called in worker threads."""
 
-    def judge(
-        self, statements: Sequence[OuterStatement | None], own: int, group_id: bytes, clients: Collection[int]
-    ) -> tuple[bool, float]:
-        """Look at what all members of a group have said. Called in the event loop.
+    counter: SlotCounter
+    fragments: Sequence[FragmentUpdates]
+    lock: threading.RLock
+    """Held while outer parameters, or statistics of inner optimizers, change."""
+    inner: InnerOptimizers
+    shares_inner_state: bool
+    extra: ExtraTensors
+    """What is averaged as it is, with the first fragment."""
 
-        Args:
-            own: this peer's position.
-            clients: positions of members from which nobody can download anything.
+    def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
+        """The number of each parameter of a fragment, where it begins and its shape, for archives."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.inner.parameters)}
+        places = zip(fragment.parameters, fragment.offsets, strict=True)
+        return [[numbers[id(parameter)], offset, list(parameter.shape)] for parameter, offset in places]
 
-        Returns:
-            Whether its message counts, and by which factor it is made smaller now.
+    def everything(self) -> OwnedState:
+        """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
+        with self.lock:
+            found = [each.dump() for each in self.fragments]
+            tensors = copies_of([tensor for _, own in found for tensor in own])
+            layouts = [self._layout_of(each.fragment) for each in self.fragments]
+            parts = zip(found, layouts, strict=True)
+            described = [{**metadata, "tensors": len(own), "layout": layout} for (metadata, own), layout in parts]
+            names = list(self.inner.names)
+            infos = [
+                CompressionInfo.from_tensor(tensor, key=index, role=ROLES[index > 0])
+                for _, own in found
+                for index, tensor in enumerate(own)
+            ]
+            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors, infos)
+
+    def part(self, part: bytes) -> OwnedState | None:
+        """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
+
+        ``None``: there is something, and nothing of that is here any more.
+        """
+        if part == STATISTICS:
+            if not self.shares_inner_state:
+                return OwnedState(None, [])
+            with self.lock:
+                described, tensors = self.inner.dump_statistics()
+                copies = copies_of(tensors)
+                infos = [CompressionInfo.from_tensor(tensor, key=n, role=ROLES[1]) for n, tensor in enumerate(copies)]
+                return OwnedState(described, copies, infos)
+        if part == EXTRA:
+            return OwnedState(None, [self.extra.read()] if self.extra else [])
+        found, is_far_behind = dict[int, list[Update]](), False
+        wanted = parse_request(part, len(self.fragments))
+        with self.lock:
+            for number, (version, _) in wanted.items():
+                each = self.fragments[number]
+                if updates := each.journal.since(version):
+                    found[number] = updates
+                else:
+                    is_far_behind |= version < each.state.version
+        if not found and (is_far_behind or any(known is not None for _, known in wanted.values())):
+            return None
+        return answer(found)
+
+    def check(self, part: bytes, given: Sequence[TensorMetadata]) -> None:
+        """Check what another peer offers of a part of the state, before it is downloaded. Called in the event loop.
 
         Raises:
-            AllreduceException: there is no round.
+            ValueError: this peer has no use for such tensors.
         """
-        ...
-
-    def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
-        """Make the message smaller. Called in a worker thread."""
-        ...
+        own = [each for fragment in self.fragments for each in fragment.state.layout]
+        if not part:
+            check_fit(given, own)
+        elif part == EXTRA:
+            check_fit(given, [((self.extra.length,), torch.float32)] if given else [])
+        elif part == STATISTICS:
+            # They may not exist here yet, so only their size is checked. The training thread waits for this download.
+            known = sum(each.nbytes for optimizer in self.inner.optimizers for each in statistics_of(optimizer))
+            usual = MOST_STATISTICS * sum(each.numel() * 8 for each in self.inner.parameters)
+            check_bytes(given, max(known, usual) + 2**20)
+        else:
+            # A donor keeps at most this many bytes of updates, or the latest one.
+            vectors = 4 * sum(fragment.fragment.length for fragment in self.fragments)
+            check_bytes(given, SHARE_FOR_NEWCOMERS * vectors)
 
 
 def tag_of(fragment: int) -> str:
@@ -54,64 +128,39 @@ def tag_of(fragment: int) -> str:
 
 
 class OuterAverager(DecentralizedAverager):
-    """Averages one flat vector per fragment.
+    """Averages one flat vector per fragment, each with a tag of its own, so that fragments do not wait for others.
 
     Args:
-        lengths: of these vectors.
-        extra_length: of one more vector, which is averaged with the first one; 0: there is none.
-        phases: what all peers must have in common, in words. Others do not form groups with this one.
-        contributors: one for each fragment.
-        get_state: the state that newcomers download. Called in a worker thread.
-        get_part: a part of the state by its name, or ``None`` to refuse it, likewise.
-        check: see :attr:`~shoal.averaging.state.donor.StateSharing.check`.
-        options: of :class:`~shoal.averaging.DecentralizedAverager`.
+        donor: has the fragments, and gives others what they lack.
+        phases: what all peers of the run must have in common, in words.
+        args: of :class:`~shoal.averaging.DecentralizedAverager`, without the tensors.
+        options: the same.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        extra_length: int,
-        phases: str,
-        contributors: Sequence[Contributor],
-        get_state: Callable[[], OwnedState],
-        get_part: Callable[[bytes], OwnedState | None],
-        check: Callable[[bytes, Sequence[TensorMetadata]], object],
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        self.phases = phases
-        self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
-        """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
-        self._contributors, self._get_state, self._get_part = tuple(contributors), get_state, get_part
-        self._check = check
+    def __init__(self, donor: OuterDonor, phases: str, *args: Any, **options: Any) -> None:
+        self.phases, self.donor = phases, donor
+        vectors = [each.vector for each in donor.fragments]
         infos = [
             CompressionInfo.from_tensor(vector, key=number, role=TensorRole.GRADIENT)
-            for number, vector in enumerate(self.vectors)
+            for number, vector in enumerate(vectors)
         ]
-        tags = {tag_of(number): [number] for number in range(len(self.vectors))}
-        self.extra = torch.zeros(extra_length, dtype=torch.float32, device="cpu")
+        tags = {tag_of(number): [number] for number in range(len(vectors))}
+        self.extra = torch.zeros(donor.extra.length, dtype=torch.float32, device="cpu")
         """What is averaged as it is, in the rounds of the first fragment."""
-        if extra_length:
+        if donor.extra:
             infos.append(CompressionInfo.from_tensor(self.extra, key=len(infos), role=EXTRA_ROLE))
-            tags[tag_of(0)].append(len(self.vectors))
-        vectors = [*self.vectors, self.extra] if extra_length else self.vectors
+            tags[tag_of(0)].append(len(vectors))
+            vectors.append(self.extra)
         super().__init__(vectors, *args, tensor_infos=infos, tags=tags, **options)
 
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
-        """Weigh this peer's message by what the members have said, then average."""
-        if session.mode is AveragingMode.AUX:
-            await average_once(session, tensors, infos)
-            return
-        vector = tensors[0]
-        number = next(number for number, each in enumerate(self.vectors) if each is vector)
-        statements = [_read(packed) for packed in session.group.gathered]
-        own = self._contributors[number]
-        clients = [n for n, mode in enumerate(session.group.modes) if mode == AveragingMode.CLIENT]
-        counts, factor = own.judge(statements, session.own_index, session.group.group_id, clients)
-        if not counts:
-            session.weight = 0.0
-        elif factor != 1:
-            await run_in_worker(own.reduce_message, vector, factor)
+        """Look at what the members have said, then average."""
+        if session.mode is not AveragingMode.AUX:
+            each = next(each for each in self.donor.fragments if each.vector is tensors[0])
+            statements = [_read(packed) for packed in session.group.gathered]
+            clients = [n for n, mode in enumerate(session.group.modes) if mode == AveragingMode.CLIENT]
+            if not each.judge(statements, session.own_index, session.group.group_id, clients):
+                session.weight = 0.0
         await average_once(session, tensors, infos)
 
     def help(self, fragment: int, scheduled_time: float, timeout: float) -> StepControl:
@@ -133,11 +182,13 @@ class OuterAverager(DecentralizedAverager):
         self.node.lanes[tag_of(fragment)].keys.group_bits = bits
 
     def get_current_state(self) -> OwnedState:
-        return self._get_state()
+        return self.donor.everything()
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        super().run_in_background(await_ready=True, timeout=timeout)
-        self.node.state_sharing.get_part, self.node.state_sharing.check = self._get_part, self._check
+    def get_part(self, part: bytes) -> OwnedState | None:
+        return self.donor.part(part)
+
+    def _check_of_downloads(self) -> CheckTensors:
+        return functools.partial(self.donor.check, b"")
 
     def load_part_from_peers(
         self, part: bytes, timeout: float, *, differs: bool = False
@@ -151,7 +202,8 @@ class OuterAverager(DecentralizedAverager):
 
     async def _load_part(self, part: bytes, timeout: float, most_voters: int) -> State | None:
         async with asyncio.timeout(timeout):
-            return await self.node.state_sharing.download(part=part, most_voters=most_voters)
+            check = functools.partial(self.donor.check, part)
+            return await self.node.state_downloads.download(part=part, most_voters=most_voters, check=check)
 
 
 def _read(packed: bytes) -> OuterStatement | None:

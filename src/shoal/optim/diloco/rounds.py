@@ -5,53 +5,41 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.attendance import Attendance
-from shoal.optim.diloco.checkpoint import OuterCheckpoint, Position
+from shoal.optim.diloco.checkpoint import OuterCheckpoint
 from shoal.optim.diloco.contribution import PARAMETERS
-from shoal.optim.diloco.fragment_updates import ExpectedMembers, FragmentUpdates, OuterRound
-from shoal.optim.diloco.fragments import ExtraTensors
-from shoal.optim.diloco.inner import InnerOptimizers
+from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
-from shoal.optim.diloco.slots import SlotCounter, group_of
-from shoal.optim.searches import Auxiliary, let_go, log_failure, watch_search
+from shoal.optim.diloco.slots import Attendance, group_of
+from shoal.optim.joint_optimizer import Auxiliary, let_go, log_failure, watch_search
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
-
-if TYPE_CHECKING:
-    from shoal.optim.progress_tracker import ProgressTracker
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class OuterRounds:
-    """Makes rounds of fragments. Used only by the training thread."""
+    """Makes rounds of fragments. Used only by the training thread.
 
-    own: PeerID
-    settings: OuterSettings
-    counter: SlotCounter
-    fragments: Sequence[FragmentUpdates]
-    inner: InnerOptimizers
-    tracker: ProgressTracker
-    averager: OuterAverager
-    extra: ExtraTensors
-    """What is averaged as it is, with the first fragment."""
-    lock: threading.RLock
-    """Held while outer parameters change."""
-    attendance: Attendance
-    """Which peers come."""
-    last: OuterRound | None = None
-    """The outer update that was applied last."""
-    has_trained: bool = False
-    """This peer has made inner steps, or has taken over a state."""
+    Args:
+        tracker: knows the progress of all peers.
+        averager: has the fragments, and exchanges them.
+    """
+
+    def __init__(self, settings: OuterSettings, tracker: ProgressTracker, averager: OuterAverager) -> None:
+        self.settings, self.tracker, self.averager, donor = settings, tracker, averager, averager.donor
+        self.counter, self.fragments, self.inner, self.lock = donor.counter, donor.fragments, donor.inner, donor.lock
+        self.attendance = Attendance(tracker, settings, len(donor.fragments))
+        """Which peers come."""
+        self.last: OuterRound | None = None
+        """The outer update that was applied last."""
+        self.has_trained = False
+        """This peer has made inner steps, or has taken over a state."""
 
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one; or leave that to a later step."""
@@ -89,7 +77,7 @@ class OuterRounds:
         others = self.attendance.everybody(get_dht_time())
         if len(others) < size:
             return None
-        bits, members = group_of(self.own.to_bytes(), others, slot, size)
+        bits, members = group_of(self.tracker.board.own.peer_id, others, slot, size)
         self.averager.meet_under(fragment, bits)
         return {PeerID(member) for member in members}
 
@@ -113,24 +101,8 @@ class OuterRounds:
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
         return Auxiliary(searches, self.settings.averaging_timeout)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    def dump_checkpoint(self, inner_steps: int) -> dict[str, Any]:
-        """What a checkpoint holds of all this. Tensors are not copied, and nothing is waited for."""
-        counter, vectors = self.counter, self.averager.vectors
-        position = Position(counter.slot, counter.steps, counter.samples, inner_steps)
-        return OuterCheckpoint.dump(position, self.settings.average, counter.schedule, self.fragments, vectors)
-
-    def parse_checkpoint(self, state: Any) -> OuterCheckpoint:
-        """Read what :meth:`dump_checkpoint` has made.
-
-        Raises:
-            ValueError: it does not fit this peer.
-        """
-        return OuterCheckpoint.parse(state, self.settings.average, self.counter.schedule, self.fragments)
-
     def restore(self, saved: OuterCheckpoint, timeout: float) -> None:
-        """Go on from a checkpoint.
+        """Continue from a checkpoint.
 
         Args:
             timeout: the longest time to leave the rounds under way, in seconds.
@@ -138,24 +110,18 @@ class OuterRounds:
         if saved.differences:
             logger.warning("the checkpoint is of a run with other settings: %s", saved.differences)
         self.let_go(timeout)
-        position = saved.position
+        counter, place = self.counter, saved.counter
         with self.tracker.pause_updates():
-            for fragment, own, vector in zip(saved.fragments, self.fragments, self.averager.vectors, strict=True):
-                fragment.put_in_place(own, vector)
-            self.go_to(position.slot)
-            self.counter.steps, self.counter.samples = position.steps, position.samples
+            for fragment, own in zip(saved.fragments, self.fragments, strict=True):
+                fragment.put_in_place(own)
+            self.go_to(place.slot)
+            counter.steps, counter.samples, counter.inner_steps = place.steps, place.samples, place.inner_steps
             self.report()
         self.has_trained, self.last = True, None
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""
-        self.tracker.report_local_progress(self.counter.slot, self._done)
-
-    @property
-    def _done(self) -> int:
-        """What this peer has done in its slot, in the unit in which slots are counted."""
-        counter = self.counter
-        return counter.samples if counter.schedule.sync_every is None else counter.steps
+        self.tracker.report_local_progress(self.counter.slot, self.counter.done)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -172,19 +138,19 @@ class OuterRounds:
         # A newcomer counts if it was there for half of the steps.
         half = -(-(self.counter.schedule.sync_every or 0) // 2)
         least, each.contribution.is_fresh = half if each.contribution.is_fresh else 0, False
-        flight = each.begin(slot, self.averager.vectors[each.number], least)
+        flight = each.begin(slot, least)
         if not expected:
-            self.attendance.note(flight, ExpectedMembers(slot, (), get_dht_time(), 0.0))
+            self.attendance.note(flight, 0.0)
             return
         if each.number == 0:
-            self.extra.read(self.averager.extra)
+            self.averager.donor.extra.read(self.averager.extra)
         # Where groups are drawn, none of them is most of the run.
         needs_most = not is_drawn and settings.average != PARAMETERS
         electorate = expected | self.attendance.voters(slot) if needs_most else set()
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + settings.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
-            gather=each.statement(1 + len(electorate or expected), self._done).dump(),
+            gather=each.statement(1 + len(electorate or expected), self.counter.done).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
             allow_retries=not is_drawn,  # others would not find this peer a second time
@@ -193,8 +159,7 @@ class OuterRounds:
             tag=tag_of(each.number),
         )
         assert not isinstance(control, dict)
-        flight.control = control
-        flight.expected = ExpectedMembers(slot, expected, get_dht_time(), patience)
+        flight.control, flight.expected = control, expected
         last_slots = None if last is None else dict.fromkeys(expected, last)
         watch_search(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self.attendance.reach))
 
@@ -216,7 +181,7 @@ class OuterRounds:
         if flight.control is not None:
             try:
                 if self.attendance.is_passed_over(flight.slot, flight.control):
-                    raise AllreduceException("most others have gone on without it")
+                    raise AllreduceException("most others have continued without it")
                 flight.control.result(self.settings.averaging_timeout)
             except Exception as e:  # whatever has failed, training continues
                 flight.control.cancel()
@@ -229,18 +194,17 @@ class OuterRounds:
                 flight.control.cancel()
                 raise
         has_met_others = flight.control is not None and flight.control.round is not None
-        if has_met_others and flight.expected is not None:
+        if has_met_others:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
-            expected = replace(flight.expected, patience=time.monotonic() - began_at)
-            self.attendance.note(flight, expected)
-        done = each.land(self.averager.vectors[each.number], flight.result, self.own)
+            self.attendance.note(flight, time.monotonic() - began_at)
+        done = each.land(flight.result)
         if not flight.message.is_finite:
-            logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
+            logger.warning("this peer's parameters were not finite: it continues from those of the swarm")
             each.reset_model()
             self.inner.forget_what_is_not_finite()
         if done is not None:
             if each.number == 0 and has_met_others:
-                self.extra.write(self.averager.extra)
+                self.averager.donor.extra.write(self.averager.extra)
             self.last = done
             self._tell(done)
 

@@ -21,15 +21,14 @@ from shoal.compression.one_result import OneResult, Relayed
 from shoal.optim.diloco.contribution import (
     AVERAGES,
     PARAMETERS,
-    Compressor,
-    check_weighting,
+    WEIGHTINGS,
+    Staleness,
     default_feedback,
     usual_staleness,
 )
-from shoal.optim.diloco.fragment_updates import UpdateRules
 from shoal.optim.diloco.fragments import MergePolicy
-from shoal.optim.diloco.slots import Schedule
 from shoal.optim.options import SwarmOptions, resolve_shared
+from shoal.optim.recovery.adopt import CheckState
 
 # Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
 # others have short messages, which reducers may pass on, and need memory of what they have left out.
@@ -45,14 +44,27 @@ class OuterSettings(SwarmOptions):
     """How long the first peer that is ready waits for others, in seconds."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
-    rules: UpdateRules
-    """How messages count and results are applied."""
+    merge: MergePolicy
+    average: str
+    """One of :data:`~shoal.optim.diloco.contribution.AVERAGES`."""
+    weighting: str
+    """See :meth:`~shoal.optim.diloco.contribution.Effort.weight`."""
+    staleness: Staleness
+    """Makes old contributions smaller."""
+    max_staleness: int
+    """Older ones do not count."""
+    check_every: int
+    """Members compare the bits of their outer parameters after this many updates."""
+    share_inner_state: bool
+    """Newcomers also take over the statistics of another peer's inner optimizers."""
+    check_state: CheckState | None
+    """May refuse a downloaded state."""
     codec: CompressionBase
+    """Of rounds: of messages, and of averages."""
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
     """The share of what a message has left out that is added to the next one."""
-    average: str
 
     @classmethod
     def resolve(cls, **given: Any) -> OuterSettings:
@@ -93,6 +105,8 @@ class OuterSettings(SwarmOptions):
         check_every = given["check_every"]
         if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1:
             raise ValueError(f"check_every must be a number of updates from 1, got {check_every!r}")
+        if given["weighting"] not in WEIGHTINGS:
+            raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {given['weighting']!r}")
         patience = given["straggler_patience"]
         messages, back = given["compression"] or NoCompression(), given["return_compression"]
         codec = _codec(messages, back, given["sparse_mean"])
@@ -101,15 +115,13 @@ class OuterSettings(SwarmOptions):
             fragment_sync_delay=delay,
             average=average,
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
-            rules=UpdateRules(
-                MergePolicy.choose(given["fragment_update_alpha"], delay),
-                average,
-                check_weighting(given["weighting"]),
-                given["staleness"] or usual_staleness,
-                given["max_staleness"],
-                check_every,
-                delay,
-            ),
+            merge=MergePolicy.choose(given["fragment_update_alpha"], delay),
+            weighting=given["weighting"],
+            staleness=given["staleness"] or usual_staleness,
+            max_staleness=given["max_staleness"],
+            check_every=check_every,
+            share_inner_state=given["share_inner_state"],
+            check_state=given["check_state"],
             codec=codec,
             messages=messages,
             error_feedback=_feedback(messages, given["error_feedback"], average),
@@ -132,17 +144,6 @@ class OuterSettings(SwarmOptions):
     def is_sparse(self) -> bool:
         """Whether messages leave most values out."""
         return self.messages.sparse
-
-    def compressor(self, length: int) -> Compressor | None:
-        """What keeps the error of a fragment of this length; ``None``: it is not kept."""
-        return Compressor(self.messages, length, self.error_feedback) if self.error_feedback else None
-
-    def agreement(self, schedule: Schedule, fragments: str) -> str:
-        """What all peers of a run must have in common, in words."""
-        every = schedule.sync_every
-        length = f"{schedule.target_batch_size} samples per slot" if every is None else f"sync_every {every}"
-        weighting = self.rules.weighting
-        return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {weighting}"
 
 
 def _check_auxiliary(given: Mapping[str, Any], averager_opts: Mapping[str, Any]) -> None:

@@ -1,27 +1,50 @@
-"""Slots: when peers exchange which fragment, and how they agree that a slot is over.
+"""Slots: when peers exchange which fragment, how they agree that a slot is over, and which of them come to its round.
 
 The exchanges of a run are numbered. Each of them, a *slot*, is for one fragment: slot k for fragment ``k % fragments``.
 The number is agreed in the swarm, so a peer that hears of a later slot goes there and skips those between. To the
 progress tracker, slots are epochs. They are counted in samples of all peers; or in inner steps, which nobody adds up:
 then the first peer that has made all of them ends the slot (:class:`StepRule`).
+
+Where training stands still during rounds, peers of one slot meet. Where rounds overlap with training, a round may end
+long after its slot, and peers some slots apart may meet in the round of one fragment. An update that most of the run
+does not have would be lost, or split the run: so a peer makes none alone while others train (:class:`Attendance`).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
 
+from shoal.averaging import StepControl
+from shoal.base.clock import get_dht_time
+from shoal.base.logs import Seldom
+from shoal.optim.diloco.contribution import PARAMETERS
+from shoal.optim.diloco.fragment_updates import Flight
+from shoal.optim.diloco.settings import OuterSettings
+from shoal.optim.history.fork_choice import weights_of
+from shoal.optim.history.window import EPOCHS_AHEAD, is_behind, last_epoch_in_first_round
 from shoal.optim.progress.board import EpochRule
-from shoal.optim.progress.records import GlobalTrainingProgress, LocalTrainingProgress
+from shoal.optim.progress.records import (
+    Companion,
+    GlobalTrainingProgress,
+    LocalTrainingProgress,
+    expected_members,
+)
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger(__name__)
 
 # Later than all slots.
 ANY_SLOT = 2**62
+# Seconds. A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
+FAR_AHEAD = 1e9
 
 
 def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
@@ -73,6 +96,11 @@ class Schedule:
                 "use fewer fragments or exchange less often"
             )
 
+    def __str__(self) -> str:
+        is_counted = self.sync_every is None
+        length = f"{self.target_batch_size} samples per slot" if is_counted else f"sync_every {self.sync_every}"
+        return f"{self.fragments} fragments, {length}"
+
     def fragment_of(self, slot: int) -> int:
         """The fragment that is exchanged at the end of a slot."""
         return slot % self.fragments
@@ -94,25 +122,29 @@ class Schedule:
         return self.due_at(slot) - self.due_at(slot - 1)
 
 
+@dataclass
 class SlotCounter:
-    """Where one peer is in the run: the slot, and what the peer has done in it.
+    """Where one peer is in the run: the slot, and what the peer has done in it."""
 
-    Args:
-        schedule: says how long slots are.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.slot = 0
-        self.steps = 0
-        """Inner steps of this peer in this slot."""
-        self.samples = 0
-        """Samples of this peer in this slot."""
+    schedule: Schedule
+    slot: int = 0
+    steps: int = 0
+    """Inner steps of this peer in this slot."""
+    samples: int = 0
+    """Samples of this peer in this slot."""
+    inner_steps: int = 0
+    """All inner steps of this peer."""
 
     def count(self, samples: int) -> None:
         """This peer has made an inner step with this many samples."""
         self.steps += 1
         self.samples += samples
+        self.inner_steps += 1
+
+    @property
+    def done(self) -> int:
+        """What this peer has done in its slot, in the unit in which slots are counted."""
+        return self.samples if self.schedule.sync_every is None else self.steps
 
     @property
     def is_full(self) -> bool:
@@ -197,5 +229,247 @@ class StepRule(EpochRule):
         return now + patience if own.samples_accumulated >= target else end
 
 
-# A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
-FAR_AHEAD = 1e9
+# --- which peers come -------------------------------------------------------------------------------------------------
+
+
+class Attendance:
+    """Which peers come. Used only by the training thread.
+
+    Args:
+        tracker: knows the progress of all peers.
+        settings: whether rounds overlap with training, and how long others are waited for.
+        fragments: how many fragments there are.
+    """
+
+    def __init__(self, tracker: ProgressTracker, settings: OuterSettings, fragments: int) -> None:
+        self._tracker, self._board, self._settings, self._fragments = tracker, tracker.board, settings, fragments
+        # Peers that were expected in the last round for which they could have come, and did not come; and its slot.
+        self._absent: Mapping[bytes, int] = MappingProxyType({})
+        # The slot that this peer could have ended, and since when.
+        self._held: tuple[int, float] = (-1, 0.0)
+        # The slot of others to which this peer went back the last time.
+        self._went_back_to = -1
+        self._warn_seldom = Seldom(logger.warning)
+
+    # --- what has happened --------------------------------------------------------------------------------------------
+
+    def note(self, flight: Flight, waited: float | None) -> None:
+        """A round has ended.
+
+        Args:
+            waited: for how many seconds training has stood still for it; ``None``: it has failed here, and others may
+                have had it without this peer.
+        """
+        board, guard, result, now = self._board, self._board.guard, flight.result, get_dht_time()
+        with board.lock:
+            if isinstance(board.rule, StepRule):
+                board.rule.is_late = waited is None
+            if waited is None:
+                guard.begin_to_wait((), now, 0.0)
+                guard.note_round({}, now)
+                return
+            samples: dict[bytes, float] = {}
+            if result is not None:
+                guard.note_failures([peer.to_bytes() for peer in result.seen_failing], result.duration, now)
+                done = {peer.to_bytes(): each for peer, each in zip(result.peers, flight.group.done, strict=True)}
+                weights = weights_of(result)
+                samples = {peer: done[peer] if weight else 0 for peer, weight in weights.items()}
+                guard.note_weights(weights)
+            self.note_members(flight, samples, now, waited)
+
+    def note_members(self, flight: Flight, samples: Mapping[bytes, float], now: float, waited: float) -> None:
+        """A round is over, in which these members have brought this much; nothing if this peer was alone."""
+        board, slot, expected = self._board, flight.slot, {peer.to_bytes() for peer in flight.expected}
+        known = {peer: missed for peer, missed in self._absent.items() if peer in board.companions}
+        absent = {**known, **dict.fromkeys(expected, slot)}
+        self._absent = {peer: missed for peer, missed in absent.items() if peer not in samples}
+        board.guard.begin_to_wait(expected, now - (time.monotonic() - flight.began_at), waited)
+        board.guard.note_round(samples, now, board.companions, slot)
+
+    # --- the round at the end of a slot -------------------------------------------------------------------------------
+
+    def last_slot(self, slot: int) -> int:
+        """A peer beyond this slot does not come to the round that ends ``slot``."""
+        return last_epoch_in_first_round(slot, overlaps=self._settings.overlaps)
+
+    @property
+    def reach(self) -> int:
+        """The most slots between two peers that can meet in one round of a fragment.
+
+        Where rounds overlap with training, a peer that begins a round may meet one that has begun its next round of the
+        same fragment. That one is as many slots further as there are fragments, and may have ended one more slot.
+        """
+        return self._fragments + 1 if self._settings.overlaps else 0
+
+    def expected(self, slot: int) -> set[PeerID]:
+        """Other peers that will come to the round at the end of this slot."""
+        return self.worth_waiting_for(
+            self._tracker.expected_members(until_epoch=self.last_slot(slot)) | self._a_slot_behind(slot)
+        )
+
+    def _a_slot_behind(self, slot: int) -> set[PeerID]:
+        """Peers that come to the round at the end of this slot when they have ended the one before.
+
+        Only where training continues meanwhile, and rounds of two slots are of different fragments. Elsewhere, peers
+        that are a slot apart meet at once. There, two halves of a run could continue side by side, one always a slot
+        ahead.
+        """
+        if not self._settings.overlaps or self._fragments == 1 or self._settings.average == PARAMETERS:
+            return set()
+        behind = {PeerID(each.peer_id): slot for each in self._records() if each.epoch == slot - 1}
+        return self._tracker.still_expected(behind)
+
+    def voters(self, slot: int) -> set[PeerID]:
+        """Other peers that count when it is asked whether most have come to the round that ends this slot."""
+        return self.electorate(get_dht_time(), slot - self.reach)
+
+    def slot_to_go_back_to(self, slot: int) -> int | None:
+        """The slot of others that do not follow this peer, which is too far ahead of them. ``None``: it is not.
+
+        Nobody follows a client. Nor do peers that are two or more a single one, where rounds overlap with training. Its
+        outer parameters stay as they are: the next round tells whose branch survives.
+        """
+        if self._settings.client_mode:
+            last = max(self._slots_near(0), default=slot)
+            is_too_far = is_behind(last, slot, 1)
+        else:
+            slots = self.slots_of_companions(get_dht_time()).values()
+            last = max(slots, default=slot)
+            # If they have not moved since this peer waited for them there, they do not train.
+            is_alive = last > self._went_back_to
+            is_too_far = self._settings.overlaps and len(slots) > 1 and is_behind(last, slot, EPOCHS_AHEAD) and is_alive
+        if not is_too_far:
+            return None
+        self._went_back_to = last
+        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, last)
+        return last
+
+    def lets_others_catch_up(self, slot: int) -> bool:
+        """Whether others are a little behind, and get some time to come to the round that ends this slot.
+
+        Where rounds overlap with training, a peer whose rounds nobody joins would be the fastest, and leave the run.
+        """
+        if not self._settings.overlaps:
+            return False
+        near = self._slots_near(slot - EPOCHS_AHEAD)
+        if not near or max(near) >= slot or self.expected(slot):
+            return False
+        if self._held[0] != slot:
+            self._held = slot, time.monotonic()
+        return time.monotonic() - self._held[1] < self._settings.straggler_patience
+
+    def others_are_there(self, slot: int) -> bool:
+        """Whether others train, that do not come to the round that ends this slot, but make updates before or after.
+
+        Also if only this peer cannot reach them.
+        """
+        if self._tracker.expected_members(until_epoch=ANY_SLOT):
+            return True
+        if self.is_cut_off(get_dht_time()):
+            self._warn_seldom(
+                "this peer reaches nobody, although others have not left: it makes no update until they are back, or "
+                "silent for a minute. Is it offline?"
+            )
+            return True
+        if self._settings.client_mode:
+            return bool(self._slots_near(0))  # nobody could download what a client has updated alone
+        return bool(self._slots_near(slot - EPOCHS_AHEAD if self._settings.overlaps else slot))
+
+    def is_passed_over(self, slot: int, control: StepControl) -> bool:
+        """Whether most others are beyond a round that still looks for a group, after waiting for that a while.
+
+        Else two halves of a run could wait for each other in the rounds of two fragments.
+        """
+        settings = self._settings
+        if not settings.overlaps or settings.average == PARAMETERS:
+            return False
+        concurrent.futures.wait([control], settings.matchmaking_time)
+        if control.done() or control.began_allreduce:
+            return False
+        last = slot + (self._fragments if settings.fragment_sync_delay is None else 1)
+        others = self.voters(slot)
+        return 2 * (1 + len(self._tracker.still_expected(dict.fromkeys(others, last)))) <= 1 + len(others)
+
+    def _records(self) -> list[LocalTrainingProgress]:
+        return self._board.companions_to_call(get_dht_time())
+
+    def _slots_near(self, earliest: int) -> list[int]:
+        """The slots of others that can be called and are at this slot or beyond it."""
+        near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
+        return [near[peer] for peer in self._tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
+
+    # --- who is there -------------------------------------------------------------------------------------------------
+
+    def everybody(self, now: float) -> set[bytes]:
+        """All other peers that are known and can be reached, whatever slot they are at."""
+        with self._board.lock:
+            return self._reachable(now).keys() - self._board.strangers()
+
+    def electorate(self, now: float, earliest: int) -> set[PeerID]:
+        """Other peers that count when it is asked whether most have come to a round.
+
+        These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
+        waiting for them. Otherwise two halves of a run could each be most of those that count: when they wait for
+        nobody else, or when one of them is some slots ahead. A peer that missed a round it was expected in is not
+        counted until it shows up, unless it advanced without this one. Nor are newcomers as long as they may not join,
+        because others of them have cost too much time.
+
+        Args:
+            earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
+                peer's slot on.
+        """
+        board = self._board
+        with board.lock:
+            kin = board.kin(now)
+            coming = expected_members(board.own.epoch, ANY_SLOT, kin, board.last_members, now)
+            present = {peer for peer in coming if board.guard.has_time_for(peer, now)}
+            met = {peer for peer, slot in self._slots_of_met(now).items() if slot >= earliest}
+            return {PeerID(peer) for peer in present | met if not self._is_absent(peer)}
+
+    def _is_absent(self, peer: bytes) -> bool:
+        """Whether a peer was expected recently, and neither came nor advanced, as far as this one believes it."""
+        slot = self._absent.get(peer)
+        if slot is None:
+            return False
+        return self._board.companions[peer].record.epoch <= slot or not self._board.guard.is_proven(peer)
+
+    def slots_of_companions(self, now: float) -> dict[bytes, int]:
+        """The slots of others that can be called and were in a round with this peer."""
+        with self._board.lock:
+            return self._slots_of_met(now)
+
+    def _slots_of_met(self, now: float) -> dict[bytes, int]:
+        guard = self._board.guard
+        return {peer: c.record.epoch for peer, c in self._reachable(now).items() if guard.has_met(peer)}
+
+    def _reachable(self, now: float) -> dict[bytes, Companion]:
+        companions = self._board.companions.items()
+        return {peer: c for peer, c in companions if c.is_reachable(now) and not c.record.is_donor}
+
+    def worth_waiting_for(self, peers: Collection[PeerID]) -> set[PeerID]:
+        """Of several peers that may come, those that are worth waiting for."""
+        with self._board.lock:
+            found = self._board.guard.whom_to_wait_for({peer.to_bytes() for peer in peers}, get_dht_time())
+            return set(map(PeerID, found))
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
+
+        Others with whom it was in a round have fallen silent, without a goodbye, and their system did not refuse the
+        call. If there is only one of them, one of both must continue. Records of strangers say nothing: anybody can
+        publish some that nobody answers for.
+
+        Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
+        have expired, however they fell silent.
+        """
+        board = self._board
+        with board.lock:
+            fell_silent = {
+                peer: c
+                for peer, c in board.companions.items()
+                if c.unreachable_since is not None and c.expiration >= now and not c.record.is_donor
+            }
+            if board.own.client_mode:
+                return bool(fell_silent)
+            silent = [peer for peer, c in fell_silent.items() if not c.is_refused and board.guard.has_met(peer)]
+            return len(silent) > 1 or any(peer < board.own.peer_id for peer in silent)

@@ -233,6 +233,12 @@ class ProgressBoard:
             return False
         return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
 
+    def ends_when_introduced(self, now: float) -> bool:
+        """Whether this peer has all samples of its epoch, and others must only learn of it before it may step."""
+        if self.introduced or not self._contributed:
+            return False
+        return self.global_progress(now).epoch == self.own.epoch and self._is_known_to_be_over(now)
+
     def _is_known_to_be_over(self, now: float) -> bool:
         """Whether it is time by count. Alone, extrapolation says nothing: this peer may just have paused."""
         progress = self.global_progress(now)

@@ -133,6 +133,8 @@ class ProgressExchange(ServicerBase):
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
         """Set inside the loop: the first if there is news to publish, the second if others must be called."""
+        self.introduced = asyncio.Event()
+        """Set when all peers that can be called know that this one takes part."""
         self.on_fetch: Callable[[], object] | None = None
         """Called after each refresh of the others' progress during which this peer stayed at one epoch."""
         self._written: LocalTrainingProgress | None = None
@@ -239,6 +241,7 @@ class ProgressExchange(ServicerBase):
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.note_introduction(get_dht_time())
+        self.introduced.set()
 
     async def _publish(self) -> None:
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())

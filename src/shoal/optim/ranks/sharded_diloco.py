@@ -18,8 +18,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -30,11 +30,11 @@ from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
 from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException, AveragingError, ShoalError
-from shoal.optim.diloco.catching_up import STATISTICS
+from shoal.optim.diloco.checkpoint import OuterCheckpoint
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, GroupFinding, OuterRound
 from shoal.optim.diloco.messages import (
-    OuterParameters,
+    STATISTICS,
     OuterStatement,
     Wanted,
     parse_answer,
@@ -42,11 +42,11 @@ from shoal.optim.diloco.messages import (
     unpacked,
 )
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
-from shoal.optim.history.journal import MOST, Entry, Update, hash_of, parse_entries
+from shoal.optim.history.journal import Entry, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
 from shoal.optim.progress.run_settings import ParameterSettings, RunSettings
 from shoal.optim.ranks.processes import Processes
-from shoal.optim.recovery.download import refusing_nonsense
+from shoal.optim.recovery.adopt import refusing_nonsense
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,9 @@ class LeadingFragment(FragmentUpdates):
             self.journal.adopt([Entry(0, hash_of(bytes_of(values), *hashes), 0)])
         self._tell("adopt", self.journal.entries)
 
-    def begin(self, slot: int, vector: torch.Tensor, least_steps: int = 0) -> Flight:
+    def begin(self, slot: int, least_steps: int = 0) -> Flight:
         with self._including():
-            flight = super().begin(slot, vector, least_steps)
+            flight = super().begin(slot, least_steps)
         told = self._tell("begin", slot, least_steps)
         self._digests = b"".join(digest for _, digest in told)
         if not all(is_finite for is_finite, _ in told):
@@ -160,28 +160,28 @@ class LeadingFragment(FragmentUpdates):
         told = super().statement(expected, done)
         return dataclasses.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
 
-    def judge(self, statements: Sequence[OuterStatement | None], *args: Any) -> Any:
-        found = super().judge(statements, *args)
+    def judge(self, statements: Sequence[OuterStatement | None], *args: Any) -> bool:
+        counts = super().judge(statements, *args)
         base = None if self.flight is None else self.flight.group.base
         self._up_to_date = tuple(n for n, each in enumerate(statements) if each and each.entries[-1] == base)
-        return found
+        return counts
 
     def give_up(self) -> None:
         if not self._is_included:
             self._tell("give_up", self._stands())
         super().give_up()
 
-    def land(self, vector: torch.Tensor, result: RoundResult | None, own: PeerID) -> OuterRound | None:
+    def land(self, result: RoundResult | None) -> OuterRound | None:
         """As for any fragment; but only if all processes of this peer have their parts of the result."""
         flight, meeting = self.flight, None
         assert flight is not None, "there is no round whose result could be applied"
         if result is not None:
             coming = {result.peers[n] for n in self._up_to_date} - {*result.failed_peers}
-            meeting = Meeting(result.group_id, own, result.peers, len(coming))
+            meeting = Meeting(result.group_id, self.own, result.peers, len(coming))
         is_alone = meeting is None or meeting.coming == 1
         is_whole = result is None or (result.share_averaged == 1 and any(result.weights))
         has_most = result is None or flight.group.has_most(result.weights)
-        has_met = flight.standing is Relation.WITH and is_whole and has_most and all_finite(vector)
+        has_met = flight.standing is Relation.WITH and is_whole and has_most and all_finite(self.vector)
         reasons = ["it was not whole"]
         if has_met and (flight.message.is_finite or not is_alone):
             reasons = self._tell("average", self._stands(), None if is_alone else meeting)
@@ -197,9 +197,9 @@ class LeadingFragment(FragmentUpdates):
             return None
         stands = self._stands()
         with self._including():
-            done = super().land(vector, result, own)
+            done = super().land(result)
         plain = None if result is None else dataclasses.replace(result, causes={}, traffic={}, absent={}, waits={})
-        self._tell("land", stands, plain, own, self._round_id, is_alone)
+        self._tell("land", stands, plain, self._round_id, is_alone)
         return done
 
     def _step(self, mean: torch.Tensor, round_id: bytes, *args: Any) -> None:
@@ -217,31 +217,20 @@ class LeadingFragment(FragmentUpdates):
         with self._including():
             return super().take_over(metadata, tensors, is_new=is_new)
 
-    def make_up(self, updates: Iterable[Update] = (), whole: OuterParameters | None = None) -> int:
+    def make_up(self, updates: Sequence[Update] = ()) -> int:
         """As for any fragment; of the updates, those whose parts all processes can get."""
-        following, newest, theirs = list[Update](), self.journal.newest, None
+        following, newest = list[Update](), self.journal.newest
         for each in updates:
             if (each.version, each.after) == (newest.version + 1, newest.hash):
+                unpacked(each.tensors, self.fragment.length)
                 following.append(each)
                 newest = newest.followed_by(each.round_id + each.names, each.samples)
-        if whole is not None:
-            with refusing_nonsense():
-                self.check(*whole)
-            theirs = parse_entries(whole[0]["chain"])
-        for each in following:
-            unpacked(each.tensors, self.fragment.length)
-        if following or whole is not None:
-            version = MOST if self.standing is Relation.ELSEWHERE else self.state.version
-            wanted = Wanted(version, self.heard_of)
-            heads = [each._replace(tensors=()) for each in following]
-            told = self._tell("fetch", self._stands(), wanted, heads, theirs)
-            following = following[: min([len(following), *(count for count, _ in told)])]
-            whole = whole if all(has_whole for _, has_whole in told) else None
-            if not following and whole is None:
-                return 0
-            self._tell("make_up", len(following), whole is not None)
+        if following:
+            wanted, heads = Wanted(self.state.version, self.heard_of), [each._replace(tensors=()) for each in following]
+            following = following[: min([len(following), *self._tell("fetch", self._stands(), wanted, heads)])]
+            self._tell("make_up", len(following))
         with self._including():
-            return super().make_up(following, whole)
+            return super().make_up(following)
 
 
 class LeadingAverager(OuterAverager):
@@ -295,8 +284,10 @@ class ProcessDiLoCo(DiLoCo):
         Raises:
             ValueError: it does not fit.
         """
-        saved = self._rounds.parse_checkpoint(checkpoint)
-        return saved.position, [parse_entries(each["chain"]) for each in checkpoint["fragments"]]
+        fragments = self._rounds.fragments
+        place = OuterCheckpoint.parse(checkpoint, self.options.average, self.schedule, fragments).counter
+        counts = place.slot, place.steps, place.samples, place.inner_steps
+        return counts, [parse_entries(each["chain"]) for each in checkpoint["fragments"]]
 
     def _note_thread(self) -> None:
         """Only together with the other processes can it take part in a round, so it does not stand by."""
@@ -311,6 +302,7 @@ class LeadingDiLoCo(ProcessDiLoCo):
     """
 
     _averager_kind = LeadingAverager
+    _is_loading = False
 
     def __init__(self, processes: Processes, sharding: str, parameters: Sequence[torch.Tensor], **options: Any) -> None:
         self._sharding, self._whole = sharding, parameters
@@ -351,8 +343,17 @@ class LeadingDiLoCo(ProcessDiLoCo):
         super().show_outer_parameters()
 
     def show_own_parameters(self) -> None:
-        self.processes.call("show_own_parameters")
+        if not self._is_loading:
+            self.processes.call("show_own_parameters")
         super().show_own_parameters()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of this part; each other process restores its own."""
+        self._is_loading = True
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._is_loading = False
 
     def load_state(self, state: Any) -> None:
         """Not possible: an archive has whole tensors."""
@@ -367,7 +368,7 @@ class FollowingFragment(FragmentUpdates):
 
     round_id = b""
     """Names the round that is applied, as in the first process."""
-    fetched: tuple[list[Update], OuterParameters | None] = ([], None)
+    fetched: Sequence[Update] = ()
     """What was downloaded to make up for what this peer has missed."""
 
     def stand(self, told: Standing) -> None:
@@ -377,9 +378,9 @@ class FollowingFragment(FragmentUpdates):
             flight.group, flight.known, flight.attempts = told.group, told.known, set(told.attempts)
             flight.message.is_finite, flight.message.weight = told.is_finite, told.weight
 
-    def judge(self, *args: Any) -> Any:
+    def judge(self, *args: Any) -> bool:
         """The first process has judged before."""
-        return True, 1.0
+        return True
 
     def _step(self, mean: torch.Tensor, round_id: bytes, *args: Any) -> None:
         super()._step(mean, self.round_id or round_id, *args)
@@ -392,9 +393,12 @@ class FollowingDiLoCo(ProcessDiLoCo):
     """In all processes but the first one. It does what that one calls, see :meth:`obey`."""
 
     _fragment_kind = FollowingFragment
-    _fragments: list[FollowingFragment]  # type: ignore[assignment]
     has_taken_over = False
     """Whether this peer has taken over a state."""
+
+    @property
+    def _fragments(self) -> Sequence[FollowingFragment]:
+        return cast(Sequence[FollowingFragment], self._rounds.fragments)
 
     def _begin(self) -> None:
         """Others of this rank hear of this process; only the first one has a part in the progress of the run."""
@@ -413,7 +417,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
 
     def follow(self, slot: int) -> None:
         """This peer is at this slot."""
-        self._counter.go_to(slot)
+        self._rounds.counter.go_to(slot)
         if not self.averager.client_mode and self.averager.state_sharing_priority != slot:
             self.averager.state_sharing_priority = slot
 
@@ -430,7 +434,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
                 "dht.get_visible_maddrs()"
             )
         for each in self._fragments:
-            each.own = first
+            each.own = PeerID(first)
 
     def call_make_inner_step(self, samples: int) -> None:
         self._make_inner_step(samples, None)
@@ -457,7 +461,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
     def call_begin(self, number: int, slot: int, least_steps: int) -> tuple[bool, bytes]:
         """Returns whether this part of the message is finite, and a hash of outer parameters if peers compare these."""
         each = self._fragments[number]
-        flight = each.begin(slot, self.averager.vectors[number], least_steps)
+        flight = each.begin(slot, least_steps)
         return flight.message.is_finite, each.statement(1).digest
 
     def call_give_up(self, number: int, told: Standing) -> None:
@@ -470,14 +474,14 @@ class FollowingDiLoCo(ProcessDiLoCo):
         Args:
             meeting: ``None``: there are no others, and this peer's own message is the result.
         """
-        each, vector = self._fragments[number], self.averager.vectors[number]
+        each = self._fragments[number]
         each.stand(told)
         if meeting is not None:
             try:
                 self._meet(each, meeting)
             except (ShoalError, TimeoutError, concurrent.futures.CancelledError) as e:
                 return words_of(e) or type(e).__name__
-        return "" if all_finite(vector) else "its values are not finite"
+        return "" if all_finite(each.vector) else "its values are not finite"
 
     def _meet(self, each: FollowingFragment, meeting: Meeting) -> None:
         """Average this part with the processes of the same rank in other peers.
@@ -510,18 +514,18 @@ class FollowingDiLoCo(ProcessDiLoCo):
             raise AllreduceException("the messages of most members did not count")
 
     def call_land(
-        self, number: int, told: Standing, result: RoundResult | None, own: PeerID, round_id: bytes, is_alone: bool
+        self, number: int, told: Standing, result: RoundResult | None, round_id: bytes, is_alone: bool
     ) -> None:
         each = self._fragments[number]
         each.stand(told)
         each.round_id = round_id
         try:
-            done = each.land(self.averager.vectors[number], result, own)
+            done = each.land(result)
         finally:
             each.round_id = b""
         assert done is not None, "the first process has found that the result can be used"
-        if is_alone and each.contribution.compressor is not None:
-            each.contribution.compressor.forget()  # nothing was encoded, so nothing was left out
+        if is_alone:
+            each.contribution.error = None  # nothing was encoded, so nothing was left out
 
     def call_reset_model(self, number: int) -> None:
         self._fragments[number].reset_model()
@@ -529,49 +533,36 @@ class FollowingDiLoCo(ProcessDiLoCo):
 
     # --- what this peer lacks -----------------------------------------------------------------------------------------
 
-    def call_fetch(
-        self, number: int, told: Standing, wanted: Wanted, heads: list[Update], theirs: tuple[Entry, ...] | None
-    ) -> tuple[int, bool]:
-        """Download this part of updates, or of outer parameters, that the first process has.
+    def call_fetch(self, number: int, told: Standing, wanted: Wanted, heads: Sequence[Update]) -> int:
+        """Download this part of updates that the first process has; returns how many are here now.
 
         Args:
             heads: its updates, without tensors.
-            theirs: the versions of its outer parameters; ``None``: it has none.
-
-        Returns:
-            How many of the updates are here, and whether the outer parameters are.
         """
-        each = self._fragments[number]
+        each, same = self._fragments[number], 0
         each.stand(told)
-        each.fetched, timeout = ([], None), self.options.load_state_timeout
         try:
-            found = self.averager.load_part_from_peers(request_for({number: wanted}), timeout).result()
-            if found is None:
-                return 0, False
+            request, timeout = request_for({number: wanted}), self.options.load_state_timeout
+            found = self.averager.load_part_from_peers(request, timeout).result()
             with refusing_nonsense():
-                updates, states = parse_answer(found[0], found[1], len(self._fragments))
-                got, whole = updates.get(number, []), states.get(number)
-                if whole is not None:
-                    each.check(*whole)
-                    whole = whole if parse_entries(whole[0]["chain"])[-1:] == (theirs or ())[-1:] else None
-                same = 0
+                got = [] if found is None else parse_answer(found[0], found[1], len(self._fragments)).get(number, [])
                 while same < min(len(got), len(heads)) and got[same]._replace(tensors=()) == heads[same]:
                     unpacked(got[same].tensors, each.fragment.length)
                     same += 1
         except (ShoalError, TimeoutError, ValueError) as e:
-            logger.info("process %d of this peer lacks what the first one has: %s", self.processes.rank, e)
-            return 0, False
-        each.fetched = got[:same], whole
-        return same, whole is not None
+            logger.warning("process %d of this peer could not make up for updates: %s", self.processes.rank, e)
+            return 0
+        each.fetched = got[:same]
+        return same
 
-    def call_make_up(self, number: int, count: int, takes_whole: bool) -> None:
+    def call_make_up(self, number: int, count: int) -> None:
         each = self._fragments[number]
-        (updates, whole), each.fetched = each.fetched, ([], None)
-        each.make_up(updates[:count], whole if takes_whole else None)
+        updates, each.fetched = each.fetched, ()
+        each.make_up(updates[:count])
 
     def call_download(self, timeout: float | None) -> list[Entry] | None:
         """Download this part of a state; returns its version. ``None``: nobody has given one that fits."""
-        self._state: list[OuterParameters] = []
+        self._state: list[tuple[Any, list[torch.Tensor]]] = []
         try:
             state = self.averager.load_state_from_peers(timeout=timeout)
             if state is None:

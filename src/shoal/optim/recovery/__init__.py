@@ -1,7 +1,7 @@
-"""Getting the state of the others. Both optimizers use :mod:`~.when` and :mod:`~.download`.
+"""Getting the state of the others, for newcomers and for peers that have fallen behind or are on a losing branch.
 
 - :mod:`~.when` decides whether a peer needs a state, and paces the attempts.
-- :mod:`~.download` tries the states of donors, one after another, until one can be taken over.
-- :mod:`~.adopt` holds the training state: takes it apart, puts another one in its place, and restores the old one.
-- :mod:`~.joiner_grace`: a donor that trains alone waits for its newcomers.
+- :mod:`~.adopt` tries the states of donors, one after another, until one can be taken over. For
+  :class:`~shoal.Optimizer` it also holds the training state: takes it apart, puts another one in its place, and
+  restores the old one.
 """

@@ -2,7 +2,7 @@
 
 Both optimizers decide by :func:`needs_state`, and pace their attempts with :class:`Retries`::
 
-    training ─ needs_state ─► download (recovery/download.py) ─► adopt (recovery/adopt.py) ─► training
+    training ─ needs_state ─► download and adopt (recovery/adopt.py) ─► training
                    ▲               │ fails, or brings nothing new
                    └─── Retries ◄──┘
 

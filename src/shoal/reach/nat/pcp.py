@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ProtocolError
-from shoal.net.tcp.stream import disown_socket, own_socket
+from shoal.net.tcp.stream import OwnSocket
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 
 T = TypeVar("T")
@@ -176,9 +176,7 @@ async def ask(
     Raises:
         NoMappingError: the router refuses, or does not answer.
     """
-    with socket.socket(socket.AF_INET6 if gateway.is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        owned, owner = asking.fileno(), object()
-        own_socket(owned, owner)
+    with OwnSocket(socket.AF_INET6 if gateway.is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.setblocking(False)
             if gateway.is_ipv6:
@@ -188,8 +186,6 @@ async def ask(
         except OSError as e:
             text = f"the router has nothing that could be asked: {e.strerror or e}"
             raise NoMappingError(text, answered=False) from e
-        finally:
-            disown_socket(owned, owner)
 
 
 async def _ask(asking: socket.socket, datagram: bytes, read: Callable[[bytes], T], tries: Sequence[float]) -> T:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.base.tasks import run_in_worker
-from shoal.net.tcp.stream import disown_socket, own_socket
+from shoal.net.tcp.stream import OwnSocket
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError
 
 GROUP = "239.255.255.250"
@@ -62,7 +62,7 @@ async def find_description(gateway: Gateway, seconds: float = SEARCH_SECONDS) ->
     Raises:
         NoMappingError: the router does not answer.
     """
-    unbound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    unbound = OwnSocket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         unbound.setblocking(False)
         unbound.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
@@ -74,8 +74,6 @@ async def find_description(gateway: Gateway, seconds: float = SEARCH_SECONDS) ->
     except OSError as e:
         unbound.close()
         raise NoMappingError(f"the router cannot be searched for: {e.strerror or e}", answered=False) from e
-    descriptor = unbound.fileno()
-    own_socket(descriptor, search)
     try:
         for _ in range(2):
             for device in _DEVICES:
@@ -87,7 +85,6 @@ async def find_description(gateway: Gateway, seconds: float = SEARCH_SECONDS) ->
             if search.location.done():
                 return search.location.result()
     finally:
-        disown_socket(descriptor, search)
         transport.close()
     raise NoMappingError("the router does not answer", answered=False)
 

@@ -27,7 +27,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
 from shoal.net.connection import Call
-from shoal.net.dialler import DIRECT_ONLY
+from shoal.net.connection_pool import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
 from shoal.net.pasted import Target
 from shoal.peers.identity import PeerID, circuit_address, is_circuit
@@ -108,8 +108,6 @@ class RelayClient:
     ) -> None:
         self._endpoint, self.answer, self.trusted, self.on_change = endpoint, answer, trusted, on_change
         self._now = asyncio.get_running_loop().time
-        self.candidates: Callable[[], Sequence[PeerID]] = tuple
-        """Further peers that may be relays, beside those that have said so."""
         self.reach = Reach.EASY
         """What relays are told of this peer."""
         self.held: dict[PeerID, Held] = {}
@@ -267,7 +265,9 @@ class RelayClient:
         trusted = [relay for _, relay in self._trusted()]
         # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
         dialled = self._endpoint.dialler.direct_addresses
-        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
+        directory = self._endpoint.directory
+        nodes = () if directory is None else directory.dialable_peers()
+        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in nodes}
         of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
         have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
 

@@ -14,6 +14,10 @@ from msgspec import Meta
 from shoal.net.transport import COOKIE_BYTES, Amount, Count, Header, PeerIDBytes
 from shoal.reach.reachability import Reach as Reach
 
+MEETING_SECONDS = 5.0
+"""How long the two sides of a circuit wait for each other."""
+LOWEST_PORT = 1024
+"""Services of systems are below; no system gives such a port to a connection."""
 MAX_AT_ONCE = 8
 """Circuits that one request may ask for."""
 MAX_TEXT = 256

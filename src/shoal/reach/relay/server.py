@@ -23,19 +23,19 @@ from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
+from shoal.net.addresses import host_charged
 from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
-from shoal.net.tcp.listener import host_charged
 from shoal.net.transport import Session, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import Reach
-from shoal.reach.relay.circuit import MEETING_SECONDS
 from shoal.reach.relay.fair_rate import FairRate, RateShare
 from shoal.reach.relay.messages import (
     MAX_TEXT,
+    MEETING_SECONDS,
     Alive,
     Connect,
     ConnectAnswer,

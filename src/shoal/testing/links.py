@@ -1,37 +1,61 @@
-"""A simulated machine: its clock, its tasks, its ways to die, and its connections.
+"""What carries data between simulated machines: access lines, the paths between them, and connections.
 
-All connections of a host share the rate of its access line fairly. Each pair of hosts has a path with a delay of its
-own between their access lines.
+All connections of a machine share the rate of its access line fairly. Each pair of machines has a path with a delay of
+its own between their access lines. A connection (:class:`SimulatedStream`) sends through the line of its machine, the
+path, and the line of the other machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import itertools
+import hashlib
 import math
 import random
+import struct
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.errors import SimulationError
-from shoal.net.memory import MemoryTransport
-from shoal.net.own_addresses import ROUTED, OwnAddress, OwnAddresses
-from shoal.net.pipes import Piece, PipeEnd
-from shoal.net.transport import COOKIE_BYTES, OnStream
-from shoal.peers.identity import Identity, PeerID
-from shoal.peers.multiaddr import Multiaddr
-from shoal.testing.loop import Machine, VirtualTimeLoop
-from shoal.testing.nat import Nat, address_of, endpoint_of
+from shoal.net.memory import Piece, PipeEnd
+from shoal.testing.loop import Machine
+from shoal.testing.nat import Nat
 
-if TYPE_CHECKING:
-    from shoal.testing.network import Network
+_MOMENT = struct.Struct("<dq")
 
 
-T = TypeVar("T")
+class Trace:
+    """Records everything that reaches a host, with its time and its bytes.
+
+    Args:
+        keep_lines: keep one readable line per event, to find where two runs diverge.
+    """
+
+    def __init__(self, *, keep_lines: bool = False) -> None:
+        self.events = 0
+        self.lines: list[str] = []
+        self._keep_lines = keep_lines
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def record(self, moment: float, connection: int, event: bytes, data: bytes | memoryview = b"") -> None:
+        """Record an event.
+
+        Args:
+            moment: its time, in seconds of the loop.
+            connection: number of the connection.
+            event: what happened, in one word.
+            data: the bytes that arrived.
+        """
+        self.events += 1
+        self._hash.update(_MOMENT.pack(moment, connection))
+        self._hash.update(event)
+        self._hash.update(data)
+        if self._keep_lines:
+            self.lines.append(f"{moment:.9f} #{connection} {event.decode()} {bytes(data).hex()}")
+
+    def digest(self) -> str:
+        """The hash of all events so far, in hexadecimal."""
+        return self._hash.hexdigest()
 
 
 _TURN_SECONDS = 0.001
@@ -183,10 +207,6 @@ class Path:
             stream.release()
 
 
-# The lowest port that a system chooses by itself.
-FIRST_PORT = 32768
-
-
 class HostState(Enum):
     """Whether a host works, and if not, how it looks from outside."""
 
@@ -197,39 +217,18 @@ class HostState(Enum):
     """The machine is gone: it answers nothing, and its connections seem to be open but silent."""
 
 
-class Host(Machine):
-    """One machine on a :class:`Network`. Made by :meth:`Network.add_host`.
+class Station(Machine):
+    """A machine on the network: its access line in each direction, its connections, and its ways to die.
 
-    Attributes:
-        index: its number on the network, from 0.
-        rng: source of randomness for everything that runs on this host.
-        clock_offset: seconds by which its clock is ahead of the true time.
-        firewalled: whether a firewall drops all attempts to connect to it.
-        nat: the router that it is behind.
-        ip: its address; empty on a network without addresses.
+    Args:
+        uplink: bytes per second that its connections can send together; ``None`` = no limit.
+        downlink: bytes per second that they can receive together.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        index: int,
-        rng: random.Random,
-        uplink: float | None,
-        downlink: float | None,
-        nat: Nat | None = None,
-    ) -> None:
-        self.network, self.index, self.rng = network, index, rng
-        self.nat = nat
-        self.ip = "" if network.internet is None else network.internet.add(self, nat)
-        self._port_numbers = itertools.count()
+    def __init__(self, uplink: float | None, downlink: float | None) -> None:
         self.state = HostState.UP
-        self.firewalled = False
         self.outgoing, self.incoming = AccessLine(uplink), AccessLine(downlink)
         self.streams: dict[SimulatedStream, None] = {}
-        self._transports: list[HostTransport] = []
-
-    def __repr__(self) -> str:
-        return f"<Host {self.index}, {self.state.value}>"
 
     @property
     def is_up(self) -> bool:
@@ -259,117 +258,6 @@ class Host(Machine):
     def downlink(self, rate: float | None) -> None:
         self.incoming.rate = rate
 
-    def new_port(self) -> int:
-        """A port that is in no use now."""
-        return FIRST_PORT + next(self._port_numbers) % (2**16 - FIRST_PORT)
-
-    # --- running things -----------------------------------------------------------------------------------------------
-
-    def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task on this host; it is cancelled when the host dies.
-
-        Raises:
-            SimulationError: the host is down.
-        """
-        if not self.is_up:
-            coro.close()
-            raise SimulationError(f"{self} cannot run anything")
-        return super().spawn(coro)
-
-    async def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this host and wait for its result.
-
-        Raises:
-            SimulationError: the host is down, or died before the result came.
-        """
-        task = self.spawn(coro)
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if task.cancelled() and not self.is_up:
-            raise SimulationError(f"{self} died while it ran {coro!r}")
-        return task.result()
-
-    def transport(self, identity: Identity | None = None) -> HostTransport:
-        """The transport that :meth:`P2P.create` needs to work on this host.
-
-        Args:
-            identity: of the peer; default: a new one, drawn from the host's ``rng``.
-        """
-        transport = HostTransport(self, identity or Identity.generate(self.rng))
-        self._transports.append(transport)
-        self.network.register(transport.identity.peer_id, self)
-        return transport
-
-    # --- dying --------------------------------------------------------------------------------------------------------
-
-    def crash(self) -> None:
-        """End its program as SIGKILL does: its connections end at once, and new ones are refused."""
-        self._die(HostState.CRASHED)
-
-    def power_off(self) -> None:
-        """Let it vanish: it neither answers nor ends its connections."""
-        self._die(HostState.OFF)
-
-    def _die(self, state: HostState) -> None:
-        if not self.is_up:
-            return
-        self.thaw()
-        self.state = state
-        for transport in self._transports:
-            transport.stop_listening()
-            transport.expectations.clear()
-        for stream in list(self.streams):
-            if state is HostState.CRASHED:
-                stream.abort()
-            else:
-                stream.vanish()
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        for task in loop.unfinished_tasks(self):
-            task.cancel()
-
-
-class HostTransport(MemoryTransport):
-    """How one peer on a host reaches others. Made by :meth:`Host.transport`."""
-
-    _network: Network
-
-    def __init__(self, host: Host, identity: Identity) -> None:
-        super().__init__(host.network, identity)
-        self.host = host
-        self._machine = OwnAddresses(lambda: [OwnAddress(host.ip, ROUTED, 24)] if host.ip else [])
-        self._machine.look(0.0)
-
-    def is_inside(self, address: Multiaddr) -> bool:
-        ip = address.get("ip4")
-        return ip is None or self._machine.is_inside(ip)
-
-    def is_here(self, address: Multiaddr) -> bool:
-        ip = address.get("ip4")
-        return ip is None or self._machine.is_here(ip)
-
-    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
-        usable = super().worth_dialling(addresses)
-        return self._machine.in_order_to_dial(usable, have_others=have_others) if self.host.ip else usable
-
-    def new_cookie(self) -> bytes:
-        return self.host.rng.randbytes(COOKIE_BYTES)
-
-    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
-        addresses = await super().listen(address, on_stream)
-        for each in addresses:
-            self._network.open_port(each, self.host, contextvars.copy_context())
-        return addresses
-
-    def free_address(self, wanted: Multiaddr) -> Multiaddr:
-        if self._network.internet is None:
-            return super().free_address(wanted)
-        _, port = endpoint_of(wanted)
-        return address_of((self.host.ip, port or self.host.new_port()))
-
 
 # Seconds of retransmission without an acknowledgement after which a host gives up a connection, as Linux does.
 RETRANSMISSION_SECONDS = 900.0
@@ -379,10 +267,11 @@ class SimulatedStream(PipeEnd):
     """One end of a connection. Its data passes the host's outgoing line, the path, and the other's incoming line.
 
     Args:
-        host: the host of this end.
-        path: the path to the other host.
+        host: the machine of this end.
+        path: the path to the other machine.
         number: number of the connection, for the trace.
-        remote: who is known to be at the other end.
+        rng: source of the jitter.
+        trace: records what arrives here.
         routers: those that translate the connection; given to one of its ends.
     """
 
@@ -390,21 +279,21 @@ class SimulatedStream(PipeEnd):
 
     def __init__(
         self,
-        host: Host,
+        host: Station,
         path: Path,
         number: int,
-        remote: PeerID | None,
-        address: Multiaddr | None,
+        rng: random.Random,
+        trace: Trace | None,
         routers: Iterable[Nat] = (),
     ) -> None:
-        super().__init__(remote, address)
+        super().__init__(None, None)
         self.host, self.number = host, number
         self._routers = tuple(routers)
         self._is_severed = False
         for router in self._routers:
             router.streams[self] = None
         self._path = path
-        self._trace, self._rng = host.network.trace, host.network.rng
+        self._trace, self._rng = trace, rng
         self._outgoing = host.outgoing.flow(self._travel)
         self._incoming = host.incoming.flow(self.arrive)
         # Time at which the last piece sent from here reaches the other host.
