@@ -47,13 +47,6 @@ def test_rate_1_gives_the_mean_of_peers():
         near(state.values, expected)
 
 
-def test_peers_with_different_numbers_of_steps():
-    state = OuterState(torch.zeros(2), PLAIN)
-    for expected in [(1.8125, -1.0), (2.15234375, -1.1875), (2.21606445, -1.22265625)]:
-        state.step((pseudo_gradient(state, A, 4) + 2 * pseudo_gradient(state, B, 2)) / 3)
-        near(state.values, expected)
-
-
 def test_hooks_clip_the_mean():
     state = OuterState(torch.zeros(2), PLAIN)
     clip = partial(torch.nn.utils.clip_grad_norm_, [state.parameter], 1.0)
