@@ -457,7 +457,7 @@ def check_known_bits(*trainers):
         assert all(known.setdefault(version, bits) == bits for version, bits in trainer.seen.items())
 
 
-def test_who_misses_a_slot_downloads_only_its_update(make_dhts, make, monkeypatch):
+def test_a_missed_slot_costs_only_its_update(make_dhts, make, monkeypatch):
     dhts = make_dhts(3)
     options = {"fragments": 2, "straggler_patience": 0.3, "compression": NoCompression(), "matchmaking_time": 1.0}
     trainers = [make(dht, **options) for dht in dhts]

@@ -133,7 +133,7 @@ def test_a_schedule_follows_the_versions():
         OuterState(torch.zeros(1), PLAIN, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def test_a_newcomer_goes_on_as_its_donor():
+def test_a_newcomer_continues_as_its_donor():
     donor, newcomer = (OuterState(torch.zeros(2), default_outer_optimizer("pseudo_gradients")) for _ in range(2))
     donor.step(torch.tensor([1.0, 2.0]))
     metadata, tensors = donor.dump()

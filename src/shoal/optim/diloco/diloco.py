@@ -115,7 +115,7 @@ class DiLoCo(JointOptimizer):
             have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
             home: load the same in all peers.
         aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
-            It needs a codec whose averages are encoded anew: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
+            It needs a codec whose averages are encoded again: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
         frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,

@@ -30,6 +30,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
+from shoal.base.logs import words_of
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, CompressionBase, CompressionInfo, TensorRole
 from shoal.optim.history.journal import HASH_BYTES, MOST, Count, Entry, Hash, Update, hash_of, parse_entries
@@ -329,7 +330,7 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int)
     try:
         described = msgspec.convert(metadata, _Answer).updates
     except msgspec.ValidationError as e:
-        raise ValueError(f"no updates: {e}") from e
+        raise ValueError(f"no updates: {words_of(e)}") from e
     left, found = list(tensors), dict[int, list[Update]]()
     for n, version, after, round_id, samples, names, count in described:
         if n >= fragments or count > len(left):

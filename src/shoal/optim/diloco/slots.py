@@ -342,7 +342,7 @@ class Attendance:
         if not is_too_far:
             return None
         self._went_back_to = last
-        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, last)
+        logger.info("this peer is at slot %d, and all others at most at %d: it goes back there", slot, last)
         return last
 
     def lets_others_catch_up(self, slot: int) -> bool:
@@ -399,7 +399,7 @@ class Attendance:
         near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
         return [near[peer] for peer in self._tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- which peers are there ----------------------------------------------------------------------------------------
 
     def everybody(self, now: float) -> set[bytes]:
         """All other peers that are known and can be reached, whatever slot they are at."""

@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 import torch
 
+from shoal.base.logs import words_of
 from shoal.compression.base import bytes_of
 
 # Of the hashes of entries, in bytes: nobody finds two rounds with the same one.
@@ -98,7 +99,7 @@ def parse_entries(value: object) -> tuple[Entry, ...]:
     try:
         entries: tuple[Entry, ...] = msgspec.convert(value, _Entries)
     except msgspec.ValidationError as e:
-        raise ValueError(f"no list of 1 to {MOST_ENTRIES} versions: {e}") from e
+        raise ValueError(f"no list of 1 to {MOST_ENTRIES} versions: {words_of(e)}") from e
     versions = [entry.version for entry in entries]
     if versions != list(range(versions[0], versions[0] + len(entries))):
         raise ValueError(f"versions must follow each other: {versions}")
@@ -221,7 +222,7 @@ class ForkPoint(NamedTuple):
     kept: int
     """The weight in it of the members that are still here, in 1/65535 of the whole."""
     next_id: bytes
-    """The next round, without those members. All peers that went on together have the same one, and no others."""
+    """The next round, without those members. All peers that continued together have the same one, and no others."""
 
     @classmethod
     def of(cls, round_id: bytes, share: float, next_id: bytes) -> ForkPoint:
