@@ -21,8 +21,8 @@ from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, check_peer_momentum
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.progress.company import check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress.run_settings import check_on_mismatch
 from shoal.optim.setup.optimizer_state import TorchOptimizer
 from shoal.optim.setup.schedules import LRSchedulerBase
 from shoal.optim.setup.training_setup import default_silence

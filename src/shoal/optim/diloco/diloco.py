@@ -38,8 +38,7 @@ from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.options import resolved_by
-from shoal.optim.progress.company import Company
-from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
+from shoal.optim.progress.run_settings import Company, RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries

@@ -404,7 +404,7 @@ class Attendance:
     def everybody(self, now: float) -> set[bytes]:
         """All other peers that are known and can be reached, whatever slot they are at."""
         with self._board.lock:
-            return self._reachable(now).keys() - self._board.strangers()
+            return self._reachable(now).keys() - self._board.strangers
 
     def electorate(self, now: float, earliest: int) -> set[PeerID]:
         """Other peers that count when it is asked whether most have come to a round.
