@@ -46,7 +46,7 @@ class Cut:
     async def _hang_up(self, dht, node) -> None:
         for peer, group in self._group.items():
             if group != self._group[node.peer_id]:
-                for connection in dht.p2p.connections_from(peer):
+                for connection in dht.p2p.server.connections_of(peer):
                     connection.abort()
 
     def heal(self) -> None:

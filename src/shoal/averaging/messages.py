@@ -274,6 +274,8 @@ class Report(RoundMessage, tag=3, omit_defaults=True):
     """Members without whose values it has averaged some parts, because it had given them up."""
     statements: list[Statement] = msgspec.field(default_factory=list)
     """What it has got from each member, see :class:`BeginReduce`; empty: nothing."""
+    waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
+    """By member: the seconds for which it has waited for that one alone."""
 
 
 class MembersLost(RoundMessage, tag=4):
@@ -314,6 +316,8 @@ class Commit(RoundMessage, tag=8, omit_defaults=True):
     """Members that have announced different norms to different members."""
     statements: list[Statement] = msgspec.field(default_factory=list)
     """Two of each member in ``untrue``."""
+    waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
+    """By member: the seconds for which the group has waited for that one alone."""
 
 
 class Delivered(RoundMessage, tag=9):

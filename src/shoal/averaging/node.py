@@ -38,8 +38,8 @@ from shoal.averaging.messages import (
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round.exchange import AllReduceSettings
-from shoal.averaging.round.session import ActiveRounds, GroupSession, Round, RoundIsCommitted
+from shoal.averaging.round.finish import Round
+from shoal.averaging.round.session import ActiveRounds, GroupSession, RoundIsCommitted
 from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState, OwnedState
@@ -379,20 +379,9 @@ class AveragerNode(ServicerBase):
 
     def session(self, group: GroupInfo, lane: Lane, weight: float) -> GroupSession:
         """The session for a step in a group that was found."""
-        config = self.config
-        settings = AllReduceSettings(
-            config.compression,
-            config.part_size_bytes,
-            config.averaging_alpha,
-            config.sender_timeout,
-            config.reducer_timeout,
-            config.quorum,
-            config.quorum_grace,
-            config.aggregation,
-        )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
         stuck = self.p2p.behaviour.note_stuck
-        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, stuck)
+        return GroupSession(group, self.p2p.peer_id, weight, self.config, self.rounds, self.stub, sign, accuse, stuck)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -454,7 +443,7 @@ class AveragerNode(ServicerBase):
         if begin is None:
             raise ProtocolError("ended before the first part")
         current = await self._find_round(call, begin.round_id)
-        await current.serve_sender(call, begin, context.remote_id)
+        await current.allreduce.serve(call, begin, context.remote_id)
 
     async def _find_round(self, call: Call, round_id: bytes) -> Round:
         patience, call.is_premature = self.config.sender_timeout + self.config.request_timeout, True
@@ -472,13 +461,13 @@ class AveragerNode(ServicerBase):
         except RoundIsCommitted:
             await call.send(RoundOver(), end=True)
         else:
-            await current.serve_member(call, greeting, context.remote_id)
+            await current.serve(call, greeting, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
         has_given_up = current is not None and current.allreduce.hear_question(request, context.remote_id)
-        is_waiting = current is not None and current.completion.is_waiting
-        has_left = current is not None and current.completion.follows_another_than(context.remote_id)
+        is_waiting = current is not None and current.is_waiting
+        has_left = current is not None and current.follows_another_than(context.remote_id)
         return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting, has_left)
 
     @patient

@@ -135,6 +135,8 @@ class GuardedTrust(TrackedTrust):
 class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
+    Half of its fields are options that programs read under their inherited names.
+
     Args:
         dht: connected DHT of this peer.
         prefix: name of the training run; its records stand under ``{prefix}_progress``.

@@ -36,18 +36,17 @@ from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-# How long an accepted connection speaks for an address.
+# How long an accepted connection speaks for an address: until the second check after it, see the manager.
 ACCEPTED_SECONDS = 1800.0
-# How long a verdict is remembered, and how long a success outweighs the refutations of others.
+# How long a verdict is remembered: three checks. How long a success outweighs the refutations of others: less than one.
 VERDICT_SECONDS = 2700.0
 SUCCESS_SECONDS = 600.0
-# PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
+# Chosen. PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
 HOLD_SECONDS = 60.0
 # After so long without a connection with anybody outside, this peer's own networks are all there is.
-ALONE_SECONDS = 60.0
+ALONE_SECONDS = HOLD_SECONDS
 
 WITNESSES_TO_REFUTE = 2
-MAX_WITNESSES_KEPT = 16
 
 
 class Reachability(Enum):
@@ -87,7 +86,7 @@ class _Record:
     """The evidence about one address."""
 
     accepted_at: float = -math.inf
-    verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(MAX_WITNESSES_KEPT))
+    verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(16))
     """By witness: when, and whether it reached this peer."""
 
     def standing(self, now: float, needed: int) -> AddressStatus:
@@ -256,9 +255,6 @@ class Evidence:
         return [*direct[: most - len(behind)], *behind]
 
 
-MAX_CONTACTS = 256
-
-
 class Contacts:
     """Remembers the latest ones, and which of them outside are connected now."""
 
@@ -266,7 +262,7 @@ class Contacts:
         self._outside: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_several = False
         # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(MAX_CONTACTS)
+        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(256)
 
     def __len__(self) -> int:
         return len(self._places)

@@ -21,16 +21,14 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberTraffic, RoundResult
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
-from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
 from shoal.averaging.round.sending import FlowControl
@@ -48,35 +46,15 @@ from shoal.averaging.round.state import (
     StopExchange,
     on,
 )
-from shoal.averaging.round.traffic import Traffic
-from shoal.averaging.round.waits import Waits
+from shoal.averaging.round.traffic import Delivery, Intake, Traffic, check_beginning
+from shoal.averaging.round.waits import NOTABLE_SECONDS, Missing, Waits
 from shoal.base.tasks import cancel_and_wait
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, GaveUpError, LifeAnswer, LifeQuestion, ResumableCall
 from shoal.p2p import Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AllReduceSettings:
-    """How a group averages."""
-
-    codec: CompressionBase
-    part_size_bytes: int
-    alpha: float
-    """Local values move by this fraction of the way to the average."""
-    sender_timeout: float
-    """A sender is given up after this many seconds without the next part."""
-    reducer_timeout: float
-    """A reducer is given up after this many seconds without the next average."""
-    quorum: int | None = None
-    """When this many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no
-    limit."""
-    quorum_grace: float = 0.0
-    aggregation: Aggregation | None = None
-    """``None``: the weighted mean."""
 
 
 def answer_of(reply: StatusReply) -> LifeAnswer:
@@ -113,7 +91,7 @@ class AllReduce:
         own_index: int,
         tensors: Sequence[torch.Tensor],
         infos: Sequence[CompressionInfo],
-        settings: AllReduceSettings,
+        settings: AveragerConfig,
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
@@ -122,10 +100,16 @@ class AllReduce:
         self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
         self.settings, self.weight = settings, weight
         self.vector = RoundVector(
-            tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
+            tensors,
+            infos,
+            settings.compression,
+            settings.part_size_bytes,
+            group.shares,
+            settings.averaging_alpha,
+            is_spoilt,
         )
         counts = [len(parts) for parts in self.vector.parts]
-        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.alpha == 1)
+        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.averaging_alpha == 1)
         self.actions: asyncio.Queue[Action] = asyncio.Queue()
         """What follows from events and is not the exchange's business."""
         self.changed = asyncio.Event()
@@ -143,7 +127,7 @@ class AllReduce:
         self.weights: list[float] = []
         """The weight of each member in the average, as the coordinator has committed it."""
         self.waits = Waits(asyncio.get_running_loop().time)
-        """How long this member waits for others, each alone."""
+        """How long members wait for another one alone."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
         self._pace = FlowControl() if settings.quorum is None else None
@@ -157,7 +141,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._began_at = asyncio.get_running_loop().time()
+        self.began_at = self._exchanged_at = asyncio.get_running_loop().time()
         self._show()
 
     def _make_reducer(self) -> PartReducer:
@@ -217,7 +201,7 @@ class AllReduce:
         self.emit(AveragesCame(member))
         owing = self._owing()
         if owed_by_several or not owing:  # the only reducer from the beginning is not late: nobody was faster
-            self.waits.miss(owing, averages=True)
+            self.waits.miss(owing, Missing.AVERAGES)
 
     def _owing(self) -> list[int]:
         """Reducers whose averages have not all come."""
@@ -241,6 +225,19 @@ class AllReduce:
     def left_out(self) -> list[int]:
         """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
         return [each.index for each in self.state.members if each.left_out or each.index in self.reducer.left_out]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this member knows something that the coordinator is to tell all: bad values, or a long wait.
+
+        Then it does not end its calls early, so that nobody leaves the round before the coordinator has spoken.
+        """
+        return bool(self.waits.notable) or any(member.sent_not_finite for member in self.state.members)
+
+    @property
+    def has_waited_long(self) -> bool:
+        """Whether others were not done for long after this member: the coordinator tells for whom all have waited."""
+        return asyncio.get_running_loop().time() - self._exchanged_at >= NOTABLE_SECONDS
 
     async def run(self) -> None:
         """Exchange parts with all members. Failures of other members are events, and are not raised here.
@@ -267,10 +264,8 @@ class AllReduce:
             await self.received.wait()
             self.vector.drop_early()
             self.exchanged.set()
-            # A member that has left out bad values does not end early. The others then wait for the coordinator, which
-            # names the sender of these values to all.
-            has_bad_values = any(member.sent_not_finite for member in state.members)
-            if state.own.is_sender and self.vector.is_complete and not has_bad_values:
+            self._exchanged_at = asyncio.get_running_loop().time()
+            if state.own.is_sender and self.vector.is_complete and not self.has_news:
                 self._may_end.set()
                 self.emit(Complete(self.own_index))
             self.emit(Exchanged([*self.vector.held]))
@@ -315,11 +310,8 @@ class AllReduce:
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
 
-    def result(self, duration: float) -> RoundResult:
+    def result(self) -> RoundResult:
         """The result of the round, as far as this member knows.
-
-        Args:
-            duration: seconds that the round has taken.
 
         Raises:
             AllreduceException: nothing was averaged; the tensors are as they were.
@@ -342,7 +334,7 @@ class AllReduce:
             share_averaged=share,
             auxiliaries=tuple(member.peer_id for member in state.members if not member.is_sender),
             late=state.own.late,
-            duration=duration,
+            duration=asyncio.get_running_loop().time() - self.began_at,
             not_finite_peers=tuple(m.peer_id for m in state.members if m.sent_not_finite or m.told_not_finite),
             left_out_peers=tuple(m.peer_id for m in left_out if m.is_sender and not m.failed),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
@@ -350,11 +342,11 @@ class AllReduce:
             seen_failing=tuple(each.peer_id for each in failed if each.seen_failing),
             traffic={state.members[index].peer_id: self._traffic_of(each) for index, each in self._traffic.items()},
             causes={each.peer_id: each.loss.cause for each in failed if each.loss is not None},
-            waits={self.group.peer_ids[index]: seconds for index, seconds in self.waits.seconds.items()},
+            waits={self.group.peer_ids[index]: seconds for index, seconds in self.waits.agreed.items()},
         )
 
     def _traffic_of(self, traffic: Traffic) -> MemberTraffic:
-        seconds = max(0.0, traffic.came_at - self._began_at)
+        seconds = max(0.0, traffic.came_at - self.began_at)
         return MemberTraffic(traffic.bytes_sent, traffic.bytes_received, seconds)
 
     def weight_of(self, member: RoundMember) -> float:
@@ -373,6 +365,7 @@ class AllReduce:
             stub.rpc_reduce,
             calls,
             may_end=self._may_end,
+            has_news=lambda: self.has_news,
             timeout=self.settings.reducer_timeout,
         )
 
