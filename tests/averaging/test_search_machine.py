@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo
 from shoal.averaging.groups import search as machine
-from shoal.averaging.groups.memory import Refusal
+from shoal.averaging.groups.memory import RefusedPeer
 from shoal.averaging.groups.search import (
     MAX_GROUP_BYTES,
     Accepts,
@@ -132,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
     def begin(self, mode, size, expected, unfit, refused):
         self.search = make_search(mode, size, unfit, expected=expected)
         for peer in refused:
-            self.search.refuse(peer, Refusal("why"))
+            self.search.refuse(peer, RefusedPeer("why"))
 
     @precondition(lambda self: self.search)
     @rule(seconds=delays)

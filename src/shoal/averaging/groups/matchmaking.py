@@ -34,7 +34,7 @@ from typing import Any
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.group import bytes_of_member, describe_group, learn, read_group, record_of
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.memory import TOO_SLOW, FormerMembers, Refusal, Refusals
+from shoal.averaging.groups.memory import TOO_SLOW, FormerMembers, Refusals, RefusedPeer
 from shoal.averaging.groups.search import (
     Accepts,
     Action,
@@ -682,7 +682,7 @@ class Matchmaking:
         )
         scores = around.p2p.behaviour
         search = GroupSearch(around.p2p.peer_id, settings, around.trust, scores.may_lead, key, terms, promise, now)
-        too_slow = dict.fromkeys(scores.find_too_slow(), Refusal(TOO_SLOW))
+        too_slow = dict.fromkeys(scores.find_too_slow(), RefusedPeer(TOO_SLOW))
         for peer, refusal in {**too_slow, **self.refusals.next_search()}.items():
             search.refuse(peer, refusal)
         return SearchShell(search, around, control, next(self._numbers))

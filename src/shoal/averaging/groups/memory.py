@@ -78,7 +78,7 @@ class FormerMembers(Bounded[PeerID, Invitation | None]):
 
 
 @dataclass
-class Refusal:
+class RefusedPeer:
     """Why a peer is refused, and for how long."""
 
     reason: str
@@ -89,7 +89,7 @@ class Refusal:
     """The number of searches in which it is still refused."""
 
 
-class Refusals(Bounded[PeerID, Refusal]):
+class Refusals(Bounded[PeerID, RefusedPeer]):
     """The peers that one averager refuses, or one of its tags."""
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ class Refusals(Bounded[PeerID, Refusal]):
         news = [peer for peer in group if peer in accused and peer not in self]
         for peer, searches in accused.items():
             known = self.get(peer)
-            self[peer] = Refusal(reason, peer not in aux, max(searches, 0 if known is None else known.searches))
+            self[peer] = RefusedPeer(reason, peer not in aux, max(searches, 0 if known is None else known.searches))
         return news
 
-    def next_search(self) -> Mapping[PeerID, Refusal]:
+    def next_search(self) -> Mapping[PeerID, RefusedPeer]:
         """The peers to refuse in the search that begins now."""
         refused = {peer: each for peer, each in self.items() if each.searches > 0}
         for peer in [peer for peer in self if peer not in refused]:

@@ -22,7 +22,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.memory import NO_GROUP, Refusal
+from shoal.averaging.groups.memory import NO_GROUP, RefusedPeer
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
@@ -140,7 +140,7 @@ class Candidate:
     offer: Offering = Offering.NONE
     follower: Follower | None = None
     """It follows this peer, or did until its connection broke. Never while this peer follows another one."""
-    refused: Refusal | None = None
+    refused: RefusedPeer | None = None
     """Why this peer refuses it, and whether others count it as an expected member. A refused peer is
     never asked, invited, or a follower."""
     is_outbid: bool = False
@@ -509,7 +509,7 @@ class GroupSearch:
     def _pending(self) -> list[Candidate]:
         return [each for each in self.peers.values() if each.outcall is Outcall.PENDING]
 
-    def refuse(self, peer: PeerID, refusal: Refusal) -> None:
+    def refuse(self, peer: PeerID, refusal: RefusedPeer) -> None:
         """Refuse a peer for the rest of this search."""
         self._at(peer).refused = refusal
 
@@ -794,7 +794,7 @@ class GroupSearch:
         each = self._at(asking.leader)
         match event:
             case Fails(_, AskFailure.UNTRUE):
-                self.refuse(asking.leader, Refusal(NO_GROUP))
+                self.refuse(asking.leader, RefusedPeer(NO_GROUP))
             case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
                 each.explain(Absence.BROKEN)
