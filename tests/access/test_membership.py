@@ -129,7 +129,7 @@ async def test_dialler_refuses_who_is_not_of_its_run(
         with pytest.raises(NotAMemberError, match=text):
             raise error
         assert not service.contexts
-        assert not server.connections_from(caller.peer_id)
+        assert not server.server.connections_of(caller.peer_id)
         if token_of_caller is not None:
             assert sum(caller.metrics.members_refused.values()) == 1
 
@@ -341,7 +341,7 @@ async def test_roles_of_the_caller(kind: str, role: str, is_honest: bool) -> Non
                 await call(Empty())
             assert found.value.reason == "wrong role"
         assert offers.calls == ALLOWED[role]
-        assert len(server.connections_from(caller.peer_id)) == 1
+        assert len(server.server.connections_of(caller.peer_id)) == 1
         refused = 3 - len(ALLOWED[role]) if not is_honest else 0
         assert server.metrics.calls_refused["wrong role"] == server.metrics.members_refused["wrong role"] == refused
 
@@ -500,7 +500,7 @@ def test_list_reaches_everybody_within_seconds() -> None:
         for p2p in swarm:
             assert p2p.membership is not None
             assert p2p.membership.serial == (0 if p2p is expelled else 1)
-            assert not p2p.connections_from(expelled.peer_id) or p2p is expelled
+            assert not p2p.server.connections_of(expelled.peer_id) or p2p is expelled
             assert expelled.peer_id not in p2p.pool
         await asyncio.gather(*(p2p.shutdown() for p2p in swarm))
 

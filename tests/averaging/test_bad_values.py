@@ -261,7 +261,7 @@ async def test_who_sees_it_tells_the_others_through_the_coordinator():
     bad = swarm.nodes[0].p2p.peer_id
     controls = await run_round(swarm)
     assert all(control.round.not_finite_peers == (bad,) for control in controls[1:])
-    seen = [node for node in swarm.nodes[1:] if node.lanes[""].matchmaking.refusals.left[bad] == SEEN_SEARCHES]
+    seen = [node for node in swarm.nodes[1:] if node.lanes[""].matchmaking.refusals[bad].searches == SEEN_SEARCHES]
     assert len(seen) == 1
     searches = [node.lanes[""].matchmaking.refusals.next_search for node in swarm.nodes[1:]]
     assert all(bad in search() for search in searches)

@@ -10,7 +10,7 @@ import torch
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.round.coordinator import Coordinator
-from shoal.averaging.round.delivery import Delivery
+from shoal.averaging.round.traffic import Delivery
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException

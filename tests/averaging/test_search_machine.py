@@ -20,19 +20,18 @@ from shoal.averaging.groups.search import (
     Ask,
     AskFailure,
     Breaks,
-    Expects,
     Fails,
     GroupSearch,
     InvitationEnds,
-    InvitationFails,
     Invite,
     Joins,
+    Judge,
+    Leaves,
     OfferEnds,
     Offers,
     Release,
     Remembered,
     Reply,
-    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -40,7 +39,7 @@ from shoal.averaging.groups.search import (
     Terms,
     Tick,
 )
-from shoal.averaging.groups.settings import MatchmakingSettings
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust
 from shoal.averaging.messages import MAX_GATHERED_BYTES, Code, JoinRequest
 from shoal.averaging.state.newcomer import DonorLeft
 from shoal.p2p import Identity
@@ -50,31 +49,16 @@ OWN, *OTHERS = (Identity.generate(RNG).peer_id for _ in range(6))
 START, WINDOW = 1e9, 5.0
 
 
-class Believing:
-    """Thinks well of everybody, except that ``unfit`` peers should not lead."""
-
-    def __init__(self, *unfit) -> None:
-        self.unfit = unfit
-
-    def may_lead(self, peer):
-        return peer not in self.unfit
-
-    def has_time_for(self, peer):
-        return True
-
-    def is_proven(self, peer):
-        return True
-
-
 def terms(expected=None, *, keep_open=False, gathered=0):
     return Terms(expected, None, keep_open, -math.inf, START + WINDOW, math.inf, gathered)
 
 
-def make_search(mode=AveragingMode.NODE, target=None, policy=None, **how):
+def make_search(mode=AveragingMode.NODE, target=None, unfit=(), **how):
+    """A search that does not follow ``unfit`` peers."""
     looks = {"target_group_size": target, "min_group_size": 2, "min_matchmaking_time": WINDOW, "request_timeout": 3.0}
     sizes = {"mode": mode, "bandwidth": None, "min_vector_size": 0, "total_size": 8, "agreed": {}}
     own = MatchmakingSettings(**looks, **sizes)
-    return GroupSearch(OWN, own, policy or Believing(), "run.0b", terms(**how), START + WINDOW, START)
+    return GroupSearch(OWN, own, Trust(), lambda p: p not in unfit, "run.0b", terms(**how), START + WINDOW, START)
 
 
 def request(expiration=START + 60, mode=0, **fields):
@@ -99,7 +83,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.invited, self.offering, self.waiting = set(), set(), set()
 
     def on(self, event):
-        for action in self.search.on(event, self.now):
+        self.perform(self.search.on(event, self.now))
+
+    def perform(self, actions):
+        for action in actions:
             match action:
                 case Ask(peer, on_offer):
                     assert self.asked is None, "one at a time"
@@ -142,7 +129,7 @@ class AnyOrder(RuleBasedStateMachine):
         refused=st.sets(peers, max_size=1),
     )
     def begin(self, mode, size, expected, unfit, refused):
-        self.search = make_search(mode, size, Believing(*unfit), expected=expected)
+        self.search = make_search(mode, size, unfit, expected=expected)
         for peer in refused:
             self.search.refuse(peer, counts=True)
 
@@ -181,9 +168,9 @@ class AnyOrder(RuleBasedStateMachine):
             self.on(Joins(peer, asked, 100))
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), expected=st.none() | st.integers(1, 6), leaves=st.booleans())
-    def hear(self, data, expected, leaves):
-        self.on(Expects(data.draw(st.sampled_from(sorted(self.waiting))), expected, leaves))
+    @rule(data=st.data())
+    def hear(self, data):
+        self.on(Leaves(data.draw(st.sampled_from(sorted(self.waiting)))))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -204,13 +191,13 @@ class AnyOrder(RuleBasedStateMachine):
     def answer_invitation(self, data, leader, delay, fails):
         peer = data.draw(st.sampled_from(sorted(self.invited)))
         self.invited.remove(peer)
-        self.on(InvitationFails(peer) if fails else InvitationEnds(peer, leader, self.now + delay))
+        self.on(InvitationEnds(peer, arrived=False) if fails else InvitationEnds(peer, leader, self.now + delay))
 
     @precondition(lambda self: self.asked is not None and not self.has_sent)
-    @rule(expected=st.none() | st.integers(1, 6))
-    def send(self, expected):
+    @rule()
+    def send(self):
         self.has_sent = True
-        self.on(Sent(self.asked, expected))
+        self.on(Sent(self.asked))
 
     @precondition(lambda self: self.asked is not None and self.has_sent and not self.search.asking.follows)
     @rule(delay=delays)
@@ -246,7 +233,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self):
         if self.search is not None:
             self.asked = None
-            self.on(SearchEnds())
+            self.perform(self.search.end())
             assert self.waiting == set(), "each peer that was accepted has an answer"
             assert self.offering <= {p for p, each in self.search.peers.items() if each.offer is machine.Offering.USED}
             assert self.search.on(Tick(), self.now) == []
@@ -254,6 +241,35 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("awaited", "starts_at", "in_vain"),
+    [
+        (OTHERS[:2], START + 9, True),
+        (OTHERS[:2], START + 1, False),
+        (OTHERS[:1], START + 9, False),
+        (OTHERS[:3], START + 9, False),
+    ],
+    ids=["for nobody", "in time", "for one of whom it knows more", "for one of whom it knows less"],
+)
+def test_a_late_leader_has_waited_for_nobody_or_for_a_member(awaited, starts_at, in_vain):
+    leader, other = OTHERS[:2]
+    search = make_search(expected=3)
+    search.terms = search.terms._replace(awaited=awaited)
+    for event in (Seen([(leader, START + 5)]), Sent(leader), Accepts(leader, START + 5)):
+        search.on(event, START)
+    group = GroupInfo(bytes(20), (leader, OWN, other), (b"", b"", b""))
+    actions = search.on(Answers(leader, Code.GROUP_STARTS, "", group), starts_at)
+    assert [each.in_vain for each in actions if isinstance(each, Judge)] == [in_vain]
+
+
+def test_a_leader_counts_its_followers_numbers_only_if_it_has_none():
+    """Otherwise any of them could make the others wait."""
+    for own, starts in ((3, True), (None, False)):
+        search = make_search(expected=own)
+        join(search, OTHERS[0], expected_group_size=10**6)
+        assert any(isinstance(each, Start) for each in join(search, OTHERS[1])) == starts
 
 
 def test_a_search_forgets_peers_that_are_idle(monkeypatch):
@@ -289,7 +305,7 @@ def test_a_group_fits_into_its_message():
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.REFUSED, "lies")], Absence.REFUSES),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.SETTINGS_DIFFER, "x")], Absence.OTHER_SETTINGS),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.GROUP_IS_FULL)], Absence.FULL),
-        ([Seen([(OTHERS[0], START + 9)]), InvitationFails(OTHERS[0])], Absence.UNREACHABLE),
+        ([Seen([(OTHERS[0], START + 9)]), InvitationEnds(OTHERS[0], arrived=False)], Absence.UNREACHABLE),
         ([Seen([(OTHERS[0], START + 9)])], Absence.DID_NOT_JOIN),
     ],
 )
@@ -319,7 +335,7 @@ def test_what_a_peer_said_outlives_later_failures():
 def test_an_invitation_is_repeated_only_if_it_did_not_arrive():
     search, late = make_search(), [(OTHERS[0], START + 90)]
     assert search.on(Seen(late), START) == [Invite(OTHERS[0])]
-    search.on(InvitationFails(OTHERS[0]), START)
+    search.on(InvitationEnds(OTHERS[0], arrived=False), START)
     assert search.on(Seen(late), START) == [Invite(OTHERS[0])]
     search.on(InvitationEnds(OTHERS[0]), START)
     assert search.on(Seen(late), START) == []

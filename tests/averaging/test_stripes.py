@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus, describe_part
-from shoal.averaging.round.delivery import Delivery, Intake
 from shoal.averaging.round.parts import RoundVector
-from shoal.averaging.round.traffic import MAX_STRIPES, SECONDS_PER_STRIPE
+from shoal.averaging.round.traffic import MAX_STRIPES, SECONDS_PER_STRIPE, Delivery, Intake
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Call

@@ -94,6 +94,34 @@ async def test_early_parts_wait_for_the_weight():
     assert (await sides.reducer.average(0)).values.tolist() == [3.0] * 10
 
 
+class Late(Incoming):
+    """A call on which all of this takes a while to come."""
+
+    def __init__(self, seconds, *messages):
+        super().__init__(*messages)
+        self.seconds = seconds
+
+    async def receive(self, kind):
+        await asyncio.sleep(self.seconds)
+        return await super().receive(kind)
+
+
+@alone_in_virtual_time
+async def test_a_call_may_be_silent_for_longer_once_all_parts_are_here():
+    """On several calls the last part comes on one, and the others carry averages, for which their member may wait."""
+    sides = Sides()
+    sides.begin()
+    part = sides.message(4.0, is_average=False)
+
+    def limit():
+        return 5.0 if sides.traffic.parts_in.missing else 20.0
+
+    calls = [Late(3.0, part, (NO_MORE, b"")), Late(12.0, (NO_MORE, b""))]
+    assert await asyncio.gather(*[sides.traffic.receive(call, limit) for call in calls]) == [NO_MORE, NO_MORE]
+    with pytest.raises(TimeoutError):
+        await sides.traffic.receive(Late(21.0, (NO_MORE, b"")), limit)
+
+
 @alone_in_virtual_time
 async def test_an_average_after_the_end_changes_nothing():
     sides = Sides()

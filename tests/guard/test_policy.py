@@ -77,11 +77,37 @@ def test_a_member_that_costs_more_than_it_brings_is_named_once_and_left_out(capl
     [line] = caplog.records
     assert str(PeerID(THIRD)) in line.getMessage()
     assert "DiLoCo" in line.getMessage(), "what to do"
-    later = now + 40.0 / SHARE_WASTED
-    assert members.has_time_for(THIRD, later + 1), "it is tried again"
-    members.note_epoch(later - 59.0, is_next=True)
-    take_rounds(members, waits, 1, later - 59.0)
-    assert not members.has_time_for(THIRD, later + 1 + 40.0 / SHARE_WASTED), "for twice as long"
+    pause = 3 * 40.0 / SHARE_WASTED
+    for _ in range(3):  # the pause never grows
+        assert not members.has_time_for(THIRD, now + pause - 1)
+        assert members.has_time_for(THIRD, now + pause + 1), "it is tried again"
+        members.note_epoch(now := now + pause - 59.0, is_next=True)
+        now = take_rounds(members, waits, 1, now)
+    assert len(caplog.records) == 1, "nothing has changed"
+
+
+def test_a_member_that_is_fast_again_takes_part_at_once_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The slow member draws the same conclusions as the others."""
+    members = Members(OWN, bytes, NOW)
+    with caplog.at_level(logging.INFO):
+        now = NOW
+        for _ in range(2):
+            now = take_rounds(members, {OWN: 40.0, FRIEND: 0.0, THIRD: 0.0}, 4, now)
+            now = take_rounds(members, {OWN: 1.0, FRIEND: 0.0, THIRD: 0.0}, 2, now)
+    first, second, *rest = [record.getMessage() for record in caplog.records]
+    assert "this peer makes rounds 40.0 s longer" in first
+    assert "DiLoCo" in first, "what to do"
+    assert "takes part again" in second
+    assert rest == [first, second]
+
+
+def test_a_member_that_fails_after_long_waits_is_left_out() -> None:
+    members = Members(OWN, bytes, NOW)
+    for number in range(1, 4):
+        now = NOW + 60.0 * number
+        members.begin_to_wait({FRIEND, OTHER, THIRD}, now, PATIENCE)
+        members.note_round(dict.fromkeys([OWN, FRIEND, OTHER], 50.0), now, seconds=41.0, waits={THIRD: 40.0})
+    assert not members.has_time_for(THIRD, now)
 
 
 def test_a_member_is_waited_for_as_long_as_its_samples_are_worth_it() -> None:
@@ -135,6 +161,17 @@ def test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_
     assert members.whom_to_wait_for({FRIEND, OTHER}, now) == {FRIEND, OTHER}, "another newcomer has cost nothing"
     members.note_round(dict.fromkeys([OWN, FRIEND, STRANGER], 1.0), now)
     assert members.whom_to_wait_for({FRIEND, STRANGER}, now) == {FRIEND, STRANGER}, "it came"
+
+
+@pytest.mark.parametrize(("after", "counts"), [(0.5, False), (PATIENCE - 0.5, True)])
+def test_a_stranger_that_appears_during_the_wait_pays_for_it(after: float, counts: bool) -> None:
+    """Others have waited for it from the start. It is not to blame for what had passed when it came."""
+    members = veteran(FRIEND)
+    members.begin_to_wait({FRIEND}, NOW, PATIENCE)
+    present = companions({FRIEND: 0, STRANGER: 0})
+    present[STRANGER].known_since = NOW + after
+    members.note_round(dict.fromkeys([OWN, FRIEND], 1.0), NOW + PATIENCE, present)
+    assert members.counts(STRANGER, NOW + PATIENCE) == counts
 
 
 def test_a_member_that_misses_three_rounds_is_no_longer_waited_for_until_it_comes(caplog) -> None:

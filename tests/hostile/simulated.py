@@ -122,6 +122,7 @@ def train(
     *,
     peers: int = PEERS,
     epochs: int = EPOCHS,
+    values: int = COURSE.values,
 ) -> Outcome:
     """Let honest peers train, attack them when they know each other, and look what they achieve from then on.
 
@@ -130,13 +131,14 @@ def train(
         lies: of further members, who are honest until then. The first rounds after that do not count: it takes some to
             know them.
         epochs: that they make meanwhile, or try to make for three times as long as they should need.
+        values: of the model. One member alone reduces a small one.
     """
 
     async def main() -> Outcome:
         target = (peers + len(lies)) * SAMPLES_OF_A_PEER
         # A run trusts its members by default.
         guard = "open" if lies else "members"
-        course = replace(COURSE, target_batch_size=target, guard=guard)
+        course = replace(COURSE, target_batch_size=target, guard=guard, values=values)
         swarm = Swarm(Network(LINK), course)
         trainers = [await swarm.add() for _ in range(peers)]
         liars = [await swarm.add() for _ in lies]

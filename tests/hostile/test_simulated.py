@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.averaging.round.parts import MIN_EVEN_BYTES
 from tests.drills import mostly_drills
 from tests.hostile.attacks import OF_MACHINES, STRANGERS
 from tests.hostile.simulated import HONEST, Outcome, train
@@ -40,13 +41,15 @@ NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 FAULTS = {"withholds_averages", "sends_what_is_not_finite"}
 """Members that are named. A claim is only cut, and a peer that does not come may have long batches."""
+VALUES = (PEERS + 1) * MIN_EVEN_BYTES // 4
+"""Of a model of which each member reduces a part, so that it has averages to withhold."""
 LINES = 20 * PEERS
 """Of all of them together in a minute, which is what the epochs take."""
 
 
 def check_equal(outcome: Outcome, peace: Outcome, *, goodput: float) -> None:
     """The swarm has made as many epochs, nearly as fast, with the same parameters everywhere."""
-    assert outcome.epochs == peace.epochs == EPOCHS
+    assert outcome.epochs == peace.epochs >= EPOCHS
     assert outcome.goodput >= goodput * peace.goodput
     assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
     assert outcome.spread == 0.0
@@ -89,7 +92,6 @@ def test_three_strangers_at_once_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        # With other seeds it may have no share to withhold, or none of its claims counts: then nobody is told.
         ("claims_all_the_weight", 3),
         pytest.param("withholds_averages", 1, marks=pytest.mark.slow_drill),
         pytest.param("withholds_averages", 3, marks=pytest.mark.slow_drill),
@@ -99,8 +101,7 @@ def test_three_strangers_at_once_change_nothing() -> None:
 )
 def test_a_liar_costs_a_bounded_share(name: str, seed: int) -> None:
     """Its samples count as long as it brings them; what the others lose is bounded, and their model is one."""
-    outcome = train(seed, (), (name,), peers=PEERS, epochs=EPOCHS)
-    peace = train(seed, (), (HONEST,), peers=PEERS, epochs=EPOCHS)
+    outcome, peace = (train(seed, (), (lie,), peers=PEERS, epochs=EPOCHS, values=VALUES) for lie in (name, HONEST))
     assert outcome.epochs == EPOCHS
     assert outcome.goodput >= 0.75 * peace.goodput
     assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
@@ -128,7 +129,10 @@ def test_who_trains_alone_does_not_wait_for_strangers_in_each_epoch(name: str) -
     assert attacked.loss == pytest.approx(peace.loss, rel=0.05)
 
 
-@pytest.mark.slow_drill
-def test_who_expects_members_that_do_not_exist_holds_nobody_up() -> None:
-    outcome, peace = (train(1, (), (lie,), peers=PEERS, epochs=EPOCHS) for lie in ("expects_a_million_others", HONEST))
-    check_equal(outcome, peace, goodput=0.95)
+@pytest.mark.parametrize("peers", mostly_drills([2, PEERS]))
+def test_members_that_do_not_exist_hold_nobody_up_for_long(peers: int) -> None:
+    """Only a leader that expects them waits for them: three times five seconds in two minutes, then it is known."""
+    outcome, peace = (
+        train(1, (), (lie,), peers=peers, epochs=2 * EPOCHS) for lie in ("expects_a_million_others", HONEST)
+    )
+    check_equal(outcome, peace, goodput=0.88)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, Session, Stream, Throttle, send_frame
+from shoal.net.transport import COOKIE_BYTES, Session, Splice, Stream, Throttle, send_frame
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.punching import Puncher
@@ -142,7 +142,7 @@ class Punchers:
         seen = [str(first.remote_address), str(second.remote_address)]
         await send_frame(first, Ready(seen_at=seen[0], other_seen_at=seen[1]))
         await send_frame(second, Ready(seen_at=seen[1], other_seen_at=seen[0]))
-        await self.relay.transport.join(first, second, Unlimited(), 100.0)
+        await Splice(first, second, Unlimited(), 100.0).run()
 
     async def _dial(self, cookies: Sequence[bytes]) -> Punch:
         loop, place, came = asyncio.get_running_loop(), self.dialler, Punch()

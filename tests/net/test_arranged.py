@@ -249,7 +249,7 @@ async def test_a_question_that_is_given_up_does_not_cost_the_connection(kind: st
         else:
             await caller.shutdown()
             assert stream.closed
-        assert not caller.late_answers
+        assert not len(caller.late_answers)
 
 
 # --- what others learn ------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ async def test_who_stays_connected_tells_where_it_is_now(kind: str) -> None:
         await serving(server)
         caller.add_addresses(server.peer_id, server.get_addresses(server.peer_id))
         assert await square(caller, server) == 9
-        [accepted] = server.connections_from(caller.peer_id)
+        [accepted] = server.server.connections_of(caller.peer_id)
         assert not server.server.has_arranged()
         accepted.stream.is_arranged = True
         assert server.server.has_arranged()
@@ -271,6 +271,6 @@ async def test_who_stays_connected_tells_where_it_is_now(kind: str) -> None:
         query = PresenceQuery(instance=caller.instance, addresses=[*map(str, told)], reach=Reach.HARD.value)
         handle = Presence.handle_name("rpc_who_am_i", None)
         await caller.call(server.peer_id, handle, query, PresenceReply)
-        assert [accepted] == server.connections_from(caller.peer_id)
+        assert [accepted] == server.server.connections_of(caller.peer_id)
         assert server.get_addresses(caller.peer_id) == told
         assert server.book.find(caller.peer_id).reach == Reach.HARD

@@ -22,7 +22,7 @@ from shoal.net.tcp import stream as tcp_stream
 from shoal.net.tcp.listener import UnauthenticatedLimits
 from shoal.net.tcp.sessions import TcpSession
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, Session, Stream
+from shoal.net.transport import COOKIE_BYTES, Session, Splice, Stream
 from shoal.p2p import P2P, Identity, Multiaddr
 from tests.net.test_sessions import NO_IDLING, Circle, Count
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
@@ -304,7 +304,7 @@ async def test_joining_two_sessions(way: str) -> None:
         async def join() -> None:
             talking = asyncio.ensure_future(talk())
             try:
-                await circle.relay.join(ends[1], ends[3], Count(), NO_IDLING)
+                await Splice(ends[1], ends[3], Count(), NO_IDLING).run()
             finally:
                 await cancel_and_wait(talking)
 

@@ -325,7 +325,7 @@ async def test_too_many_connections_of_one_peer(kind: str) -> None:
         assert (await stub(other, server).rpc_square(Number(value=2))).value == 4
         assert not any(task.done() for task in hanging)
         await cancel(hanging)
-        await until(lambda: len(server.connections_from(greedy.peer_id)) == 0)
+        await until(lambda: len(server.server.connections_of(greedy.peer_id)) == 0)
         assert (await stub(greedy, server).rpc_square(Number(value=2))).value == 4
         assert_clean(greedy, server)
 
@@ -392,11 +392,11 @@ async def test_who_was_of_use_keeps_its_place(kind: str) -> None:
         for caller in (friend, *strangers):
             assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
         await until(lambda: strangers[0].pool.idle_count == 0)
-        assert server.connections_from(friend.peer_id), "it has been idle for longest"
+        assert server.server.connections_of(friend.peer_id), "it has been idle for longest"
         hanging: list[asyncio.Task[object]] = []
         for stranger in strangers:
             hanging += await hang(stranger, server, service, 1)
-        assert not server.connections_from(friend.peer_id)
+        assert not server.server.connections_of(friend.peer_id)
         with pytest.raises(DialError, match="too many connections: the limit is 3, and all are in use"):
             await stub(await peers.start(), server).rpc_square(Number(value=2), timeout=5)
         assert (await stub(friend, server).rpc_square(Number(value=2))).value == 4

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.net.memory import MemoryNetwork, MemoryTransport
-from shoal.net.transport import COOKIE_SECONDS, Session, Stream, Throttle
+from shoal.net.transport import COOKIE_SECONDS, Session, Splice, Stream, Throttle
 from shoal.peers.identity import Identity
 from shoal.peers.multiaddr import Multiaddr
 from shoal.testing import run
@@ -56,7 +56,7 @@ class Three:
         second = await self.target.open_session(self.address, OTHER_COOKIE, punchable=True)
         inner = [await each for each in expected]
         assert [each.remote_address for each in inner] == [first.local_address, second.local_address]
-        self.joining = asyncio.ensure_future(self.relay.join(inner[0], inner[1], throttle or Unlimited(), idle))
+        self.joining = asyncio.ensure_future(Splice(inner[0], inner[1], throttle or Unlimited(), idle).run())
         return first, second
 
     async def streams(self) -> tuple[Stream, Stream]:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, ProtocolError, StreamClosedError
+from shoal.net import transport as transport_module
 from shoal.net.limits import DEFAULT_LIMITS, Limits
 from shoal.net.memory import MemoryNetwork
 from shoal.net.tcp import listener as strangers_module
-from shoal.net.tcp import sessions as sessions_module
 from shoal.net.tcp import stream as tcp_stream
 from shoal.net.tcp.connect import share_port
 from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
@@ -28,6 +28,7 @@ from shoal.net.transport import (
     COOKIE_SECONDS,
     MAX_FRAME_BYTES,
     Session,
+    Splice,
     Stream,
     Throttle,
     pack_frame,
@@ -103,7 +104,7 @@ class Circle:
     ) -> tuple[TcpSession, TcpSession]:
         """The outer ends of two sessions that the relay has joined."""
         (near, one), (far, two) = await self.session(self.near), await self.session(self.far)
-        joining = self.relay.join(one, two, throttle or Count(), idle_seconds)
+        joining = Splice(one, two, throttle or Count(), idle_seconds).run()
         self.joining.append(asyncio.ensure_future(joining))
         return near, far
 
@@ -164,7 +165,7 @@ async def test_a_cookie_is_good_once() -> None:
 
 async def test_a_cookie_is_good_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert COOKIE_SECONDS == 10.0
-    monkeypatch.setattr(sessions_module, "COOKIE_SECONDS", 0.01)
+    monkeypatch.setattr(transport_module, "COOKIE_SECONDS", 0.01)
     async with Circle() as circle:
         cookie = os.urandom(COOKIE_BYTES)
         expected = circle.relay.expect_session(cookie)
@@ -447,9 +448,6 @@ async def test_sessions_of_other_transports_are_mistakes() -> None:
         other = await network.transport().open_session(address, bytes(COOKIE_BYTES))
         with pytest.raises(TypeError, match="no session of this transport"):
             await circle.near.authenticate(other, circle.far.identity.peer_id)
-        near, _ = await circle.session(circle.near)
-        with pytest.raises(TypeError, match="no session of this transport"):
-            await circle.near.join(near, other, Count(), 1.0)
         for session in (other, await expected):
             session.abort()
 
@@ -462,7 +460,7 @@ async def test_what_was_sent_before_the_pair_was_made_arrives() -> None:
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         await near.write(b"early")
         await far.write(b"bird")
-        circle.joining.append(asyncio.ensure_future(circle.relay.join(one, two, Count(), NO_IDLING)))
+        circle.joining.append(asyncio.ensure_future(Splice(one, two, Count(), NO_IDLING).run()))
         assert (await far.read_exactly(5), await near.read_exactly(4)) == (b"early", b"bird")
 
 
@@ -500,12 +498,12 @@ async def test_one_that_has_ended_before_is_joined_to_nothing() -> None:
     async with Circle() as circle:
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         one.abort()
-        await circle.relay.join(one, two, Count(), NO_IDLING)
+        await Splice(one, two, Count(), NO_IDLING).run()
         assert await has_ended(near)
         assert await has_ended(far)
         (near, one), (far, two) = await circle.session(circle.near), await circle.session(circle.far)
         near.abort()
-        await circle.relay.join(one, two, Count(), NO_IDLING)
+        await Splice(one, two, Count(), NO_IDLING).run()
         assert await has_ended(far)
 
 
@@ -548,7 +546,7 @@ async def test_the_throttle_lets_a_half_go_on() -> None:
 
 
 async def test_who_is_gone_is_noticed_although_it_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(TcpSession, "look_seconds", 0.01)
     async with Circle() as circle:
         near, far = await circle.circuit(Count(pause=NO_IDLING))
         await near.write(b"some")

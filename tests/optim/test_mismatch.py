@@ -320,7 +320,7 @@ def test_a_peer_with_another_model_waits_without_downloads_and_false_alarms(peer
         return "peer that fits this one" in caplog.text
 
     wait_until(has_warned, "it says that it waits")
-    donors = [PeerID(peer) for peer in wrong.opt.tracker.board.strangers()]
+    donors = [PeerID(peer) for peer in wrong.opt.tracker.board.strangers]
     assert donors == [first.opt.dht.peer_id]
     assert wrong.opt.tracker.rank_donors(donors) == {}
     for _ in range(5):
@@ -344,7 +344,7 @@ def test_an_auxiliary_needs_no_options_of_training(peers):
     for _ in range(20):
         helper.opt.step()
     board = first.opt.tracker.board
-    assert not board.strangers()
+    assert not board.strangers
 
 
 def test_batches_are_made_by_the_usual_loop(peers):

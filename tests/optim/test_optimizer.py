@@ -777,7 +777,7 @@ def test_the_buffers_of_another_setting_are_refused(make_trainers, caplog):
     first.train_until(2)
     (newcomer,) = make_trainers(1, seeds=[5], grad_averager=GradientAverager)
     before = values(newcomer.model)
-    newcomer.opt.tracker.board.strangers = tuple  # as before it has heard the settings of the other
+    newcomer.opt.tracker.board.company = None  # as before it has heard the settings of the other
     assert newcomer.opt.load_state_from_peers(timeout=10) is False
     assert "is of no use: it has" in caplog.text
     assert torch.equal(values(newcomer.model), before)

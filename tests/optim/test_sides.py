@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -120,9 +121,9 @@ def test_peers_with_other_settings_are_no_branch():
         seen = each.seen(run.now)
         board.hear(seen.record, seen.expiration, run.now, lineage=seen.lineage)
     assert board.verdict(run.now).losers == ids(own, mate)
-    board.foreign = lambda: ids(*others)
+    board.company = SimpleNamespace(foreign=ids(*others), strangers=frozenset())
     assert board.verdict(run.now).losers == frozenset()
-    board.foreign = frozenset
+    board.company = None
     assert board.verdict(run.now).losers == ids(own, mate), "they fit after all"
 
 

@@ -167,6 +167,25 @@ def test_leaders_that_never_start(memory: Memory, caplog: pytest.LogCaptureFixtu
     assert not memory.behaviour.may_lead(FRIEND)
 
 
+def test_a_leader_that_waits_in_vain_within_its_budget_is_followed(memory: Memory) -> None:
+    """Its guard stops after the peers of two hosts, for as long as a twentieth of the time asks for each of them."""
+    for _ in range(5):
+        for _ in range(2):
+            memory.behaviour.note_lead(FRIEND, 5.0, started=True, in_vain=True)
+            assert memory.behaviour.may_lead(FRIEND)
+        memory.clock.now += 5.0 / SHARE_WASTED
+    assert memory.metrics.troubles == {}
+
+
+def test_a_leader_that_waits_in_vain_each_time_is_named_by_its_third_round(memory: Memory) -> None:
+    for _ in range(3):
+        assert memory.behaviour.may_lead(FRIEND)
+        memory.clock.now += 10.0
+        memory.behaviour.note_lead(FRIEND, 5.0, started=True, in_vain=True)
+    assert not memory.behaviour.may_lead(FRIEND)
+    assert memory.metrics.troubles == {"leaders not followed": 1}
+
+
 def test_a_crowd_takes_little_memory_and_few_lines(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for number in range(MOST + 100):

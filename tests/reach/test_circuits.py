@@ -17,10 +17,9 @@ from shoal.net.memory import MemoryNetwork, PipeEnd
 from shoal.net.transport import COOKIE_BYTES, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
-from shoal.reach.punching import FIRST_PAUSE, Circuit, Puncher
+from shoal.reach.punching import FIRST_PAUSE, HEAD_START, Circuit, Puncher
 from shoal.reach.relay.circuits import (
     ANSWER_SECONDS,
-    HEAD_START,
     MAX_ANSWERS,
     REVERSE_SECONDS,
     may_be_dialled,
@@ -55,7 +54,7 @@ async def test_calls_go_through_a_relay_both_ways(kind: str) -> None:
         for p2p, other in ((first, second), (second, first)):
             assert (p2p.metrics.dials_relayed, p2p.metrics.dials_direct) == (1, 2), "two to the relay"
             assert p2p.metrics.bytes_relayed > 6 * 2**20
-            (accepted,) = p2p.connections_from(other.peer_id)
+            (accepted,) = p2p.server.connections_of(other.peer_id)
             assert accepted.stream.via == relay.peer_id
             assert p2p.address_seen_of(other.peer_id) == ""
             assert p2p.host_seen_of(other.peer_id) == other.peer_id
@@ -230,7 +229,7 @@ def test_a_relay_is_asked_again_if_the_connection_to_it_has_broken_without_a_sig
             assert await square(caller, guest) == 9
             caller.pool.end_idle(guest.peer_id)
             assert caller.pool.count_of(relay.peer_id)
-            for connection in relay.connections_from(caller.peer_id):
+            for connection in relay.server.connections_of(caller.peer_id):
                 assert isinstance(connection.stream, PipeEnd)
                 connection.stream.end()  # the other side does not hear of it
             began = asyncio.get_running_loop().time()
@@ -279,7 +278,7 @@ async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
                     for stream in found:
                         stream.abort()
         await until(lambda: relay.relay.circuit_count == 0)
-        await until(lambda: not guest.connections_from(caller.peer_id))
+        await until(lambda: not guest.server.connections_of(caller.peer_id))
         assert await square(caller, guest) == 9
 
 
@@ -640,15 +639,15 @@ async def test_a_relay_that_ends_all_circuits_early_is_left_for_another_one(
     payload = secrets.token_bytes(2**20)
     async with Relayed(kind) as peers:
         liar, honest = await peers.relay(), await peers.relay()
-        join = liar.transport.join
+        carry, told = liar.relay._carry, liar.metrics
 
-        async def end_early(*args: Any) -> None:
-            carrying = asyncio.ensure_future(join(*args))
-            before = liar.metrics.bytes_carried
-            await until(lambda: liar.metrics.bytes_carried - before >= carried or carrying.done())
+        async def end_early(circuit: Any) -> None:
+            circuits, nbytes = told.circuits_carried, told.bytes_carried
+            carrying = asyncio.ensure_future(carry(circuit))
+            await until(lambda: told.circuits_carried > circuits and told.bytes_carried - nbytes >= carried)
             carrying.cancel()
 
-        monkeypatch.setattr(liar.transport, "join", end_early)
+        monkeypatch.setattr(liar.relay, "_carry", end_early)
         guest, caller = await peers.guest(), await peers.caller()
 
         def add_way(relay: P2P) -> None:

@@ -23,6 +23,7 @@ from shoal.net.transport import (
     COOKIE_BYTES,
     ROUND_TRIP,
     Session,
+    Splice,
     Stream,
     Throttle,
     Transport,
@@ -35,8 +36,8 @@ from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.punching import (
     EXCHANGE_SECONDS,
     FIRST_PAUSE,
-    LATE_SECONDS,
-    LATE_SHARE,
+    HEAD_START,
+    HEAD_START_SHARE,
     PUNCH_SECONDS,
     CandidateHost,
     Candidates,
@@ -129,7 +130,7 @@ class Trio:
             expected = self.relay.expect_session(cookie)
             outer.append(await side.transport.open_session(self.address, cookie, punchable=True))
             inner.append(await expected)
-        self.joining.append(asyncio.ensure_future(self.relay.join(inner[0], inner[1], Unlimited(), 100.0)))
+        self.joining.append(asyncio.ensure_future(Splice(inner[0], inner[1], Unlimited(), 100.0).run()))
         seen = [each.remote_address for each in inner]
         relay = self.relay.identity.peer_id
         return Circuit(outer[0], relay, seen[0], seen[1]), Circuit(outer[1], relay, seen[1], seen[0])
@@ -283,9 +284,9 @@ async def test_a_port_on_which_nothing_comes_about(trio: Trio) -> None:
 async def test_nobody_waits_for_a_second_punch_while_a_first_one_brings_nothing(trio: Trio) -> None:
     transport_of(trio.dialler).is_walled = True
     [future], _ = await trio.punch()
-    await asyncio.sleep(LATE_SECONDS / 2)
+    await asyncio.sleep(HEAD_START / 2)
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)  # so dials at the same time all punch
-    await asyncio.sleep(LATE_SECONDS)
+    await asyncio.sleep(HEAD_START)
     assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
     assert trio.dialler.puncher.is_worth_it(trio.relay.identity.peer_id)
     future.cancel()
@@ -298,9 +299,9 @@ async def test_a_punch_may_take_longer_where_everything_does(trio: Trio) -> None
     transport_of(trio.dialler).is_walled = True
     before = 2.0
     [future], _ = await trio.punch(before=before)
-    await asyncio.sleep(2 * LATE_SECONDS)
+    await asyncio.sleep(2 * HEAD_START)
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
-    await asyncio.sleep(LATE_SHARE * (before + 1.0) - 2 * LATE_SECONDS)
+    await asyncio.sleep(HEAD_START_SHARE * (before + 1.0) - 2 * HEAD_START)
     assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
     future.cancel()
     await asyncio.wait([future])
@@ -312,7 +313,7 @@ async def test_who_was_reached_before_is_worth_another_punch_whatever_the_presen
     (await future).abort()
     transport_of(trio.dialler).is_walled = True
     [future], _ = await trio.punch()
-    await asyncio.sleep(2 * LATE_SECONDS)
+    await asyncio.sleep(2 * HEAD_START)
     assert not future.done()
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
     future.cancel()

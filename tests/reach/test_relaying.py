@@ -433,5 +433,5 @@ async def test_a_relay_that_shuts_down_leaves_nothing_behind(kind: str) -> None:
         assert not relay.relay.circuit_count
         assert not relay.relay.guests
         assert not relay.relay.serves
-        await until(lambda: not guest.connections_from(caller.peer_id))
+        await until(lambda: not guest.server.connections_of(caller.peer_id))
         assert relay.peer_id not in guest.reservations.held

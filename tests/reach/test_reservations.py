@@ -394,7 +394,7 @@ def test_a_silent_relay_counts_as_dead_and_what_goes_through_it_is_cut() -> None
             guest.reservations.look()
             await until(lambda: len(guest.reservations.held) == 2)
             began = asyncio.get_running_loop().time()
-            (through,) = guest.connections_from(caller.peer_id)
+            (through,) = guest.server.connections_of(caller.peer_id)
             assert through.stream.via == other.peer_id
             through.stream.via = dead.peer_id
             await until(lambda: dead.peer_id not in guest.reservations.held, 60.0)

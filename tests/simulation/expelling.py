@@ -96,7 +96,7 @@ def expel(seed: int, members: int = MEMBERS, *, is_in_round: bool) -> float:
 
 
 def is_cut_off(node: DHTNode, expelled: DHTNode) -> bool:
-    return expelled.peer_id not in node.p2p.pool and not node.p2p.connections_from(expelled.peer_id)
+    return expelled.peer_id not in node.p2p.pool and not node.p2p.server.connections_of(expelled.peer_id)
 
 
 async def assert_refused(expelled: DHTNode, member: DHTNode) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.control import LossCause
-from shoal.averaging.round.delivery import Delivery
-from shoal.averaging.round.recovery import Recovery
+from shoal.averaging.round.coordinator import Recovery
 from shoal.averaging.round.sending import OutgoingParts
+from shoal.averaging.round.traffic import Delivery
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
 from shoal.net.resumable import MAX_RESUMES, RESUME_SECONDS, SILENT_SECONDS, ResumableCall, open_again
@@ -311,7 +311,7 @@ def test_a_sender_that_is_done_is_not_lost(monkeypatch, lives):
         return open_again(open_call, life)
 
     monkeypatch.setattr(Delivery, "send_parts", withhold_the_last_word)
-    monkeypatch.setattr("shoal.averaging.round.delivery.open_again", find_no_way)
+    monkeypatch.setattr("shoal.averaging.round.traffic.open_again", find_no_way)
 
     def cut_when_all_is_there(broken):
         vector, reducer = broken.round_of(1).vector, broken.round_of(2).reducer

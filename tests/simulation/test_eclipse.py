@@ -131,7 +131,7 @@ def test_clients_are_not_remembered_for_they_cannot_be_called():
         _, nodes = await start(network, 4, clients=1)
         assert await average(network, nodes, 4) == [4] * 4
         memory = nodes[1].lanes[""].matchmaking.former_members
-        assert set(memory.met) == {node.p2p.peer_id for node in nodes[2:]}
+        assert set(memory) == {node.p2p.peer_id for node in nodes[2:]}
         assert len(nodes[0].lanes[""].matchmaking.former_members) == 3
 
     run(main(), seed=1, time_limit=1000)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm, TrimmedMean
-from shoal.averaging.round.recovery import Recovery
+from shoal.averaging.round.coordinator import Recovery
 from shoal.testing import Link
 from tests.drills import mostly_drills
 from tests.simulation.deaths import NOTICE_SILENCE_SECONDS, deaths

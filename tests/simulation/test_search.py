@@ -118,43 +118,17 @@ def test_a_scheduled_time_that_is_moved_counts_from_the_next_declaration():
     simulate(story)
 
 
-@pytest.mark.parametrize("who", ["all", "the leader last", "the leader first"])
-def test_a_group_starts_as_soon_as_nobody_expects_more(who):
+def test_a_group_starts_as_soon_as_its_leader_expects_no_more():
     async def story(swarm: Swarm) -> None:
         await swarm.add(4)
         steps = swarm.steps(expected_group_size=5)
         await asyncio.sleep(2.0)
         assert {step.stage for step in steps} == {AveragingStage.LOOKING_FOR_GROUP}
-        leader = leader_of(swarm)
-        others = [step for index, step in enumerate(steps) if index != leader]
-        first, last = ([steps[leader]], others) if who == "the leader first" else (others, [steps[leader]])
-        for step in first:
-            step.expected_group_size = 4
-        if who != "all":
-            await asyncio.sleep(0.5)
-            assert {step.stage for step in steps} == {AveragingStage.LOOKING_FOR_GROUP}
         begun = now()
-        for step in last:
-            step.expected_group_size = None
+        steps[leader_of(swarm)].expected_group_size = 4
         ended = await done(*steps)
         assert {size(step) for step in steps} == {4}
         assert ended - begun < PROMPTLY
-
-    simulate(story)
-
-
-def test_a_group_waits_for_more_if_one_of_its_members_comes_to_expect_them():
-    async def story(swarm: Swarm) -> None:
-        await swarm.add(4)
-        steps = [swarm.step(index, expected_group_size=4) for index in range(3)]
-        await asyncio.sleep(2.0)
-        leader = leader_of(swarm)
-        steps[(leader + 1) % 3].expected_group_size = 5
-        await asyncio.sleep(0.5)
-        steps.append(swarm.step(3, expected_group_size=4))
-        ended = await done(*steps)
-        assert {size(step) for step in steps} == {4}
-        assert ended > WINDOW
 
     simulate(story)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
+from shoal.averaging.groups.settings import Trust
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.donor import MAX_DOWNLOADS, MAX_SNAPSHOTS, SNAPSHOT_AGE, UploadSlot, UploadSlots
@@ -63,6 +65,20 @@ SMALL = 3 * 2**19
 DAWDLING_SECONDS = 8.0
 
 
+class Ranking(Trust):
+    """Ranks all donors.
+
+    Args:
+        rank: of a donor.
+    """
+
+    def __init__(self, rank: Callable[[PeerID], float]) -> None:
+        self._rank = rank
+
+    def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
+        return {donor: self._rank(donor) for donor in donors}
+
+
 class Swarm:
     """Donors, of which some dawdle, and newcomers."""
 
@@ -77,7 +93,7 @@ class Swarm:
         node = await start_averager(self.network.add_host(), [values], self.table, **self.settings)
         self.network.host_of(node.p2p.peer_id).uplink = rate
         # All are at the same epoch, whatever they say about themselves.
-        node.trust.rank_donors = lambda peers: dict.fromkeys(peers, 7.0)
+        node.believe(Ranking(lambda _: 7.0))
         return node
 
     async def add_donor(
@@ -128,7 +144,7 @@ def test_a_slow_donor_of_the_highest_priority_is_helped_or_replaced(is_same: boo
         for _ in range(2):
             await swarm.add_donor(1.0)
         newcomer = await swarm.add(torch.zeros(SMALL))
-        newcomer.trust.rank_donors = None
+        newcomer.believe(Trust())
         return await swarm.download(newcomer)
 
     value, seconds = run(main(), time_limit=400)
@@ -148,7 +164,7 @@ def test_a_donor_of_the_highest_priority_that_does_not_even_describe_its_state_h
         silent.state_sharing.send_chunks = say_nothing  # type: ignore[method-assign]
         await swarm.add_donor(1.0)
         newcomer = await swarm.add(torch.zeros(SMALL))
-        newcomer.trust.rank_donors = None
+        newcomer.believe(Trust())
         return await swarm.download(newcomer)
 
     value, seconds = run(main(), time_limit=400)
@@ -195,7 +211,7 @@ def test_dead_donors_of_several_epochs_cost_no_more_time_than_one() -> None:
         dead = [await swarm.add_donor() for _ in range(5)]
         alive, newcomer = await swarm.add_donor(), await swarm.add(torch.zeros(1))
         epochs = {node.p2p.peer_id: epoch for epoch, node in enumerate([alive, *dead])}
-        newcomer.trust.rank_donors = lambda peers: {peer: float(epochs[peer]) for peer in peers}
+        newcomer.believe(Ranking(lambda peer: float(epochs[peer])))
         for node in dead:
             swarm.network.host_of(node.p2p.peer_id).power_off()
         value, seconds = await swarm.download(newcomer)

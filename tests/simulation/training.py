@@ -111,7 +111,6 @@ class SimulatedTracker(ProgressTracker):
         self.fetched_global_progress_this_epoch = SimpleNamespace(set=self._note_fetch, clear=lambda: None)  # type: ignore[assignment]
         self.has_looked = asyncio.Event()
         self._in_pause = False
-        self._company = None
         self.exchange = exchange
         exchange.on_fetch = self._note_fetch
 
@@ -161,7 +160,7 @@ class Trainer:
         # From the seed, like all else: the place of a record follows from its owner's key.
         key = PrivateKey.from_bytes(hashlib.sha256(node.peer_id.to_bytes()).digest())
         signatures = SignatureValidator(key)
-        node.protocol.record_validator.extend([signatures])  # type: ignore[union-attr]
+        node.protocol.record_validator.extend([signatures])
         ema = PerformanceEMA(alpha=0.1, clock=loop.time)
         board = ProgressBoard(
             node.peer_id.to_bytes(),

@@ -100,7 +100,7 @@ def train(
                 opt.step(batch_size=program.batch_size)
                 if program.epoch > 0:
                     program.longest_step = max(program.longest_step, loop.time() - began)
-                if opt.local_epoch != program.epoch:
+                if opt.local_epoch != program.epoch and not is_over:  # as others leave, one may make a step alone
                     program.epochs.append((loop.time(), opt.local_epoch))
             opt.shutdown()
             dht.shutdown()

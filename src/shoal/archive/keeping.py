@@ -28,7 +28,7 @@ from shoal.base.logs import counted, one_line
 from shoal.data.kept import read_pass
 from shoal.errors import ArchiveError, ShoalError
 from shoal.optim.diloco.messages import STATISTICS
-from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.progress_tracker import ProgressTracker, TrackedTrust
 from shoal.p2p import PeerID, StubBase
 
 if TYPE_CHECKING:
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A donor is given up after this many seconds of silence.
-SILENCE_SECONDS = 30.0
 # How often an archiver checks for a new epoch once an archive is due, and whether the run has begun.
 SECONDS_BETWEEN_LOOKS = 2.0
-# If no donor serves the state, the next attempt comes this many seconds later, or when it is due if that is sooner.
-SECONDS_TO_RETRY = 10.0
 # How many donors may give a bad state in one attempt.
 MOST_BAD = 3
 LEAST_RATE = 1e5
@@ -91,7 +87,7 @@ class Archiver:
         self._dht, self._run_id, self._store = dht, run_id, store
         self._every, self._keep, self._say = every, keep, say
         self._tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
-        trust = Trust(rank_donors=self._tracker.rank_donors)
+        trust = TrackedTrust(self._tracker)
         self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
         self._further: str | None = None
         self.latest: Manifest | None = None
@@ -118,7 +114,7 @@ class Archiver:
                     self._say(f"no archive: {e}")
                 # It was downloaded but could not be written: donors should not have to serve it over and over.
                 is_cheap = isinstance(e, _NobodyGives)
-                told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
+                told, due = str(e), began_at + (min(self._every, 10.0) if is_cheap else self._every)
                 continue
             self._tell_written(latest, time.monotonic() - began_at)
             told, due = "", began_at + self._every
@@ -242,7 +238,7 @@ def downloads_of(
     prefix = PREFIXES[kind].format(run_id)
     options = DownloadOptions(
         max_bytes=memory_of_this_machine(),
-        chunk_timeout=SILENCE_SECONDS,
+        chunk_timeout=30.0,  # of silence, before a donor is given up
         is_one_state=False,  # this peer does not know how the run averages
         trains=False,
         rate=rate,

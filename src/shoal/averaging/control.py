@@ -201,7 +201,8 @@ class RoundResult:
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
     waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
-    """By member: for how many seconds this peer waited for its values or averages while nobody else's were missing."""
+    """By member: for how many seconds the others waited for it while all else was there. The same in all members;
+    without waits of less than a second."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:

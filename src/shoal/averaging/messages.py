@@ -94,6 +94,7 @@ class JoinRequest(Header):
     gathered: Gathered = b""
     bandwidth: Bandwidth | None = None
     expected_group_size: Count | None = None
+    """For a leader that does not know how many to expect."""
     reach: Annotated[int, Meta(ge=0, le=255)] = 0
     """How others call the follower, see :class:`shoal.reach.reachability.Reach`."""
     relay_rate: Amount = 0.0
@@ -102,12 +103,8 @@ class JoinRequest(Header):
     """The number of the follower's search. Those of a client in no hurry do not differ in anything else."""
 
 
-class Expectation(Header):
-    """A follower expects another size of the group now, or leaves it."""
-
-    expected_group_size: Count | None = None
-    leaves: bool = False
-    """The follower does not want to be in the group any more."""
+class Leave(Header):
+    """A follower does not want to be in the group any more."""
 
 
 class Member(Header):
@@ -277,6 +274,8 @@ class Report(RoundMessage, tag=3, omit_defaults=True):
     """Members without whose values it has averaged some parts, because it had given them up."""
     statements: list[Statement] = msgspec.field(default_factory=list)
     """What it has got from each member, see :class:`BeginReduce`; empty: nothing."""
+    waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
+    """By member: the seconds for which it has waited for that one alone."""
 
 
 class MembersLost(RoundMessage, tag=4):
@@ -317,6 +316,8 @@ class Commit(RoundMessage, tag=8, omit_defaults=True):
     """Members that have announced different norms to different members."""
     statements: list[Statement] = msgspec.field(default_factory=list)
     """Two of each member in ``untrue``."""
+    waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
+    """By member: the seconds for which the group has waited for that one alone."""
 
 
 class Delivered(RoundMessage, tag=9):

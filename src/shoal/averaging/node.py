@@ -39,7 +39,8 @@ from shoal.averaging.messages import (
     StatusRequest,
 )
 from shoal.averaging.round.exchange import AllReduceSettings
-from shoal.averaging.round.session import ActiveRounds, GroupSession, Round, RoundIsCommitted
+from shoal.averaging.round.finish import Round
+from shoal.averaging.round.session import ActiveRounds, GroupSession, RoundIsCommitted
 from shoal.averaging.round.traffic import stripes_for
 from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState, OwnedState
@@ -169,7 +170,7 @@ class AveragerNode(ServicerBase):
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
-        """What this peer knows about others beyond their own word; may be changed at any time."""
+        """How far this peer trusts others, see :meth:`believe`."""
         self.rounds = ActiveRounds(p2p.behaviour.has_delivered, most_kept=2 * max(1, len(config.tags)))
         """The rounds in which this averager takes part."""
         self.lanes = {
@@ -202,6 +203,12 @@ class AveragerNode(ServicerBase):
     def group_bits(self) -> str:
         """The bucket of the only lane, or of the first one."""
         return next(iter(self.lanes.values())).keys.group_bits
+
+    def believe(self, trust: Trust) -> None:
+        """From the next search on, trust others as far as this says."""
+        self.trust = self.state_sharing.trust = self.state_downloads.trust = trust
+        for lane in self.lanes.values():
+            lane.matchmaking.believe(trust)
 
     def stub(self, peer: PeerID) -> StubBase:
         """A stub with which this averager calls another one."""
@@ -289,7 +296,7 @@ class AveragerNode(ServicerBase):
         finally:
             self.rounds.leave_group(group.group_id)
         control.round = self.last_round = dataclasses.replace(session.result, absent=group.absent)
-        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, get_dht_time())
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers, self.p2p.peer_id)
         self._count(control.round)
         return self._gathered(session.group)
 
@@ -385,8 +392,7 @@ class AveragerNode(ServicerBase):
             config.aggregation,
         )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        stuck = self.p2p.behaviour.note_stuck
-        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, stuck)
+        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -448,7 +454,7 @@ class AveragerNode(ServicerBase):
         if begin is None:
             raise ProtocolError("ended before the first part")
         current = await self._find_round(call, begin.round_id)
-        await current.serve_sender(call, begin, context.remote_id)
+        await current.allreduce.serve(call, begin, context.remote_id)
 
     async def _find_round(self, call: Call, round_id: bytes) -> Round:
         patience, call.is_premature = self.config.sender_timeout + self.config.request_timeout, True
@@ -466,13 +472,13 @@ class AveragerNode(ServicerBase):
         except RoundIsCommitted:
             await call.send(RoundOver(), end=True)
         else:
-            await current.serve_member(call, greeting, context.remote_id)
+            await current.serve(call, greeting, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
         current = self.rounds.running.get(request.round_id)
         has_given_up = current is not None and current.allreduce.hear_question(request, context.remote_id)
-        is_waiting = current is not None and current.completion.is_waiting
-        has_left = current is not None and current.completion.follows_another_than(context.remote_id)
+        is_waiting = current is not None and current.is_waiting
+        has_left = current is not None and current.follows_another_than(context.remote_id)
         return StatusReply(int(self.rounds.status(request.round_id)), has_given_up, is_waiting, has_left)
 
     @patient

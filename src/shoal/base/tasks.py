@@ -129,6 +129,11 @@ async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
     return task.cancelled()
 
 
+def has_succeeded(future: asyncio.Future[Any]) -> bool:
+    """Whether there is a result."""
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
 async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:
     """Wait until one of several awaitables is done or the time is up; the others are cancelled."""
     tasks = [asyncio.ensure_future(a) for a in awaitables]

@@ -338,9 +338,7 @@ def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -
     Args:
         validator: the user's; a composite is extended in place.
     """
-    composite = validator if isinstance(validator, CompositeValidator) else CompositeValidator()
-    if validator is not None and composite is not validator:
-        composite.extend([validator])
+    composite = CompositeValidator.of(validator)
     composite.extend([SignatureValidator(PrivateKey(identity.private_key))])
     return composite
 

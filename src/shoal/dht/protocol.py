@@ -43,7 +43,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
 from shoal.dht.storage import DHTLocalStorage
-from shoal.dht.validation import Outcome, RecordValidatorBase
+from shoal.dht.validation import CompositeValidator, Outcome, RecordValidatorBase
 from shoal.errors import (
     DHTError,
     DialError,
@@ -359,7 +359,7 @@ class DHTProtocol(ServicerBase):
         return self.records.cache
 
     @property
-    def record_validator(self) -> RecordValidatorBase | None:
+    def record_validator(self) -> CompositeValidator:
         """Decides which records may be stored and believed."""
         return self.records.record_validator
 
@@ -369,7 +369,7 @@ class DHTProtocol(ServicerBase):
             await self.authorizer.prepare()
             self._gate = MembersOnly(self.p2p.peer_id, self.authorizer, self_checking=type(self))
             await self._gate.add_p2p_handlers(self.p2p)
-            self.p2p.close_to_strangers(self._gate)
+            self.p2p.server.gate = self._gate
         if self.is_node:
             await self.serve()
 
@@ -614,7 +614,7 @@ class DHTProtocol(ServicerBase):
         for batch in split_into_requests(records):
             request = StoreRequest.of_records(batch, self._announced_id)
             response = await self._call(peer, "rpc_store", request, StoreResponse, self.config.wait_timeout)
-            if len(response.accepted) != len(batch):
+            if len(response.refusals) != len(batch):
                 self._note_nonsense(peer, is_walk=True)
                 raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, and tells of others")
             self.note_alive(response.node_id, peer)

@@ -79,10 +79,8 @@ MAX_REQUESTS_PER_BEAM = 10
 # Three times the default beam.
 LEAST_KEPT = 3 * NodeConfig.bucket_size
 
-# A request is suspicious only after this many times the mean response time. Chosen, like the next one.
+# A request is suspicious only after this many times the mean response time. Chosen.
 STALLED_OVER_MEAN = 3.0
-# Most suspicious requests per worker that give up their slots; further ones keep theirs.
-MAX_STALLED_PER_WORKER = 4
 
 
 class Answer(NamedTuple):
@@ -296,7 +294,6 @@ class Traversal:
         self._stall_after = stall_after
         self._spawn = spawn
         self._slots_taken = 0
-        self._stalled = 0
         self._waited = (0, 0.0)  # the answers so far, and the seconds until each of them in total
         self._done: asyncio.Future[None] | None = None
 
@@ -377,11 +374,8 @@ class Traversal:
         task.add_done_callback(functools.partial(self._on_request_done, request))
 
     def _on_stalled(self, request: _Request) -> None:
-        if self._stalled >= MAX_STALLED_PER_WORKER * self._num_workers:
-            return
         request.has_slot = False
         self._slots_taken -= 1
-        self._stalled += 1
         for query in request.queries:
             query.give_up(request.node)
             query.stalled.add(query.distance_to(request.node))
@@ -429,8 +423,6 @@ class Traversal:
             request.stall_timer.cancel()
         if request.has_slot:
             self._slots_taken -= 1
-        else:
-            self._stalled -= 1
         error = None if task.cancelled() else task.exception()
         if self._done is None or self._done.done():
             return

@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
 from shoal.base.bounded import Bounded, K
-
-SHARE_WASTED = 0.05
-"""The default share. Twenty peers lose as much when one of them is away."""
+from shoal.peers.book import SHARE_WASTED
 
 LONGEST_HOLD = 30.0
 """The longest wait of a lone peer at a time, in seconds: a slow download. It begins with this much time saved."""

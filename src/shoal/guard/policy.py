@@ -19,16 +19,14 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from shoal.averaging.majorities import votes_by_host
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, counted
-from shoal.guard.budget import SHARE_WASTED, Budget
+from shoal.guard.budget import Budget
+from shoal.peers.book import SHARE_WASTED
 from shoal.peers.identity import PeerID
-
-if TYPE_CHECKING:
-    from shoal.optim.progress.records import Companion, LocalTrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +40,45 @@ _SHARE_OF_PATIENCE = 0.5
 JOIN_SHARE = 1 / 3
 # The user is warned after this many steps in a row without others: a single one may be chance.
 _ROUNDS_ALONE = 2
-# The pause of a member that was too slow again doubles up to this many times.
-_MOST_DOUBLINGS = 4
 # A peer that is this many epochs ahead of the run has perhaps only ended two that others are about to end.
 _WORTH_TELLING = 2
 # The latest epochs tell how long one usually takes.
 _EPOCHS_TIMED = 16
+
+
+class ReportedProgress(Protocol):
+    """What a peer says of its progress, as far as it is judged here."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def client_mode(self) -> bool: ...
+    @property
+    def is_donor(self) -> bool: ...
+    def at_most(self: ReportT, samples: float, samples_per_second: float) -> ReportT:
+        """The same, cut to these limits."""
+        ...
+
+
+class KnownPeer(Protocol):
+    """What this peer knows of another one of the run, likewise."""
+
+    known_since: float
+    end: float | None
+
+    @property
+    def record(self) -> ReportedProgress: ...
+    @property
+    def is_heard(self) -> bool: ...
+    def is_reachable(self, now: float) -> bool: ...
+    def epoch_by_now(self, now: float, seconds_per_epoch: float) -> int: ...
+    def as_at_the_beginning(self: PeerT, epoch: int, began_at: float) -> PeerT: ...
+
+
+ReportT = TypeVar("ReportT", bound=ReportedProgress)
+PeerT = TypeVar("PeerT", bound=KnownPeer)
 
 
 def epoch_of_most(votes: Sequence[int], own: int) -> int:
@@ -141,7 +172,7 @@ class Members:
         self,
         samples: Mapping[bytes, float],
         now: float,
-        companions: Mapping[bytes, Companion] | None = None,
+        companions: Mapping[bytes, KnownPeer] | None = None,
         own: int = 0,
         seconds: float = 0.0,
         waits: Mapping[bytes, float] | None = None,
@@ -153,7 +184,7 @@ class Members:
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
             seconds: how long the group was at work, after all members had come.
-            waits: for how many of these seconds this peer had to wait for a member alone.
+            waits: for how many of these seconds the group had to wait for a member alone, as all members were told.
         """
         members, patience = samples.keys() - {self._own}, self._awaited[2]
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
@@ -161,8 +192,10 @@ class Members:
         self._meets_everybody = self.full_group is None or size <= self.full_group
         went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
         unheard = self._unheard(companions or {})
-        self._note_who_is_missing(members, went_on if not members else (), now, seconds, unheard)
         others = [peer for peer, c in reachable.items() if c.record.epoch == own]
+        # Some have appeared while this peer waited, and kept others waiting.
+        appeared = {peer: reachable[peer].known_since for peer in others if self.counts(peer, now)}
+        self._note_who_is_missing(members, went_on if not members else (), appeared, now, seconds, unheard)
         # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
         self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
         if members:
@@ -177,6 +210,7 @@ class Members:
         self,
         members: Collection[bytes],
         went_on: Collection[bytes],
+        appeared: Mapping[bytes, float],
         now: float,
         seconds: float,
         unheard: Collection[bytes],
@@ -187,7 +221,8 @@ class Members:
         # had no reason to wait for it either.
         if not self._meets_everybody or waited < patience * _SHARE_OF_PATIENCE:
             return
-        missing = sorted(awaited - {*members, *went_on})
+        in_time = {peer for peer, at in appeared.items() if now - at - seconds >= patience * _SHARE_OF_PATIENCE}
+        missing = sorted((awaited | in_time) - {*members, *went_on})
         for peer in missing:
             self._missed[peer] = self._missed.get(peer, 0) + 1
         doubtful = [peer for peer in missing if not self.is_proven(peer)]
@@ -202,30 +237,45 @@ class Members:
             )
 
     def _note_waits(self, waits: Mapping[bytes, float], patience: float, now: float) -> None:
-        """Of two members each needs the other one, so that neither is too slow."""
-        total = sum(self.latest.values())
-        for peer in [each for each in self.latest if each != self._own and len(self.latest) > 2]:
-            worth = seconds_worth(self._training, self.latest[peer] / total if total else 0.0)
-            if waits.get(peer, 0.0) <= max(worth, JOIN_SHARE * patience):
-                self._too_slow.pop(peer, None)
+        """Of two members each needs the other one, so that neither is too slow. One that has failed brought nothing."""
+        total, group = sum(self.latest.values()), {**self.latest, **dict.fromkeys(waits.keys() - self.latest, 0.0)}
+        for peer, samples in group.items() if len(group) > 2 else ():
+            worth = seconds_worth(self._training, samples / total if total else 0.0)
+            wait = waits.get(peer, 0.0)
+            if wait <= max(worth, JOIN_SHARE * patience):
+                if self._too_slow.pop(peer, 0) >= ROUNDS_IN_A_ROW:
+                    name = "this peer" if peer == self._own else f"peer {PeerID(peer)}"
+                    logger.info("%s keeps rounds waiting no more, and takes part again", name)
                 continue
             rounds = self._too_slow[peer] = self._too_slow.get(peer, 0) + 1
             if rounds >= ROUNDS_IN_A_ROW:
-                # Tried again, it has one round to show that it is faster. Each further failure doubles the pause.
-                again = min(rounds - ROUNDS_IN_A_ROW, _MOST_DOUBLINGS)
-                self.budget.charge_member(peer, waits[peer] * 2**again, now)
-                self._tell_of_wait(peer, waits[peer], worth)
+                # As many rounds showed that it is slow. Tried again, it has one to show that it is faster.
+                cost = ROUNDS_IN_A_ROW * wait
+                self.budget.charge_member(peer, cost, now)
+                if rounds == ROUNDS_IN_A_ROW:
+                    self._tell_of_wait(peer, wait, worth, cost / self.budget.share)
 
-    def _tell_of_wait(self, peer: bytes, wait: float, worth: float) -> None:
+    def _tell_of_wait(self, peer: bytes, wait: float, worth: float, pause: float) -> None:
         self.troubles["members too slow"] += 1
-        self._tell_once(
-            peer,
-            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. If its line "
-            "is slow, use a codec, low rank or DiLoCo",
+        advice = "If its line is slow, use a codec, low rank or DiLoCo"
+        if peer == self._own:
+            logger.warning(
+                "this peer makes rounds %.1f s longer, and its samples save %.1f s: the others leave it out, and it "
+                "follows by downloads. It is tried again in %.0f s. %s",
+                wait,
+                worth,
+                pause,
+                advice,
+            )
+            return
+        self._warn_seldom(
+            "peer %s makes rounds %.1f s longer, and its samples save %.1f s: it is left out for %.0f s. %s",
+            PeerID(peer),
             wait,
             worth,
-            wait / self.budget.share,
-            tell=self._warn_seldom,
+            pause,
+            advice,
+            about=peer,
         )
 
     def note_weights(self, weights: Mapping[bytes, float]) -> None:
@@ -310,7 +360,7 @@ class Members:
         """Of several peers that claim to come, those that this peer should wait for."""
         return {peer for peer in peers if self.counts(peer, now)}
 
-    def limited(self, records: Collection[LocalTrainingProgress], now: float) -> list[LocalTrainingProgress]:
+    def limited(self, records: Collection[ReportT], now: float) -> list[ReportT]:
         """The records of all peers, as far as they are believed."""
         return [record if self.counts(record.peer_id, now) else record.at_most(0, 0.0) for record in records]
 
@@ -318,7 +368,7 @@ class Members:
         """How much a member may weigh in what this peer reduces."""
         return math.inf
 
-    def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
+    def called_end(self, companions: Mapping[bytes, KnownPeer], epoch: int, own_estimate: float, now: float) -> float:
         """The earliest DHT time at which this epoch ends according to others; infinite if none says so.
 
         Args:
@@ -330,11 +380,11 @@ class Members:
 
     def credible(
         self,
-        companions: Mapping[bytes, Companion],
+        companions: Mapping[bytes, PeerT],
         own: int,
         now: float,
-        own_estimate: Callable[[Mapping[bytes, Companion]], float],
-    ) -> dict[bytes, Companion]:
+        own_estimate: Callable[[Mapping[bytes, PeerT]], float],
+    ) -> dict[bytes, PeerT]:
         """The peers whose epoch the run can have reached; the others are left out.
 
         Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
@@ -362,34 +412,34 @@ class Members:
 
     def may_be_over(
         self,
-        companions: Mapping[bytes, Companion],
-        ahead: Mapping[bytes, Companion],
+        companions: Mapping[bytes, PeerT],
+        ahead: Mapping[bytes, PeerT],
         own: int,
         now: float,
-        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+        own_estimate: Callable[[Mapping[bytes, PeerT]], float],
     ) -> bool:
         """Whether this epoch can be over already, if a member says so."""
         return True
 
-    def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
+    def are_most_beyond(self, companions: Mapping[bytes, KnownPeer], own: int, now: float) -> bool:
         """Whether most hosts have ended this epoch. One peer alone may have failed to meet the others."""
         return self._epoch_of_run(self._voters(companions, now), own, now) > own
 
-    def _voters(self, companions: Mapping[bytes, Companion], now: float) -> dict[bytes, Companion]:
+    def _voters(self, companions: Mapping[bytes, PeerT], now: float) -> dict[bytes, PeerT]:
         """The peers whose epochs decide which one the run is at."""
         return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
 
-    def _epoch_of_run(self, voters: Mapping[bytes, Companion], own: int, now: float) -> int:
+    def _epoch_of_run(self, voters: Mapping[bytes, KnownPeer], own: int, now: float) -> int:
         # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
         usual = statistics.median(self._epochs) if self.is_large and self._epochs else math.inf
         votes = votes_by_host({peer: c.epoch_by_now(now, usual) for peer, c in voters.items()}, self._host_of)
         return epoch_of_most(sorted([*votes, own]) if now < self._counts_itself_until else votes, own)
 
-    def _unheard(self, companions: Mapping[bytes, Companion]) -> set[bytes]:
+    def _unheard(self, companions: Mapping[bytes, KnownPeer]) -> set[bytes]:
         """The peers of which this one knows nothing but a record in the DHT."""
         return {peer for peer, c in companions.items() if not c.is_heard and not self.has_met(peer)}
 
-    def _name_impossible_epoch(self, companion: Companion, run: int) -> None:
+    def _name_impossible_epoch(self, companion: KnownPeer, run: int) -> None:
         """Warn of a peer that claims to be far beyond the run, if this one has heard from it.
 
         Otherwise it may be dead, and its record that of a run that has begun again since.

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.averaging.groups.keys import Table
 from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.logs import Seldom
@@ -29,7 +30,7 @@ from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
 from shoal.monitor.prober import Prober
 from shoal.monitor.run import RunView
-from shoal.optim.progress.exchange import MOST_READ, Table
+from shoal.optim.progress.exchange import MOST_READ
 from shoal.optim.progress.records import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
 from shoal.optim.progress.run_list import describe_runs, read_runs
 from shoal.optim.report import key_of_reports, parse_report

@@ -23,6 +23,7 @@ from shoal.net.limits import HeaderMemory
 from shoal.net.transport import (
     MOST,
     PREFIX_BYTES,
+    READ_STEP_BYTES,
     Amount,
     Buffer,
     Count,
@@ -44,9 +45,6 @@ from shoal.peers.identity import Name
 DRAIN_TIMEOUT = 10.0
 
 _ALIVE = pack(Kind.ALIVE, None)
-
-# An unwanted payload is read in pieces of this size, to get to the next message.
-_DISCARD_BYTES = 2**16
 
 
 class Hello(Header):
@@ -82,8 +80,6 @@ class Open(Header):
 NO_HANDLER = "no handler"
 REFUSED = "refused"
 NOT_A_MEMBER = "not a member"
-MAX_FAILURE_CHARACTERS = 2000
-MAX_REASON_CHARACTERS = 32
 
 
 class CallFailure(Header):
@@ -98,7 +94,8 @@ class CallFailure(Header):
     @classmethod
     def of_error(cls, error: Exception, *, is_final: bool = False) -> CallFailure:
         """What the other side may know about an error: its type and its text, not where it happened."""
-        text = str(error)[:MAX_FAILURE_CHARACTERS].encode(errors="backslashreplace").decode()
+        # A text for people, which may quote what strangers have sent.
+        text = str(error)[:2000].encode(errors="backslashreplace").decode()
         return cls(type=type(error).__name__, text=text, is_final=is_final)
 
 
@@ -386,7 +383,7 @@ class Call:
             return DialError(f"peer {self.remote} refuses this connection: {text}")
         if failure.code == NOT_A_MEMBER:
             refusal = f"peer {self.remote} does not let this peer in"
-            return NotAMemberError(f"{refusal}: {text}", reason=kind[:MAX_REASON_CHARACTERS])
+            return NotAMemberError(f"{refusal}: {text}", reason=kind[:32])  # it is counted by its name
         return P2PHandlerError(f"peer {self.remote}: {kind}: {text}")
 
     async def read_payload_into(self, *buffers: memoryview, arrived: Callable[[int], object] | None = None) -> None:
@@ -424,7 +421,7 @@ class Call:
         """Discard what the other side still sends, for a short while, so that it can read why the call failed."""
         if self.received_end and not self.payload_size:
             return
-        scratch = memoryview(bytearray(_DISCARD_BYTES))
+        scratch = memoryview(bytearray(READ_STEP_BYTES))
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT):
                 while self.payload_size or not self.received_end:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from typing import Any
 
+from shoal.base.tasks import TaskSet
 from shoal.errors import (
     DialError,
     InterruptedDialError,
@@ -32,12 +34,13 @@ from shoal.metrics import Metrics
 from shoal.net.addresses import AddressBook, Judge
 from shoal.net.connection import Connection
 from shoal.net.limits import MAX_DIALLED_PER_PEER
-from shoal.net.transport import MAY_CONNECT, ON_ANSWER, Stream, Transport
+from shoal.net.transport import MAY_CONNECT, ON_ANSWER, Stream, Transport, abort_late
 from shoal.peers.book import PeerBook
 from shoal.peers.identity import PeerID, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
 
-# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
+# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet; RFC 8305
+# recommends it for the addresses of a host.
 DIAL_STAGGER = 0.25
 # The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
 HANDSHAKE_STAGGER = 2.0
@@ -69,14 +72,14 @@ class Dialler:
         addresses: AddressBook,
         book: PeerBook,
         metrics: Metrics,
-        dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None,
+        dial_circuit: Callable[[Multiaddr, PeerID], Coroutine[Any, Any, Stream]] | None = None,
     ) -> None:
         self._transport = transport
         self._addresses = addresses
         self._book = book
         self._metrics = metrics
         self.dial_circuit = dial_circuit
-        self.tasks: dict[asyncio.Task[Stream], None] = {}
+        self.tasks = TaskSet()
         """Dials in progress."""
         self._closed = False
 
@@ -144,7 +147,7 @@ class Dialler:
         try:
             await asyncio.wait([dial])
         except asyncio.CancelledError:
-            dial.add_done_callback(_abort_late)
+            dial.add_done_callback(abort_late)
             dial.cancel()
             raise
         if dial.cancelled():
@@ -176,7 +179,7 @@ class Dialler:
                         self._addresses.forget(peer, address)
         finally:
             for task in dials:
-                task.add_done_callback(_abort_late)
+                task.add_done_callback(abort_late)
                 task.cancel()
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
@@ -196,14 +199,10 @@ class Dialler:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         if peer is not None and is_circuit(address) and self.dial_circuit is not None:
-            task = asyncio.ensure_future(self.dial_circuit(address, peer))
-        else:
-            if judge is None and peer is not None:
-                judge = self._addresses.judge_of(peer, address)
-            task = asyncio.ensure_future(self._dial_directly(peer, address, answered, judge))
-        self.tasks[task] = None
-        task.add_done_callback(self.tasks.pop)
-        return task
+            return self.tasks.start(self.dial_circuit(address, peer))
+        if judge is None and peer is not None:
+            judge = self._addresses.judge_of(peer, address)
+        return self.tasks.start(self._dial_directly(peer, address, answered, judge))
 
     async def _dial_directly(
         self, peer: PeerID | None, address: Multiaddr, answered: set[Multiaddr], judge: Judge | None
@@ -215,16 +214,7 @@ class Dialler:
     async def close(self) -> None:
         """Give up every dial in progress."""
         self._closed = True
-        tasks = list(self.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _abort_late(task: asyncio.Task[Stream]) -> None:
-    """Abort a late success: another address was faster, or nobody waits any more."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().abort()
+        await self.tasks.cancel()
 
 
 # Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.

@@ -14,12 +14,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shoal.access.badges import Roles
 from shoal.access.membership import Membership
 from shoal.base.clock import get_clock
 from shoal.base.logs import note_name
+from shoal.base.tasks import TaskSet
 from shoal.errors import DialError, NoReservationError, NotAMemberError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.net.addresses import (
@@ -37,7 +38,7 @@ from shoal.net.connection_pool import ConnectionPool, Dialler
 from shoal.net.limits import HeaderMemory, Limits
 from shoal.net.pasted import short_form
 from shoal.net.server import Server
-from shoal.net.service import Gate, Handler
+from shoal.net.service import Handler
 from shoal.net.transport import H, Header, Stream, Transport
 from shoal.peers.book import PeerBook
 from shoal.peers.identity import PeerID, PeerInfo, relay_of
@@ -46,10 +47,7 @@ from shoal.peers.scores import PeerScores
 
 logger = logging.getLogger(__name__)
 
-LATE_ANSWER_SECONDS = 30.0
-"""How long a connection that relays have arranged is kept for an answer that comes too late for the caller."""
 AGENT = "shoal"
-INSTANCE_BYTES = 16
 
 
 class Directory(Protocol):
@@ -63,6 +61,16 @@ class Directory(Protocol):
 
     def note_reachability(self) -> None:
         """Others can call this peer in another way than before."""
+
+
+class Announcement(NamedTuple):
+    """How others can call a peer."""
+
+    addresses: list[Multiaddr]
+    """Where they should dial it, the best first."""
+    reach: int
+    """See :class:`~shoal.reach.reachability.Reach`."""
+    is_relay: bool
 
 
 class Endpoint(ABC):
@@ -99,7 +107,7 @@ class Endpoint(ABC):
         self.metrics = metrics
         self.client_mode = False
         self.is_alive = True
-        self.instance = rng.randbytes(INSTANCE_BYTES)
+        self.instance = rng.randbytes(16)
         """Tells this process from another one with the same identity."""
         self.directory: Directory | None = None
         """Asked about peers without a known address; a DHT node on this peer."""
@@ -126,15 +134,15 @@ class Endpoint(ABC):
         """Answers on connections that others have opened."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        # Calls whose callers have given up, but not their connections.
-        self.late_answers: dict[asyncio.Task[Any], None] = {}
+        # Calls over connections that relays have arranged. Their callers may give up, but not these connections.
+        self.late_answers = TaskSet()
         self._unreachable = UnreachablePeers(self.book)
 
     # --- what routers and relays have to do with it -------------------------------------------------------------------
 
     @abstractmethod
-    def announced(self, latest: bool = False) -> list[Multiaddr]:
-        """The addresses at which others should dial this peer.
+    def announce(self, latest: bool = False) -> Announcement:
+        """What others are to know of the ways to this peer.
 
         Args:
             latest: look at this machine's networks again.
@@ -143,10 +151,6 @@ class Endpoint(ABC):
     @abstractmethod
     def outer_hosts(self) -> set[str]:
         """The hosts in front of this machine, such as its router: others behind them are neighbours."""
-
-    @abstractmethod
-    def describe_reach(self) -> tuple[int, bool]:
-        """How this peer is called (:class:`~shoal.reach.reachability.Reach`), and whether it is a relay."""
 
     @abstractmethod
     async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
@@ -174,6 +178,10 @@ class Endpoint(ABC):
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
+    def announced(self, latest: bool = False) -> list[Multiaddr]:
+        """The addresses at which others should dial this peer; ``latest`` as for :meth:`announce`."""
+        return self.announce(latest).addresses
+
     def _supports(self, address: Multiaddr) -> bool:
         return self.transport.supports(address) or self.dialler.supports_circuit(address)
 
@@ -192,7 +200,7 @@ class Endpoint(ABC):
     def seen_of(self, peer: PeerID) -> Multiaddr | None:
         """Where a peer is seen that has connected to this one; through a relay only if it has no other connection."""
         direct = self.server.addresses_of(peer)
-        streams = [connection.stream for connection in self.connections_from(peer)]
+        streams = [connection.stream for connection in self.server.connections_of(peer)]
         return direct[0] if direct else next((stream.remote_address for stream in reversed(streams)), None)
 
     def judge_for(self, seen_at: Multiaddr | None) -> Judge:
@@ -243,11 +251,6 @@ class Endpoint(ABC):
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
         return host_of(peer, self.server.addresses_of(peer))
-
-    @property
-    def address_changes(self) -> int:
-        """How often the addresses of any peer have changed: caches of derived data compare it."""
-        return self.address_book.changes
 
     async def list_peers(self) -> list[PeerInfo]:
         """Peers with known addresses, and peers connected to this one, whose addresses may be unknown."""
@@ -317,15 +320,13 @@ class Endpoint(ABC):
 
     def hello(self) -> Hello:
         """What this peer tells first on each connection."""
-        told, clock = [str(address) for address in self.announced()], self.clock
-        serial = 0 if self.membership is None else self.membership.serial
-        reach, is_relay = self.describe_reach()
+        addresses, reach, is_relay = self.announce()
         return Hello(
-            told,
+            [str(address) for address in addresses],
             AGENT,
-            clock.time(),
-            clock.offset,
-            revocations=serial,
+            self.clock.time(),
+            self.clock.offset,
+            revocations=0 if self.membership is None else self.membership.serial,
             reach=reach,
             instance=self.instance,
             relay=is_relay,
@@ -413,19 +414,11 @@ class Endpoint(ABC):
             stream, self.metrics, lambda: Hello(instance=self.instance), self.on_hello, self.header_memory
         )
 
-    def connections_from(self, peer: PeerID) -> list[Connection]:
-        """Connections that a peer has opened to this one."""
-        return self.server.connections_of(peer)
-
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
         return next(map(str, self.server.addresses_of(peer)), "")
 
     # --- serving ------------------------------------------------------------------------------------------------------
-
-    def close_to_strangers(self, gate: Gate) -> None:
-        """From now on, only members may call what the gate guards here, and this peer calls it at members only."""
-        self.server.gate = gate
 
     def add_handlers(self, handlers: Mapping[str, Handler]) -> None:
         """Serve handlers by name.
@@ -467,7 +460,7 @@ class Endpoint(ABC):
             call = await self._begin_call(peer, handle, roles)
             if not call.connection.stream.is_arranged:
                 return await self._ask(call, request, response_type)
-            asking = asyncio.get_running_loop().create_task(self._ask(call, request, response_type))
+            asking = self.late_answers.start(self._ask(call, request, response_type))
             try:
                 return await asyncio.shield(asking)
             except asyncio.CancelledError:
@@ -485,15 +478,13 @@ class Endpoint(ABC):
 
     def _await_later(self, asking: asyncio.Task[Any]) -> None:
         """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
-        end = asyncio.get_running_loop().call_later(LATE_ANSWER_SECONDS, asking.cancel)
+        end = asyncio.get_running_loop().call_later(30.0, asking.cancel)  # longer than most calls may take
 
         def forget(asking: asyncio.Task[Any]) -> None:
             end.cancel()
-            del self.late_answers[asking]
             if not asking.cancelled() and (error := asking.exception()) is not None:
                 logger.debug("a late answer: %r", error)
 
-        self.late_answers[asking] = None
         asking.add_done_callback(forget)
 
     @asynccontextmanager

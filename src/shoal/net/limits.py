@@ -21,8 +21,6 @@ from shoal.peers.identity import PeerID
 
 # Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
-# A caller asks for this many at once, and half of them would be of no use to it.
-LEAST_ANSWERED = 8
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def _fitting(limit: int, default: int, share: float) -> int:
 
 
 def _answered(files: int) -> int:
-    """The files of a process that may be opened at the word of relays."""
-    return min(DEFAULT_LIMITS.answered, max(LEAST_ANSWERED, files // 32))
+    """The files of a process that may be opened at the word of relays: at least as many as one caller asks for."""
+    return min(DEFAULT_LIMITS.answered, max(8, files // 32))
 
 
 def _share_of(files: int) -> float:
@@ -177,11 +175,6 @@ class HeaderMemory:
 
 logger = logging.getLogger(__name__)
 
-# Enough for all that is granted to others, and as much for the user.
-WANTED_FILES = 4096
-# If a limit is too high for the system, the next one to try is this fraction of it.
-_LESS = 0.9
-
 
 def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
     """Allow this process more open files and sockets. Never lowers a limit and never raises.
@@ -203,7 +196,7 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
         if _set_limits(wanted, allowed):
             break
     else:
-        while (wanted := int(wanted * _LESS)) > soft > 0 and not _set_limits(wanted, hard):
+        while (wanted := int(0.9 * wanted)) > soft > 0 and not _set_limits(wanted, hard):
             # macOS has another limit, kern.maxfilesperproc, which getrlimit does not report.
             pass
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -242,7 +235,8 @@ def more_files() -> str:
     files = open_file_limit()
     if files is None:
         return "This system gives it no more"
-    return f"This process may open {files} files; allow more: ulimit -n {max(WANTED_FILES, 2 * files)}"
+    # 4096 are enough for all that is granted to others, and as much for the user.
+    return f"This process may open {files} files; allow more: ulimit -n {max(4096, 2 * files)}"
 
 
 def _higher(present: int, wanted: int) -> int:

@@ -24,7 +24,7 @@ from typing import cast
 
 from shoal.access.badges import MAX_BADGE_BYTES
 from shoal.access.membership import Membership, judge_listener
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet
 from shoal.errors import (
     DialError,
     IdentityMismatchError,
@@ -34,14 +34,13 @@ from shoal.errors import (
     StreamClosedError,
 )
 from shoal.net.transport import (
-    COOKIE_SECONDS,
     HANDSHAKE_TIMEOUT,
     ROUND_TRIP,
     Buffer,
+    ExpectedSessions,
     OnStream,
     Session,
     Stream,
-    Throttle,
     Transport,
 )
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
@@ -136,11 +135,11 @@ class PipeEnd(Stream):
             finally:
                 self._reader = None
 
-    async def read_some(self) -> memoryview | None:
-        """The next bytes, as many as have arrived in one piece; ``None`` at the end."""
+    async def read_some(self) -> memoryview:
+        """The next bytes, as many as have arrived in one piece; none at the end."""
         while not self.inbox:
             if self._closed:
-                return None
+                return memoryview(b"")
             self._reader = self._loop.create_future()
             try:
                 await self._reader
@@ -223,8 +222,11 @@ class MemorySession(Session):
         self._end = end
         self._is_taken = False
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: Buffer) -> None:
         await self._end.write(data)
+
+    async def read_some(self) -> Buffer:
+        return await self._end.read_some()
 
     async def read_exactly(self, size: int) -> bytes:
         data = bytearray(size)
@@ -240,41 +242,6 @@ class MemorySession(Session):
         assert not self._is_taken, "a session is taken over once"
         self._is_taken = True
         return self._end
-
-
-class Expectations:
-    """The cookies that a peer has given away, and who waits for the sessions."""
-
-    def __init__(self) -> None:
-        self._expected: dict[bytes, asyncio.Future[Session]] = {}
-
-    def expect(self, cookie: bytes) -> asyncio.Future[Session]:
-        """See :meth:`Transport.expect_session`."""
-        loop = asyncio.get_running_loop()
-        assert cookie not in self._expected, "a cookie is random and good once"
-        future: asyncio.Future[Session] = loop.create_future()
-        timer = loop.call_later(COOKIE_SECONDS, future.cancel)
-
-        def forget(_: object) -> None:
-            timer.cancel()
-            self._expected.pop(cookie, None)
-
-        self._expected[cookie] = future
-        future.add_done_callback(forget)
-        return future
-
-    def meet(self, cookie: bytes, session: Session) -> None:
-        """Hand a session to the side that expects it; end it if none does."""
-        future = self._expected.pop(cookie, None)
-        if future is None or future.done():
-            session.abort()
-        else:
-            future.set_result(session)
-
-    def clear(self) -> None:
-        """Expect nobody any more."""
-        for future in list(self._expected.values()):
-            future.cancel()
 
 
 # --- handshake --------------------------------------------------------------------------------------------------------
@@ -345,42 +312,6 @@ async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership 
         end.abort()
         raise
     return True
-
-
-# --- joining ----------------------------------------------------------------------------------------------------------
-
-
-class MemorySplice:
-    """Copies bytes between two pipes, both ways."""
-
-    def __init__(self, first: PipeEnd, second: PipeEnd, throttle: Throttle, idle_seconds: float) -> None:
-        self._ends = (first, second)
-        self._throttle = throttle
-        self._idle_seconds = idle_seconds
-        self._loop = asyncio.get_running_loop()
-        self._moved_at = self._loop.time()
-
-    async def run(self) -> None:
-        """Copy until one of them ends, or neither moves for some time; end both."""
-        first, second = self._ends
-        ways = [self._loop.create_task(self._copy(*ends)) for ends in ((first, second), (second, first))]
-        try:
-            while (left := self._moved_at + self._idle_seconds - self._loop.time()) > 0:
-                done, _ = await asyncio.wait(ways, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    break
-        finally:
-            await cancel_and_wait(*ways)
-            for end in self._ends:
-                end.close()
-
-    async def _copy(self, source: PipeEnd, target: PipeEnd) -> None:
-        while (data := await source.read_some()) is not None:
-            self._moved_at = self._loop.time()
-            pause = self._throttle.take(len(data))
-            await target.write(data)
-            if pause > 0:
-                await asyncio.sleep(pause)
 
 
 # --- punching ---------------------------------------------------------------------------------------------------------
@@ -587,9 +518,9 @@ class MemoryTransport(Transport):
         self._network = network
         self._listening: list[Multiaddr] = []
         self._told: list[Multiaddr] = []
-        self.expectations = Expectations()
+        self.expectations = ExpectedSessions()
         """The sessions that others are to open."""
-        self._work: set[asyncio.Task[None]] = set()
+        self._work = TaskSet()
 
     def supports(self, address: Multiaddr) -> bool:
         return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
@@ -634,18 +565,13 @@ class MemoryTransport(Transport):
     ) -> Session:
         return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
 
-    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
-        await MemorySplice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
-
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
         end = _end_of(session)
         await prove_on_pipe(end, self.identity, expected_peer, self.membership, session.remote_address)
         return end
 
     def receive(self, session: Session, on_stream: OnStream) -> None:
-        task = asyncio.get_running_loop().create_task(self._receive(_end_of(session), on_stream))
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._work.start(self._receive(_end_of(session), on_stream))
 
     async def _receive(self, end: PipeEnd, on_stream: OnStream) -> None:
         if await meet_dialler(end, self.identity, self.membership):
@@ -666,8 +592,8 @@ class MemoryTransport(Transport):
 
     async def close(self) -> None:
         self.stop_listening()
-        self.expectations.clear()
-        await cancel_and_wait(*self._work)
+        self.expectations.close()
+        await self._work.cancel()
 
 
 def _end_of(session: Session) -> PipeEnd:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import ifaddr
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import get_logger, setting
 from shoal.peers.multiaddr import Multiaddr
 
@@ -32,7 +33,6 @@ _OF_ONE_NETWORK = tuple(
 )
 # Of one peer, which it announces and others remember.
 MAX_ADDRESSES_PER_PEER = 8
-MAX_PLACES_KNOWN = 1024
 
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 _VIRTUAL_NAME = re.compile(
@@ -157,7 +157,7 @@ class OwnAddresses:
         """How often it has looked: caches of derived data compare it."""
         self._all: list[OwnAddress] = []
         # By IP address: whether it is inside, since the last look.
-        self._inside: dict[str, bool] = {}
+        self._inside: Bounded[str, bool] = Bounded()
         self.lost: set[str] = set()
         """Addresses that this machine no longer has."""
 
@@ -170,15 +170,12 @@ class OwnAddresses:
 
     def is_inside(self, ip: str) -> bool:
         """Whether an IP address is of this machine or of one of its networks."""
-        if ip not in self._inside:
-            if len(self._inside) >= MAX_PLACES_KNOWN:
-                self._inside.clear()
-            self._inside[ip] = self._finds_inside(ip)
-        return self._inside[ip]
-
-    def _finds_inside(self, ip: str) -> bool:
-        parsed = ipaddress.ip_address(ip)
-        return parsed.is_loopback or parsed.is_link_local or any(parsed in address.network for address in self._all)
+        is_inside = self._inside.get(ip)
+        if is_inside is None:
+            parsed = ipaddress.ip_address(ip)
+            is_near = parsed.is_loopback or parsed.is_link_local
+            is_inside = self._inside[ip] = is_near or any(parsed in address.network for address in self._all)
+        return is_inside
 
     def is_elsewhere(self, ip: str) -> bool:
         """Whether an IP address is private, and of no network of this machine.

@@ -72,12 +72,8 @@ PULSE_SECONDS = 1.0
 SILENT_SECONDS = 4.0
 # Seconds that a peer has to answer over a new connection before it is asked again.
 ANSWER_SECONDS = 4.0
-# A call younger than this is not the one that the other peer reports as broken.
-NEW_CALL_SECONDS = 1.0
 # A peer shows life this many times within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
-# The least time to answer whether it lives, because the peer may have to be dialled first.
-MIN_QUESTION_SECONDS = 1.5
 
 GIVEN_UP = "has given this member up"
 
@@ -388,7 +384,7 @@ class ResumableCall:
         now = asyncio.get_running_loop().time
         last_sign, unanswered = now(), 0
         pause = limit / ALIVE_PER_TIMEOUT
-        patience = max(pause, MIN_QUESTION_SECONDS)
+        patience = max(pause, 1.5)  # the peer may have to be dialled first
         while unanswered < ALIVE_PER_TIMEOUT - 1:
             asked, last_sign = now(), max(last_sign, self._last_message())
             if asked < last_sign + pause:
@@ -448,7 +444,7 @@ class ResumableCall:
         if question.resume > self.generation:
             self.calls.cut()
         if question.is_link_broken:
-            self.link.cut(older_than=NEW_CALL_SECONDS)
+            self.link.cut(older_than=1.0)  # a new link is not the one that the other peer reports as broken
 
     # --- the calls of the exchange ------------------------------------------------------------------------------------
 

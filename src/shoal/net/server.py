@@ -22,19 +22,14 @@ from shoal.net.addresses import host_of
 from shoal.net.connection import DRAIN_TIMEOUT, NO_HANDLER, NOT_A_MEMBER, REFUSED, Call, CallFailure, Connection
 from shoal.net.limits import Limits, more_files
 from shoal.net.service import Gate, Handler, P2PContext, receive_only, serve_streams
-from shoal.net.transport import Kind, Stream, pack
+from shoal.net.transport import READ_STEP_BYTES, Kind, Stream, pack
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.peers.scores import PeerScores
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_CHARACTERS = 200
 MEMBERS_ONLY = "only members may call this: give the DHT of this process the authorizer of the swarm"
-# Bytes of a stranger that are taken off the wire, unread, while it reads why it is refused.
-STRANGER_BYTES = 2**16
-# The number of checks within the shortest time limit.
-SWEEPS = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -331,7 +326,7 @@ class Server:
     def _refusal(self, connection: Connection, name: str) -> CallFailure | None:
         """The reason not to serve this call, or ``None``."""
         if name not in self.handlers:
-            return CallFailure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
+            return CallFailure(code=NO_HANDLER, text=name[:200])
         if self.gate is not None and self.needs_proof(connection, name):
             self._metrics.calls_refused["not a member"] += 1
             logger.debug("%s, called by %s: it has not proven that it is a member", name, connection.remote)
@@ -396,7 +391,7 @@ class Server:
                 limits.seconds_for_write,
                 limits.seconds_idle,
             )
-            self._sweep = asyncio.get_running_loop().call_later(shortest / SWEEPS, self._drop_who_takes_too_long)
+            self._sweep = asyncio.get_running_loop().call_later(shortest / 4, self._drop_who_takes_too_long)
 
     def _drop_who_takes_too_long(self) -> None:
         self._sweep = None
@@ -448,7 +443,7 @@ async def _tell_stranger(stream: Stream, error: NotAMemberError) -> None:
         async with asyncio.timeout(DRAIN_TIMEOUT):
             await stream.write(pack(Kind.ERROR, failure, end=True))
             # Closing with unread bytes would reset the connection, and the reason would be lost on its way.
-            await stream.read_exactly_into(memoryview(bytearray(STRANGER_BYTES)))
+            await stream.read_exactly_into(memoryview(bytearray(READ_STEP_BYTES)))
     except (TimeoutError, StreamClosedError, asyncio.CancelledError):
         return  # it has left, or says too much
     finally:

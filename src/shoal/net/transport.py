@@ -17,7 +17,9 @@ Sizes are checked before memory is taken for them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import math
 import secrets
 import struct
 from abc import ABC, abstractmethod
@@ -29,7 +31,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from shoal.base.logs import one_line
-from shoal.errors import ProtocolError
+from shoal.base.tasks import cancel_and_wait, has_succeeded
+from shoal.errors import ProtocolError, StreamClosedError
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
@@ -159,16 +162,18 @@ class Session(ABC):
 
     It is opened towards an ordinary listening port with a cookie that the listener has given away before, or results
     from a punch. Later it is read as a stream (:meth:`Transport.authenticate`, :meth:`Transport.receive`) or joined to
-    another one (:meth:`Transport.join`); each of these takes it over.
+    another one (:class:`Splice`); each of these takes it over.
     """
 
     local_address: Multiaddr | None
     """This end's address and port, as this machine sees them."""
     remote_address: Multiaddr | None
     """Where the other end is seen from here, behind a router the router's address and port."""
+    look_seconds: float = math.inf
+    """How often to ask :meth:`is_broken_off` while nobody reads."""
 
     @abstractmethod
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: Buffer) -> None:
         """Send some bytes.
 
         Raises:
@@ -184,8 +189,73 @@ class Session(ABC):
         """
 
     @abstractmethod
+    async def read_some(self) -> Buffer:
+        """The next bytes, as many as have arrived together; none at the end.
+
+        Raises:
+            StreamClosedError: this side has ended the connection, or it has broken.
+        """
+
+    def is_broken_off(self) -> bool:
+        """Whether the other side has reset the connection, as far as that shows while nobody reads."""
+        return False
+
+    @abstractmethod
     def abort(self) -> None:
         """End the connection now. Does nothing to a session that has been taken over."""
+
+
+class ExpectedSessions:
+    """Cookies that this peer has given away, and who waits for their sessions."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, asyncio.Future[Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def expect(self, cookie: bytes) -> asyncio.Future[Session]:
+        """A future for the session with this cookie; it is cancelled when the time is up."""
+        if len(cookie) != COOKIE_BYTES:
+            raise ValueError(f"a cookie has {COOKIE_BYTES} bytes, not {len(cookie)}: take os.urandom({COOKIE_BYTES})")
+        if cookie in self._waiting:
+            raise ValueError("this cookie is in use already: make a new one for each session")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Session] = loop.create_future()
+        self._waiting[cookie] = future
+        expiry = loop.call_later(COOKIE_SECONDS, future.cancel)
+
+        def forget(_: asyncio.Future[Session]) -> None:
+            expiry.cancel()
+            if self._waiting.get(cookie) is future:
+                del self._waiting[cookie]
+
+        future.add_done_callback(forget)
+        return future
+
+    def take(self, cookie: bytes) -> asyncio.Future[Session] | None:
+        """Who waits for this cookie; ``None`` if nobody does. A cookie is taken once."""
+        future = self._waiting.pop(cookie, None)
+        return None if future is None or future.done() else future
+
+    def meet(self, cookie: bytes, session: Session) -> None:
+        """Hand a session to the side that waits for it; end it if none does."""
+        future = self.take(cookie)
+        if future is None:
+            session.abort()
+        else:
+            future.set_result(session)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        for future in [*self._waiting.values()]:
+            future.cancel()
+
+
+def abort_late(future: asyncio.Future[Stream]) -> None:
+    """End a stream that comes late: another one was faster, or nobody waits any more."""
+    if has_succeeded(future):
+        future.result().abort()
 
 
 def _ignore() -> None:
@@ -202,11 +272,53 @@ host name leads; ``None``: every address may be connected to."""
 
 
 class Throttle(ABC):
-    """The rate that several joined pairs of sessions share; see :meth:`Transport.join`."""
+    """The rate that several joined pairs of sessions share; see :class:`Splice`."""
 
     @abstractmethod
     def take(self, nbytes: int) -> float:
         """Count bytes that have arrived on one half; returns the seconds for which that half must not read on."""
+
+
+class Splice:
+    """Two sessions, each of which sends what arrives on the other one.
+
+    Bytes are neither looked at nor kept: while one side does not take them, the other one is not read from. An end of
+    either side ends both.
+
+    Args:
+        throttle: how fast bytes may arrive on each.
+        idle_seconds: it also ends when neither has moved for this long.
+    """
+
+    def __init__(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
+        self._ends = (first, second)
+        self._throttle, self._idle_seconds = throttle, idle_seconds
+        self._now = asyncio.get_running_loop().time
+        self._moved_at = self._now()
+
+    async def run(self) -> None:
+        """Copy until the end."""
+        first, second = self._ends
+        ways = [asyncio.ensure_future(self._copy(*ends)) for ends in ((first, second), (second, first))]
+        look_seconds = min(first.look_seconds, second.look_seconds)
+        try:
+            while (left := self._moved_at + self._idle_seconds - self._now()) > 0:
+                done, _ = await asyncio.wait(ways, timeout=min(left, look_seconds), return_when=asyncio.FIRST_COMPLETED)
+                if done or first.is_broken_off() or second.is_broken_off():
+                    break
+        finally:
+            await cancel_and_wait(*ways)
+            for end in self._ends:
+                end.abort()
+
+    async def _copy(self, source: Session, target: Session) -> None:
+        with contextlib.suppress(StreamClosedError):
+            while data := await source.read_some():
+                self._moved_at = self._now()
+                pause = self._throttle.take(len(data))
+                await target.write(data)
+                if pause > 0:
+                    await asyncio.sleep(pause)
 
 
 class Transport(ABC):
@@ -311,10 +423,6 @@ class Transport(ABC):
         Raises:
             DialError: nobody answers there.
         """
-
-    @abstractmethod
-    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
-        """Copy bytes between two sessions until one of them ends, or neither moves for ``idle_seconds``; end both."""
 
     @abstractmethod
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:

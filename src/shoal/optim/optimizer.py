@@ -30,12 +30,12 @@ from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.gradient_accumulator import MissingGradients
 from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, check_may_train, option, uncompiled
 from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
     GROUPS,
     OPTIMIZER,
     STATE_OPTIONS,
+    Company,
     RunSettings,
     settings_of,
     settings_of_averager,

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import RoundResult
+from shoal.averaging.groups.settings import Trust
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.reactor import Portal
@@ -24,12 +25,11 @@ from shoal.base.tasks import wait_at_most
 from shoal.dht.dht import check_dht
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.errors import ReactorError
-from shoal.guard.budget import SHARE_WASTED, check_share
+from shoal.guard.budget import check_share
 from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
     GlobalTrainingProgress,
@@ -40,7 +40,9 @@ from shoal.optim.progress.records import (
     count_of_samples,
 )
 from shoal.optim.progress.run_list import RunList
+from shoal.optim.progress.run_settings import Company
 from shoal.p2p import PeerID
+from shoal.peers.book import SHARE_WASTED
 
 if TYPE_CHECKING:
     from shoal.averaging.node import AveragerNode
@@ -90,6 +92,44 @@ def make_guard(guard: str) -> type[Members]:
     from shoal.guard.open import OpenGuard  # most runs need none of its rules
 
     return OpenGuard
+
+
+class TrackedTrust(Trust):
+    """How far an averager trusts others whose progress is tracked.
+
+    Args:
+        tracker: knows them.
+        limits_weights: the weight of a member is its number of samples, and the guard may limit it.
+    """
+
+    def __init__(self, tracker: ProgressTracker, *, limits_weights: bool = False) -> None:
+        self._tracker, self._guard, self._limits_weights = tracker, tracker.board.guard, limits_weights
+
+    def largest_weight(self, peer: PeerID) -> float:
+        return self._guard.largest_weight(peer.to_bytes()) if self._limits_weights else math.inf
+
+    def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
+        return self._tracker.rank_donors(donors)
+
+    def depth(self) -> int:
+        exchange = self._tracker.exchange
+        return 0 if exchange is None else exchange.spread.depth
+
+
+class GuardedTrust(TrackedTrust):
+    """The same where all peers train one model: it keeps away from peers that train another one, or have cost time."""
+
+    async def admits(self, peer: PeerID) -> bool:
+        return await self._tracker.trains_the_same_model(peer)
+
+    def is_proven(self, peer: PeerID) -> bool:
+        return self._guard.is_proven(peer.to_bytes())
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        return self._guard.has_time_for(peer.to_bytes(), get_dht_time())
+
+    def note_waste(self, leader: PeerID, seconds: float) -> None:
+        self._guard.note_waste([leader.to_bytes()], seconds, get_dht_time())
 
 
 class ProgressTracker(Facade):
@@ -171,16 +211,16 @@ class ProgressTracker(Facade):
             functools.partial(make_guard(guard), share=waiting_share),
             rule,
         )
-        # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
-        parse = weakref.WeakMethod(self._parse_swarm_progress_data)
+        if type(self)._parse_swarm_progress_data is not ProgressTracker._parse_swarm_progress_data:
+            # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
+            parse = weakref.WeakMethod(self._parse_swarm_progress_data)
 
-        def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
-            method = parse()
-            return records.summarize() if method is None else method(records)
+            def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
+                method = parse()
+                return records.usual if method is None else method(records)
 
-        self.board.parse_records = parse_records
+            self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
-        self._company: Company | None = None
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
@@ -233,13 +273,10 @@ class ProgressTracker(Facade):
         self._portal.on_close(exchange.stop)
 
     def _equip(self) -> None:
-        """Let the exchange use what this tracker was given, before the start or after it."""
-        exchange = self.exchange
-        if exchange is not None:
-            exchange.company = self._company
-            # A private run keeps its name to itself.
-            if self._company is not None and exchange.runs is None and self.dht.p2p.membership is None:
-                exchange.runs = self._make_run_list()
+        """List the run, if its settings are compared. Called before the start and after it."""
+        exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
+        if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
+            exchange.runs = self._make_run_list()
 
     def _make_run_list(self) -> RunList:
         board = self.board
@@ -288,7 +325,7 @@ class ProgressTracker(Facade):
             metadata: the records by peer, each as plain values with its expiration, this peer's own among them once it
                 is published. Only peers that count are there, with what is believed of them.
         """
-        return metadata.summarize()
+        return metadata.usual
 
     @property
     def training_progress_key(self) -> str:
@@ -392,7 +429,7 @@ class ProgressTracker(Facade):
     def is_first(self) -> bool:
         """Whether nobody else is in the run. Waits until the records of others have been read once."""
         self.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers()
+        return not self.board.believed_epochs(get_dht_time()) and not self.board.strangers
 
     @property
     def is_introduced(self) -> bool:
@@ -445,8 +482,7 @@ class ProgressTracker(Facade):
 
     def compare_settings(self, company: Company) -> None:
         """From now on, compare settings with other peers. Call this before the first report of progress."""
-        self._company, self.board.strangers = company, lambda: company.strangers
-        self.board.foreign, self.board.refusing = lambda: company.foreign, lambda: company.refusing
+        self.board.company = company
         self._equip()
 
     def look_at_company(self) -> None:
@@ -455,7 +491,8 @@ class ProgressTracker(Facade):
         Raises:
             SettingsMismatch: this peer does not fit the others.
         """
-        if self._company is None:
+        company = self.board.company
+        if company is None:
             return
         if not self._has_looked_at_company:
             self._has_looked_at_company = True
@@ -469,7 +506,7 @@ class ProgressTracker(Facade):
         def present() -> Collection[bytes]:
             return board.present(get_dht_time())
 
-        self._company.look(present, board.last_members, time.monotonic(), host_of)
+        company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
         """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
@@ -532,7 +569,8 @@ class ProgressTracker(Facade):
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
-        strangers, refusing = self.board.strangers(), self.board.refusing()
+        strangers = self.board.strangers
+        refusing = frozenset[bytes]() if self.board.company is None else self.board.company.refusing
         gives_way = self.dht.peer_id.to_bytes() in verdict.losers
         ranks: dict[PeerID, float] = {}
         for peer in peers:
@@ -564,19 +602,9 @@ class ProgressTracker(Facade):
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
-        guard, trust = self.board.guard, averager.trust
-        guard.full_group = averager.config.target_group_size
-        trust.rank_donors, trust.depth = self.rank_donors, self._depth
-        if trains_one:
-            trust.admits = self.trains_the_same_model
-            trust.is_proven = lambda peer: guard.is_proven(peer.to_bytes())
-            trust.has_time_for = lambda peer: guard.has_time_for(peer.to_bytes(), get_dht_time())
-            trust.note_waste = lambda peer, seconds: guard.note_waste([peer.to_bytes()], seconds, get_dht_time())
-        if self.guard == "open" and weighs_samples:
-            trust.largest_weight = lambda peer: guard.largest_weight(peer.to_bytes())
-
-    def _depth(self) -> int:
-        return 0 if self.exchange is None else self.exchange.spread.depth
+        self.board.guard.full_group = averager.config.target_group_size
+        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
+        averager.believe(trust)
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

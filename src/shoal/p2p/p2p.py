@@ -16,7 +16,7 @@ from shoal.base.tasks import cancel_and_wait
 from shoal.errors import BootstrapError, IdentityTakenError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
-from shoal.net.endpoint import Endpoint
+from shoal.net.endpoint import Announcement, Endpoint
 from shoal.net.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, Limits, RelayLimits, have_enough_files
 from shoal.net.own_addresses import checked_announcement
 from shoal.net.pasted import Target, read_addresses, wants_local
@@ -38,9 +38,6 @@ from shoal.reach.relay.client import RelayClient
 from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
-
-# Seconds between two comparisons of the clock with those of others, unless it has jumped.
-COMPARE_AGAIN_SECONDS = 10.0
 
 
 class P2P(Endpoint):
@@ -264,14 +261,11 @@ class P2P(Endpoint):
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
-    def announced(self, latest: bool = False) -> list[Multiaddr]:
-        return self.outlook.announced(latest)
+    def announce(self, latest: bool = False) -> Announcement:
+        return Announcement(self.outlook.announced(latest), self.outlook.reach.value, self.relay.serves)
 
     def outer_hosts(self) -> set[str]:
         return self.outlook.outer_hosts()
-
-    def describe_reach(self) -> tuple[int, bool]:
-        return self.outlook.reach.value, self.relay.serves
 
     async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
         return await self.circuits.dial_one(address, peer)
@@ -319,7 +313,7 @@ class P2P(Endpoint):
         """Ask others for the time, in the background: there is a sign that this peer has it wrong."""
         now = asyncio.get_running_loop().time()
         is_running = self._comparison is not None and not self._comparison.done()
-        if self.is_alive and not is_running and now - self._compared_at >= COMPARE_AGAIN_SECONDS:
+        if self.is_alive and not is_running and now - self._compared_at >= 10.0:
             self._compared_at = now
             self._comparison = asyncio.get_running_loop().create_task(compare_clocks(self))
 
@@ -347,7 +341,7 @@ class P2P(Endpoint):
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
-        await cancel_and_wait(*self.late_answers)
+        await self.late_answers.cancel()
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from shoal.access.badges import ANY_ROLE, MAX_REVOKED, Badge, RevocationList, Roles
 from shoal.access.membership import Membership
 from shoal.base.bounded import Bounded
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import BackgroundTasks
 from shoal.errors import NotAMemberError, P2PDaemonError, ShoalError
 from shoal.net.connection import Connection
 from shoal.net.endpoint import Endpoint
@@ -63,8 +63,7 @@ class RevocationExchange(ServicerBase):
         self._endpoint, self._membership, self._cut_relayed = endpoint, membership, cut_relayed
         # Peers that have promised a newer list, and given none.
         self._in_vain: Bounded[PeerID, None] = Bounded(seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time)
-        # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = BackgroundTasks(logger, "the list of revocations")
         self._asking: dict[PeerID, None] = {}
 
     @property
@@ -114,7 +113,7 @@ class RevocationExchange(ServicerBase):
         """Give the list to all connected peers; those that cannot be called get it when they greet next."""
         for peer in dict.fromkeys([*self._endpoint.pool.peers, *self._endpoint.server.peers]):
             if peer != source:
-                self._spawn(self._give(peer))
+                self._tasks.spawn(self._give(peer))
 
     async def _give(self, peer: PeerID) -> None:
         if not self._endpoint.is_reachable(peer) or not await self.exchange(peer):
@@ -136,7 +135,7 @@ class RevocationExchange(ServicerBase):
         if serial == membership.serial or peer in self._asking or not has_dialled:
             return
         if peer not in self._in_vain:
-            self._spawn(self._ask(peer, serial))
+            self._tasks.spawn(self._ask(peer, serial))
 
     async def _ask(self, peer: PeerID, promised: int) -> None:
         self._asking[peer] = None
@@ -158,11 +157,6 @@ class RevocationExchange(ServicerBase):
             logger.debug("no exchange of revocations with %s: %s", peer, e)
             return False
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-
     async def close(self) -> None:
         """Cancel the calls in progress."""
-        await cancel_and_wait(*[task for task in self._tasks if task is not asyncio.current_task()])
+        await self._tasks.close()

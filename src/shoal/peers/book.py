@@ -13,8 +13,8 @@ from shoal.peers.identity import PeerID
 
 FAILURES_TO_LOSE_SHARE = 3
 """This many in a row are no chance."""
-# The part of the time that may be wasted on retrying a peer that has failed. Chosen, like the next two.
 SHARE_WASTED = 0.05
+"""The default share of its time that a peer may lose to others. Twenty peers lose as much when one of them is away."""
 MAX_REST_SECONDS = 3600.0
 # The least that a failure is said to cost: even one that takes no time, such as a broken connection, earns a rest.
 LEAST_SECONDS = 0.5
@@ -89,6 +89,8 @@ class PeerRecord:
     """When they decayed last, in the time of the loop; ``None``: it was in no round."""
     reduces: Trial = field(default_factory=Trial)
     leads: Trial = field(default_factory=Trial)
+    waits_until: float = -math.inf
+    """As a leader it has waited for nobody: when that is the part of the time that others allow for it."""
     sends: Trial = field(default_factory=Trial)
     others_lead_until: float = -math.inf
     """Its averages have not come to a group in which others could lead, and would have asked less of it."""

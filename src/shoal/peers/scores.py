@@ -4,9 +4,9 @@ Rounds and searches report here how each peer has done, and ask here for the con
 
 * who reduces: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none;
 * who leads: this peer does not follow a peer that has lost its share. Nor one that has accepted this peer that often in
-  a row and did not start the group, or started it late although all that this peer expected were there. Nor, in a group
-  of three or more, one whose averages did not come the last time: it would give itself its whole share. It can still
-  be a member;
+  a row and did not start the group. Nor one that waits for peers of which this one knows nothing, and which do not
+  come, for more of the time than its own guard allows. Nor, in a group of three or more, one whose averages did not
+  come the last time: it would give itself its whole share. It can still be a member;
 * who is a member: not a peer for which that many rounds in a row were cut short;
 * whose idle connection is closed last, and who gets one of the places that strangers cannot take.
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
 from shoal.metrics import Demands, Metrics
-from shoal.peers.book import FAILURES_TO_LOSE_SHARE, PeerBook, PeerRecord, Trial
+from shoal.peers.book import FAILURES_TO_LOSE_SHARE, SHARE_WASTED, PeerBook, PeerRecord, Trial
 from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
@@ -127,13 +127,20 @@ class PeerScores:
             about=peer,
         )
 
-    def note_lead(self, leader: PeerID, seconds: float, *, started: bool) -> None:
-        """A leader that accepted this peer into its group has, ``seconds`` later, started it or fallen silent."""
+    def note_lead(self, leader: PeerID, seconds: float, *, started: bool, in_vain: bool = False) -> None:
+        """A leader that accepted this peer into its group has, ``seconds`` later, started it or fallen silent.
+
+        Args:
+            in_vain: it has waited for somebody of whom this peer knows nothing, and who has not come.
+        """
         record = self._see(leader)
-        if started:
+        if in_vain and self._is_beyond_its_budget(record, seconds):
+            record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
+        elif started:
             record.leads.note_success()
             return
-        record.leads.note_failure(self._now(), seconds)
+        else:
+            record.leads.note_failure(self._now(), seconds)
         record.history.excluded += 1
         if record.leads.is_lost:
             self._metrics.troubles["leaders not followed"] += 1
@@ -146,6 +153,15 @@ class PeerScores:
                 record.leads.rests_until - self._now(),
                 about=leader,
             )
+
+    def _is_beyond_its_budget(self, record: PeerRecord, seconds: float) -> bool:
+        """Whether a leader has waited in vain for longer than an honest one does.
+
+        Its guard stops after it has waited for the peers of two hosts, until that is its share of the time for each.
+        """
+        share, now = 2 * SHARE_WASTED, self._now()
+        record.waits_until = max(record.waits_until, now) + seconds / share
+        return record.waits_until > now + 2 * seconds / share
 
     def note_delay(self, peer: PeerID, seconds: float) -> None:
         """A round was cut short after ``seconds`` because this member sent too slowly."""

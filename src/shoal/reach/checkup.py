@@ -28,6 +28,7 @@ from shoal.net.service import P2PContext, ServicerBase
 from shoal.net.transport import VERSION, Header
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
+from shoal.reach.relay.messages import Text
 
 # The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
@@ -43,7 +44,6 @@ MAX_AT_ONCE = 8
 # For an exchange, there and back. A slower line needs no measurement.
 BULK_SECONDS = 60.0
 CALL_BACK_SECONDS = 4.0
-MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
 
 
@@ -65,7 +65,7 @@ class CallMe(Header):
     """Asks to be dialled."""
 
     addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)]],
+        list[Text],
         msgspec.Meta(max_length=MAX_ADDRESSES_PER_PEER),
     ] = msgspec.field(default_factory=list)
     """Where, without ``/p2p``; if there are none, at the addresses that the asking peer has announced."""

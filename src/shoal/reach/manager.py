@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
@@ -33,11 +33,11 @@ from shoal.net.pasted import Target, read_targets
 from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.checkup import CallBack, CallMe, Checkup
+from shoal.reach.checkup import CALL_BACK_SECONDS, CallBack, CallMe, Checkup
 from shoal.reach.nat.port_mapping import PortMapping, forward_port
 from shoal.reach.presence import Announcements
-from shoal.reach.punching import is_mapping_hard, places_of
-from shoal.reach.reachability import AddressStatus, Contacts, Evidence, Reach, Reachability
+from shoal.reach.punching import MOST_OBSERVERS, is_mapping_hard, places_of
+from shoal.reach.reachability import WITNESSES_TO_REFUTE, AddressStatus, Contacts, Evidence, Reach, Reachability
 from shoal.reach.relay.circuits import OutgoingCircuits
 from shoal.reach.relay.client import RelayClient
 from shoal.reach.relay.server import RelayServer
@@ -118,36 +118,26 @@ class Libp2pOptions:
 
 
 TICK_SECONDS = 10.0
-# From one check to the next, and how much that varies.
-CHECK_SECONDS = 900.0
-CHECK_SPREAD_SECONDS = 180.0
-# After the first connection with somebody outside; until then the join has usually found out.
-FIRST_CHECK_SECONDS = 5.0
-# Between two checks, whatever happens.
-LEAST_CHECK_SECONDS = 15.0
-# A tick that comes so late means that the machine was asleep.
-SLEPT_SECONDS = 30.0
-WITNESSES_ASKED = 2
-OBSERVERS_ASKED = 4
-# Witnesses dial for four seconds at most.
-WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
-LOOK_FOR_RELAYS_SECONDS = 30.0
-# Others who claim to see this machine at another address are listened to so often.
-SEEN_ELSEWHERE_SECONDS = 60.0
-RELAYS_ASKED = 8
 SEEN = "seen over"
 """The beginning of the sources of offers that come from witnesses, who may lie."""
 
 
 class CheckTimes:
-    """When witnesses are asked to dial back: rarely, soon after a change, and never too often.
+    """When witnesses are asked to dial back: rarely, soon after a change, and never too often. No number was measured.
 
     Args:
         now: the time in seconds.
         rng: varies the times, so that peers do not ask all at one moment.
     """
+
+    usual: ClassVar = 900.0
+    """Seconds from one check to the next, give or take a fifth."""
+    first: ClassVar = 5.0
+    """After the first connection with somebody outside; until then the join has usually found out."""
+    least: ClassVar = 15.0
+    """Between two checks, whatever happens."""
 
     def __init__(self, now: Callable[[], float], rng: random.Random) -> None:
         self._now, self._rng = now, rng
@@ -156,7 +146,7 @@ class CheckTimes:
     @property
     def seconds_left(self) -> float:
         """Until the next check; 0 if it is due."""
-        return max(0.0, max(self._due_at, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
+        return max(0.0, max(self._due_at, self._checked_at + self.least) - self._now())
 
     def check_within(self, seconds: float) -> None:
         """Let the next check be due in this time at the latest."""
@@ -164,12 +154,12 @@ class CheckTimes:
 
     def note_check(self) -> None:
         """A check begins."""
-        spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
-        self._checked_at, self._due_at = self._now(), self._now() + CHECK_SECONDS + spread
+        spread = self.usual / 5
+        self._checked_at, self._due_at = self._now(), self._now() + self.usual + self._rng.uniform(-spread, spread)
 
     def note_no_answer(self) -> None:
         """Nobody has answered: all may have been busy with others."""
-        self._due_at = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+        self._due_at = self._now() + self.least * self._rng.uniform(1.0, 3.0)
 
 
 class ReachabilityManager:
@@ -355,7 +345,7 @@ class ReachabilityManager:
             return
         record, host = self._endpoint.book[witness], str(seen[version])
         former, record.sees_me_at = record.sees_me_at, host
-        if former not in ("", host) and self.now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+        if former not in ("", host) and self.now() - self._seen_elsewhere_at >= 60.0:  # one may lie
             self._seen_elsewhere_at = self.now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
@@ -380,7 +370,7 @@ class ReachabilityManager:
         else:
             self.evidence.offers[source] = address
             if address not in self.evidence.own and self._life is not None:
-                self._checks.check_within(FIRST_CHECK_SECONDS)
+                self._checks.check_within(CheckTimes.first)
         self.update()
 
     # --- consequences -------------------------------------------------------------------------------------------------
@@ -396,7 +386,6 @@ class ReachabilityManager:
         metrics, reservations = self._endpoint.metrics, self._reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
         self._relay.is_public = state is Reachability.PUBLIC
-        reservations.reach = self._circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
         now_told = state, self.announced(), self.reach
@@ -503,7 +492,7 @@ class ReachabilityManager:
 
     def _begin(self) -> None:
         if self._life is None and self._endpoint.is_alive:
-            self._checks.check_within(FIRST_CHECK_SECONDS)
+            self._checks.check_within(CheckTimes.first)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
@@ -514,7 +503,7 @@ class ReachabilityManager:
             due = self.now() + pause
             self._wake.clear()
             await wait_at_most(self._wake, pause)
-            if self.now() - due > SLEPT_SECONDS:
+            if self.now() - due > 30.0:  # no busy loop is that late
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
@@ -524,11 +513,11 @@ class ReachabilityManager:
 
     def _look_for_relays(self) -> None:
         """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
-        is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
+        is_due = self.now() - self._looked_for_relays_at >= 30.0
         reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
             self._looked_for_relays_at = self.now()
-            self._announcements.tell(self.contacts.draw(self._rng, RELAYS_ASKED, self._endpoint.is_reachable))
+            self._announcements.tell(self.contacts.draw(self._rng, 8, self._endpoint.is_reachable))
             self.check_soon()
 
     def check_soon(self) -> None:
@@ -548,7 +537,7 @@ class ReachabilityManager:
         self._checks.note_check()
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._endpoint.is_reachable)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_TO_REFUTE, self._endpoint.is_reachable)
         self.evidence.witnesses = self.contacts.num_hosts(self._endpoint.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
@@ -568,7 +557,7 @@ class ReachabilityManager:
         def may_observe(peer: PeerID) -> bool:
             return self._endpoint.book.find(peer).reach == Reach.PUBLIC and bool(places_of(self._endpoint, peer))
 
-        observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
+        observers, is_outside = self.contacts.witnesses(self._rng, MOST_OBSERVERS, may_observe)
         is_hard = await is_mapping_hard(self._endpoint, observers) if is_outside else None
         if is_hard is not None:
             self.is_hard = is_hard
@@ -579,7 +568,8 @@ class ReachabilityManager:
         request, transport = CallMe(addresses=[str(address) for address in addresses]), self._endpoint.transport
         before = transport.arrivals
         try:
-            answer = await self._endpoint.call(witness, handle, request, CallBack, WITNESS_SECONDS, roles=Checkup.roles)
+            limit = 2 * CALL_BACK_SECONDS
+            answer = await self._endpoint.call(witness, handle, request, CallBack, limit, roles=Checkup.roles)
             if any(answer.reached.values()) and transport.arrivals == before:
                 raise ProtocolError("it says that it has reached this peer, and nobody has come")
             return answer

@@ -29,14 +29,8 @@ from shoal.peers.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a start may wait for stale addresses where nobody answers.
-CHECK_SECONDS = 2.0
-
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
-
-COMPARED_CLOCKS = 8
-"""Peers that are asked for the time when the clock of this machine has jumped."""
 
 
 class PresenceQuery(Header):
@@ -76,12 +70,12 @@ class Presence(ServicerBase):
             own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER], judge)
             own.book[context.remote_id].reach = request.reach
             own.note_relay(context.remote_id, request.relay)
-        instances = {connection.instance for connection in own.connections_from(context.remote_id)}
+        instances = {connection.instance for connection in own.server.connections_of(context.remote_id)}
         return PresenceReply(
             instance=own.instance,
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
             is_connected=bool(instances - {None, request.instance}),
-            relay=own.describe_reach()[1],
+            relay=own.announce().is_relay,
         )
 
 
@@ -124,9 +118,8 @@ class Announcements:
         handle = Presence.handle_name("rpc_who_am_i", None)
         try:
             async with at_once:
-                addresses = [str(address) for address in endpoint.announced()]
-                reach, relay = endpoint.describe_reach()
-                query = PresenceQuery(instance=endpoint.instance, addresses=addresses, reach=reach, relay=relay)
+                addresses, reach, relay = endpoint.announce()
+                query = PresenceQuery(endpoint.instance, [str(address) for address in addresses], reach, relay)
                 reply = await endpoint.call(
                     peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles
                 )
@@ -153,7 +146,7 @@ async def compare_clocks(endpoint: Endpoint) -> None:
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not ask %s for the time: %s", peer, e)
 
-    await asyncio.gather(*map(compare, endpoint.rng.sample(known, min(len(known), COMPARED_CLOCKS))))
+    await asyncio.gather(*map(compare, endpoint.rng.sample(known, min(len(known), 8))))
 
 
 async def check_identity_is_free(
@@ -174,7 +167,7 @@ async def check_identity_is_free(
     own = [str(address) for address, peer in addresses if peer == endpoint.peer_id]
     checks.append(asyncio.ensure_future(_find_double_at(endpoint, own)))
     try:
-        async with asyncio.timeout(CHECK_SECONDS):
+        async with asyncio.timeout(2.0):
             for check in asyncio.as_completed(checks):
                 where = await check
                 if where is not None:

@@ -35,7 +35,7 @@ import msgspec
 
 from shoal.base.backoff import Backoff
 from shoal.base.bounded import Bounded
-from shoal.base.tasks import all_of, cancel_and_wait
+from shoal.base.tasks import all_of, cancel_and_wait, has_succeeded
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.addresses import ip_to_dial, is_global, is_ipv6, is_loopback, is_name
@@ -217,10 +217,9 @@ change. Not measured."""
 
 PUNCH_SECONDS = 2.5
 """How long both sides try to connect."""
-LATE_SECONDS = 0.5
-"""A punch that has brought nothing by then hardly will: until its end, nobody waits for another one to that peer."""
-LATE_SHARE = 0.75
-"""The same as a share of the time that the dial had taken before: on long lines and busy machines both take longer."""
+HEAD_START, HEAD_START_SHARE = 0.5, 0.75
+"""How much longer a direct connection may take than the relayed one, in seconds, or as a share of the time that the
+dial has taken before: on long lines and busy machines both take longer. Not measured."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
 
@@ -249,6 +248,11 @@ Hosts = tuple[str, str]
 class _PunchOutcome:
     hosts: Hosts
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE))
+
+
+def head_start(seconds: float) -> float:
+    """How long to wait for a direct connection; ``seconds`` have passed since the dial began."""
+    return max(HEAD_START, HEAD_START_SHARE * seconds)
 
 
 class PunchPolicy:
@@ -329,8 +333,8 @@ class _Plan:
     has_succeeded: bool = False
 
     def is_late(self, now: float) -> bool:
-        """Whether it should have brought something by now."""
-        return now - self.begun_at > max(LATE_SECONDS, LATE_SHARE * (self.begun_at - self.since))
+        """Whether it should have brought something by now. Until its end, nobody waits for another one to that peer."""
+        return now - self.begun_at > head_start(self.begun_at - self.since)
 
 
 class Puncher:
@@ -600,10 +604,6 @@ def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
     return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
 
 
-def _has_succeeded(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
 async def _nothing() -> None:
     """A punch that there is not."""
 
@@ -614,5 +614,5 @@ async def _drop(*work: asyncio.Task[Any]) -> None:
         await cancel_and_wait(*work)
     finally:  # the caller may be cancelled, but the tasks have ended all the same
         for task in work:
-            if _has_succeeded(task) and task.result() is not None:
+            if has_succeeded(task) and task.result() is not None:
                 task.result().abort()

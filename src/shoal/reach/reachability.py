@@ -47,7 +47,6 @@ HOLD_SECONDS = 60.0
 ALONE_SECONDS = 60.0
 
 WITNESSES_TO_REFUTE = 2
-MAX_WITNESSES_KEPT = 16
 
 
 class Reachability(Enum):
@@ -87,7 +86,7 @@ class _Record:
     """The evidence about one address."""
 
     accepted_at: float = -math.inf
-    verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(MAX_WITNESSES_KEPT))
+    verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(16))
     """By witness: when, and whether it reached this peer."""
 
     def standing(self, now: float, needed: int) -> AddressStatus:
@@ -256,9 +255,6 @@ class Evidence:
         return [*direct[: most - len(behind)], *behind]
 
 
-MAX_CONTACTS = 256
-
-
 class Contacts:
     """Remembers the latest ones, and which of them outside are connected now."""
 
@@ -266,7 +262,7 @@ class Contacts:
         self._outside: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_several = False
         # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(MAX_CONTACTS)
+        self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(256)
 
     def __len__(self) -> int:
         return len(self._places)

@@ -131,7 +131,7 @@ class Host(Station):
         self.state = state
         for transport in self._transports:
             transport.stop_listening()
-            transport.expectations.clear()
+            transport.expectations.close()
         for stream in list(self.streams):
             if state is HostState.CRASHED:
                 stream.abort()

@@ -19,7 +19,6 @@ NodeT = TypeVar("NodeT", DHTNode, "AveragerNode")
 
 # Number of nodes that a newcomer gets as initial peers.
 INITIAL_PEERS = 3
-FOR_EVER = 1e9
 
 
 class Swarm(Generic[NodeT]):
@@ -40,7 +39,7 @@ class Swarm(Generic[NodeT]):
         """All nodes that were started, also those that have ended since."""
 
     def _delay_between(self, source: PeerID, target: PeerID) -> float:
-        return FOR_EVER if source in self.silent_peers or target in self.silent_peers else self.delay
+        return 1e9 if source in self.silent_peers or target in self.silent_peers else self.delay
 
     async def p2p(self, **options: Any) -> P2P:
         """Start one more peer, without a node.

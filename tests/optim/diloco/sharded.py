@@ -386,6 +386,7 @@ def wrong_use() -> None:
         ({"fragment_sync_delay": 1}, "fragment_sync_delay=1: the processes of a sharded peer"),
         ({"average": "parameters"}, "average='parameters' is not for sharded models"),
         ({"guard": "open"}, "guard='open' and aggregation= judge whole messages"),
+        ({"check_state": lambda: True}, "check_state= is called in the first process alone"),
         ({"model": model}, "model= is not for sharded models"),
         ({"extra_tensors": [torch.zeros(1)]}, "extra_tensors= is not for sharded models"),
         ({"averager_opts": {"quorum": 2}}, "quorum in averager_opts"),

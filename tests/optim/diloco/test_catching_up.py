@@ -193,11 +193,16 @@ def no_updates(part, timeout):
 def rounds_of(peer, ask):
     """What catching up needs of rounds."""
     tracker = SimpleNamespace(
-        pause_updates=nullcontext, believe_as_a_newcomer=lambda: None, global_epoch=3, is_first=lambda: False
+        pause_updates=nullcontext,
+        global_epoch=3,
+        is_first=lambda: False,
+        fetched_global_progress_this_epoch=threading.Event(),
     )
+    tracker.fetched_global_progress_this_epoch.set()
     return SimpleNamespace(
         fragments=[peer.updates],
         has_trained=True,
+        begin_run=lambda: None,
         end_flights=lambda: None,
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),

@@ -21,8 +21,8 @@ from shoal.compression import (
     SerializedTensor,
     TopKCompression,
 )
-from shoal.optim.diloco.contribution import Contribution, default_feedback
-from shoal.optim.diloco.outer_state import OuterState
+from shoal.optim.diloco.fragments import OuterState
+from shoal.optim.diloco.messages import Contribution, default_feedback
 from tests.code_paths import check_same_on_both
 from tests.compression.codecs import name_of
 from tests.optim.diloco.quadratic import A, B, train

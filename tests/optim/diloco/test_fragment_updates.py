@@ -14,12 +14,10 @@ from shoal.averaging.message_means import mean_of_messages
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, CompressionInfo, TopKCompression
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.contribution import Effort, usual_staleness
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.messages import answer, parse_answer
-from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.diloco.fragments import Fragment, OuterState, default_outer_optimizer
+from shoal.optim.diloco.messages import Effort, answer, parse_answer, usual_staleness
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.journal import MOST
 from shoal.optim.history.window import Relation

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.outer_state import OuterState, SteadySGD, default_outer_optimizer, make_outer_optimizer
+from shoal.optim.diloco.fragments import Fragment, OuterState, SteadySGD, default_outer_optimizer, make_outer_optimizer
 from tests.optim.diloco.quadratic import A, B, near, train
 
 PLAIN = partial(torch.optim.SGD, lr=1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.diloco.contribution import Effort, discount, usual_staleness
-from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.diloco.fragments import OuterState, default_outer_optimizer
+from shoal.optim.diloco.messages import Effort, discount, usual_staleness
 from tests.optim.diloco.quadratic import A, B, near, train
 
 

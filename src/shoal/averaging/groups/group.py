@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
@@ -110,10 +111,10 @@ def read_group(
         raise ProtocolError(f"the leader published shares {quoted(list(shares))} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
-    limit = None if trust is None else trust.largest_weight
-    limits = () if limit is None else tuple(map(limit, peers))
+    limits = tuple(map((trust or Trust()).largest_weight, peers))
     gathered = tuple(member.gathered for member in start.members)
-    return GroupInfo(start.group_id, peers, gathered, modes, shares, limits, leader)
+    has_limits = any(map(math.isfinite, limits))
+    return GroupInfo(start.group_id, peers, gathered, modes, shares, limits if has_limits else (), leader)
 
 
 def spare_relays(

@@ -48,8 +48,8 @@ def is_valid_group(key: str) -> bool:
     return GROUP_PATTERN.match(key) is not None
 
 
-class _KeyTable(Protocol):
-    """The methods of a :class:`~shoal.dht.DHTNode` that are used here."""
+class Table(Protocol):
+    """What is used of a :class:`~shoal.dht.DHTNode` to find peers."""
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
@@ -69,7 +69,7 @@ class GroupKeyManager:
 
     def __init__(
         self,
-        dht: DHT | DHTNode | _KeyTable,
+        dht: DHT | DHTNode | Table,
         prefix: str,
         initial_group_bits: str,
         target_group_size: int | None,
@@ -80,7 +80,7 @@ class GroupKeyManager:
             assert isinstance(dht, (DHT, DHTNode)), "with another kind of table it must be said which peer this is"
             p2p = dht.p2p
         self._p2p = p2p
-        self._node: _KeyTable = dht.node if isinstance(dht, DHT) else dht
+        self._node: Table = dht.node if isinstance(dht, DHT) else dht
         self._portal = dht.portal if isinstance(dht, DHT) else None
         self._warn_seldom = Seldom(logger.warning)
         self.prefix = prefix

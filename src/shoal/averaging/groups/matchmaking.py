@@ -7,7 +7,7 @@ answers others while it waits itself:
 - While it asks a leader, it accepts followers. Once it is accepted, it sends them on to its leader.
 - While it follows, it tells peers that ask it where its leader is.
 
-A leader starts when the group is complete (it has the target size, or as many members as any of them expects), or at
+A leader starts when the group is complete (it has the target size, or all members that the leader expects), or at
 its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. If
 one has not returned by then, it is a member nevertheless, and learns of the group when it returns.
 
@@ -45,27 +45,23 @@ from shoal.averaging.groups.search import (
     Breaks,
     Declare,
     Event,
-    Expects,
     Fails,
     Follower,
     GroupSearch,
     InvitationEnds,
-    InvitationFails,
     Invite,
     Joins,
     Judge,
-    Misleads,
+    Leaves,
     OfferEnds,
     Offers,
     Release,
     Remembered,
     Reply,
-    SearchEnds,
     Seen,
     Sent,
     Start,
     StopAsking,
-    Tell,
     Terms,
     Tick,
     Waste,
@@ -74,12 +70,12 @@ from shoal.averaging.groups.settings import MatchmakingSettings, Trust, differen
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
-    Expectation,
     GroupStart,
     Invitation,
     InvitationReply,
     JoinReply,
     JoinRequest,
+    Leave,
 )
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom, counted, one_line, quoted
@@ -152,23 +148,7 @@ class HeldOffer:
             self.close(None)
 
 
-class Opinion:
-    """What this peer thinks of others: the :class:`~.search.Policy` of its searches."""
-
-    def __init__(self, trust: Trust, p2p: P2P) -> None:
-        self._trust, self._scores = trust, p2p.behaviour
-
-    def may_lead(self, peer: PeerID) -> bool:
-        return self._scores.may_lead(peer)
-
-    def has_time_for(self, peer: PeerID) -> bool:
-        return self._trust.has_time_for is None or self._trust.has_time_for(peer)
-
-    def is_proven(self, peer: PeerID) -> bool:
-        return self._trust.is_proven is None or self._trust.is_proven(peer)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Surroundings:
     """What all searches of one averager work with."""
 
@@ -190,8 +170,6 @@ class OpenCalls:
     def __init__(self) -> None:
         self.asking: asyncio.Task[None] | None = None
         """Asks the present candidate."""
-        self.asked: Call | None = None
-        """The latest call on which this peer has asked a candidate."""
         self.followers: dict[PeerID, asyncio.Queue[JoinReply | Exception]] = {}
         """By peer that has joined: the answers that its call has to send, or what broke it."""
         self.offers: dict[PeerID, HeldOffer] = {}
@@ -251,8 +229,6 @@ class SearchShell:
             case StopAsking():
                 if self._calls.asking is not None:
                     self._calls.asking.cancel()
-            case Tell(expected):
-                self._start(self._tell(self._calls.asked, expected))
             case Invite(peer):
                 self._calls.invitations[peer] = self._around.background.start(self._invite(peer))
             case Release(peer, leader, promised):
@@ -262,11 +238,10 @@ class SearchShell:
                 self._calls.followers[peer].put_nowait(self._message_of(action))
             case Declare():
                 self._redeclare.set()
-            case Judge(leader, seconds, started):
-                self._around.p2p.behaviour.note_lead(leader, seconds, started=started)
+            case Judge(leader, seconds, started, in_vain):
+                self._around.p2p.behaviour.note_lead(leader, seconds, started=started, in_vain=in_vain)
             case Waste(leader, seconds):
-                if self._around.trust.note_waste is not None:
-                    self._around.trust.note_waste(leader, seconds)
+                self._around.trust.note_waste(leader, seconds)
             case Start(followers):
                 self.start_group(followers)
             case Adopt(group):
@@ -303,7 +278,10 @@ class SearchShell:
 
     def _end(self) -> None:
         """Answer all that wait. Nobody may join from now on."""
-        self.on(SearchEnds())
+        for action in self.search.end():
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
         end_invitations(self._calls.invitations, members)
@@ -347,7 +325,7 @@ class SearchShell:
                     done.result()
                 now = get_dht_time()
                 if not self._around.keys.group_bits:
-                    recent = self._around.members.recent(now)
+                    recent = list(self._around.members)
                     self.on(Remembered(self._around.p2p.rng.sample(recent, len(recent))))
                 pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), search.longest_pause(MAX_LOOKUP_PAUSE, now))
         finally:
@@ -391,8 +369,7 @@ class SearchShell:
                     call = await stack.enter_async_context(way)
                     request = self._request()
                     await call.send(request if offer is None else InvitationReply(request=request))
-                    self._calls.asked = call
-                    self.on(Sent(leader, request.expected_group_size))
+                    self.on(Sent(leader))
                     reply = await receive_answer(call)
                 if reply.code == Code.ACCEPTED:
                     self.on(Accepts(leader, reply.expiration))
@@ -427,7 +404,7 @@ class SearchShell:
         except asyncio.CancelledError:
             with suppress(*CALL_FAILURES):
                 async with asyncio.timeout(GOODBYE_SECONDS):
-                    await call.send(Expectation(leaves=True), end=True)
+                    await call.send(Leave(), end=True)
                     await asyncio.wait([last_word])
                     # If the group has started at this very moment, its members must not wait for this peer.
                     if (group := last_word.result().group) is not None:
@@ -437,14 +414,6 @@ class SearchShell:
             # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
             if not last_word.done():
                 await cancel_and_wait(last_word)
-
-    @staticmethod
-    async def _tell(call: Call | None, expected: int | None) -> None:
-        """Tell the leader how many members this peer expects."""
-        # If the call is broken, the task that waits for the leader's answer notices it.
-        with suppress(StreamClosedError):
-            if call is not None:
-                await call.send(Expectation(expected_group_size=expected))
 
     def _take_answer(self, leader: PeerID, reply: JoinReply) -> None:
         around, words, group, named = self._around, one_line(reply.text), None, None
@@ -460,7 +429,7 @@ class SearchShell:
                 return
             around.p2p.metrics.members_untrue += 1
             self.left.append(reply.group.group_id)
-            self.on(Misleads(leader))
+            self.on(Fails(leader, AskFailure.UNTRUE))
             return
         if reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
@@ -513,7 +482,7 @@ class SearchShell:
             logger.debug("could not invite %s: %r", peer, e)
             if (promised := search.looking().get(peer)) is not None:
                 self._note_uncalled(peer, e, promised)
-            self.on(InvitationFails(peer))
+            self.on(InvitationEnds(peer, arrived=False))
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
         """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""
@@ -535,7 +504,7 @@ class SearchShell:
             return
         nbytes = bytes_of_member(self._around.p2p, remote, request)
         refusal = self._refusal_of(remote, request, nbytes)
-        if refusal is None and request.mode != AveragingMode.AUX and self._around.trust.admits is not None:
+        if refusal is None and request.mode != AveragingMode.AUX:
             admitted = await self._around.trust.admits(remote)
             refusal = self._refusal_of(remote, request, nbytes)  # the search may have ended meanwhile
             refusal = refusal if admitted else Reply(remote, Code.OTHER_MODEL)
@@ -561,11 +530,10 @@ class SearchShell:
                 self.on(Breaks(remote))
 
     async def _hear(self, call: Call, follower: PeerID, answers: asyncio.Queue[JoinReply | Exception]) -> None:
-        """Take up the messages of a follower about its expectations, until it ends its side of the call."""
+        """Wait until a follower leaves, or ends its side of the call."""
         try:
-            while (news := await call.receive(Expectation)) is not None:
-                if self._calls.followers.get(follower) is answers:
-                    self.on(Expects(follower, news.expected_group_size, news.leaves))
+            if await call.receive(Leave) is not None and self._calls.followers.get(follower) is answers:
+                self.on(Leaves(follower))
         except CALL_FAILURES as e:
             answers.put_nowait(e)
 
@@ -640,7 +608,7 @@ class Matchmaking:
         keys: the table, as far as it concerns groups.
         settings: how this averager looks for groups.
         get_stub: makes a stub of the averager protocol.
-        trust: what this peer knows about others.
+        trust: how far this peer trusts others.
         leave_group: tells the members of a group that this peer does not take part.
     """
 
@@ -654,7 +622,7 @@ class Matchmaking:
         leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
         self.keys, self.settings, self._leave_group = keys, settings, leave_group
-        self.refusals, self.former_members, self.background = Refusals(), FormerMembers(p2p.peer_id), TaskSet()
+        self.refusals, self.former_members, self.background = Refusals(), FormerMembers(), TaskSet()
         warn, known = Seldom(logger.warning), (self.refusals, self.former_members, self.background)
         self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, warn)
         self._one_at_a_time = asyncio.Lock()
@@ -665,6 +633,10 @@ class Matchmaking:
         # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
         self._latest: GroupSearch | None = None
+
+    def believe(self, trust: Trust) -> None:
+        """From the next search on, trust others as far as this says."""
+        self._around.trust = trust
 
     async def look_for_group(self, control: StepControl) -> GroupInfo:
         """Find a group for a step.
@@ -709,9 +681,9 @@ class Matchmaking:
         promise = max(
             terms.promise(now, settings.min_matchmaking_time), math.nextafter(self._withdrawn_until, math.inf)
         )
-        opinion = Opinion(around.trust, around.p2p)
-        search = GroupSearch(around.p2p.peer_id, settings, opinion, key, terms, promise, now)
-        refused = {**dict.fromkeys(around.p2p.behaviour.find_too_slow(), True), **self.refusals.next_search()}
+        scores = around.p2p.behaviour
+        search = GroupSearch(around.p2p.peer_id, settings, around.trust, scores.may_lead, key, terms, promise, now)
+        refused = {**dict.fromkeys(scores.find_too_slow(), True), **self.refusals.next_search()}
         for peer, counts in refused.items():
             search.refuse(peer, counts=counts)
         return SearchShell(search, around, control, next(self._numbers))

@@ -15,9 +15,12 @@ the group or more would be accused. Otherwise one liar could scatter the swarm.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from shoal.averaging.control import AveragingMode, GroupInfo
 from shoal.averaging.messages import Invitation
+from shoal.base.bounded import Bounded
+from shoal.base.clock import get_dht_time
 from shoal.p2p import PeerID
 
 # A former member is called for this many seconds without having been seen in the table: the time after which a tracker
@@ -29,7 +32,7 @@ MAX_REMEMBERED = 1024
 # A peer is refused for this many searches if it has sent bad values to this peer: long enough to see the warning
 # and update it. If only others accuse it, for one, after which they have to say so again.
 SEEN_SEARCHES, TOLD_SEARCHES = 10, 1
-# The most refused peers that are remembered, a full group of the usual size; the one refused first is forgotten first.
+# The most refused peers that are remembered, a full group of the usual size.
 MAX_REFUSED_PEERS = 256
 # Why a peer is refused, for its user to read.
 NOT_FINITE = (
@@ -46,60 +49,49 @@ TOO_SLOW = (
 )
 
 
-class FormerMembers:
-    """Members of the recent groups of one averager, or of one of its tags.
+class FormerMembers(Bounded[PeerID, Invitation | None]):
+    """Members of the recent groups of one averager, or of one of its tags: only peers that can be called.
 
-    Args:
-        own: this peer.
+    The value is an invitation that has come while this peer was not looking for a group.
     """
 
-    def __init__(self, own: PeerID) -> None:
-        self._own = own
-        self.met: dict[PeerID, float] = {}
-        """By peer: when it was last in a round with this one, the latest at the end. Only peers that can be called."""
-        self._invitations: dict[PeerID, Invitation] = {}
+    def __init__(self) -> None:
+        super().__init__(MAX_REMEMBERED, seconds=REMEMBERED_SECONDS, now=get_dht_time)
 
-    def __len__(self) -> int:
-        return len(self.met)
-
-    def note_round(self, group: GroupInfo, failed: Collection[PeerID], now: float) -> None:
+    def note_round(self, group: GroupInfo, failed: Collection[PeerID], own: PeerID) -> None:
         """Note the members of a round that has ended, except those that failed."""
         for peer, mode in zip(group.peer_ids, group.modes, strict=True):
-            if mode != AveragingMode.CLIENT and peer not in failed and peer != self._own:
-                self.met.pop(peer, None)
-                self.met[peer] = now
-        while len(self.met) > MAX_REMEMBERED:
-            longest_ago = next(iter(self.met))
-            del self.met[longest_ago]
-            self._invitations.pop(longest_ago, None)
+            if mode != AveragingMode.CLIENT and peer not in failed and peer != own:
+                self[peer] = self.get(peer)
 
     def note_invitation(self, peer: PeerID, invitation: Invitation) -> None:
         """Remember an invitation that has come while this peer does not look for a group under its key."""
-        if peer in self.met:
-            self._invitations[peer] = invitation
+        if peer in self:
+            self[peer] = invitation
 
     def take_invitations(self, key: str, now: float) -> list[tuple[PeerID, float]]:
         """The peers whose early invitations still hold, with their promises."""
-        held = [(p, i.expiration) for p, i in self._invitations.items() if i.group_key == key and i.expiration > now]
-        self._invitations.clear()
-        return held
-
-    def recent(self, now: float) -> list[PeerID]:
-        """The peers that may be called without having been seen in the table."""
-        return [peer for peer, met_at in self.met.items() if met_at + REMEMBERED_SECONDS > now]
+        held = [(peer, each) for peer, each in self.items() if each is not None]
+        self.update({peer: None for peer, _ in held})
+        return [(peer, i.expiration) for peer, i in held if i.group_key == key and i.expiration > now]
 
 
-class Refusals:
+@dataclass
+class Refusal:
+    """Why a peer is refused, and for how long."""
+
+    searches: int
+    """For so many further searches."""
+    reason: str
+    counts: bool
+    """Others count it as an expected member, as they do with all but auxiliaries."""
+
+
+class Refusals(Bounded[PeerID, Refusal]):
     """The peers that one averager refuses, or one of its tags."""
 
     def __init__(self) -> None:
-        self.left: dict[PeerID, int] = {}
-        """By peer: the number of further searches in which it is refused."""
-        self._reasons: dict[PeerID, str] = {}
-        self._auxiliaries: set[PeerID] = set()
-
-    def __len__(self) -> int:
-        return len(self.left)
+        super().__init__(MAX_REFUSED_PEERS)
 
     def note(
         self,
@@ -121,34 +113,26 @@ class Refusals:
         Returns:
             The members that are refused from now on and were not before.
         """
-        others = [peer for peer in group if peer not in seen]
-        believed = [peer for peer in others if peer in told]
+        believed = [peer for peer in group if peer in told and peer not in seen]
         if 2 * (len(seen) + len(believed)) >= len(group):
             believed = []
         accused = {**dict.fromkeys(believed, TOLD_SEARCHES), **dict.fromkeys(seen, SEEN_SEARCHES)}
-        news = [peer for peer in group if peer in accused and peer not in self.left]
+        news = [peer for peer in group if peer in accused and peer not in self]
         for peer, searches in accused.items():
-            self.left[peer] = max(searches, self.left.pop(peer, 0))
-            self._reasons.pop(peer, None)
-            self._reasons[peer] = reason
-        self._auxiliaries.update(peer for peer in accused if peer in aux)
-        while len(self.left) > MAX_REFUSED_PEERS:
-            del self.left[next(iter(self.left))]
-        while len(self._reasons) > MAX_REFUSED_PEERS:
-            del self._reasons[next(iter(self._reasons))]
-        self._auxiliaries &= self.left.keys()
+            known = self.get(peer)
+            self[peer] = Refusal(max(searches, 0 if known is None else known.searches), reason, peer not in aux)
         return news
 
     def reason_of(self, peer: PeerID) -> str:
         """Why a peer is refused: for the values that it sent, or because it is too slow."""
-        return self._reasons.get(peer, TOO_SLOW)
+        known = self.get(peer)
+        return TOO_SLOW if known is None else known.reason
 
     def next_search(self) -> Mapping[PeerID, bool]:
-        """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member.
-
-        Auxiliaries are not counted among the expected members.
-        """
-        refused = {peer: peer not in self._auxiliaries for peer in self.left}
-        self.left = {peer: left - 1 for peer, left in self.left.items() if left > 1}
-        self._auxiliaries &= self.left.keys()
+        """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member."""
+        refused = {peer: each.counts for peer, each in self.items() if each.searches > 0}
+        for peer in [peer for peer in self if peer not in refused]:
+            del self[peer]
+        for each in self.values():
+            each.searches -= 1
         return refused

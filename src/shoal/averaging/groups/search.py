@@ -16,15 +16,13 @@ ring of peers that wait for each other can form::
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.settings import MatchmakingSettings, difference_of
-from shoal.averaging.majorities import largest_but_for_liars
+from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.p2p import PeerID
@@ -37,15 +35,12 @@ RETURN_SHARE = 2 / 3
 # A candidate that could not be reached rests for this many seconds, twice as long after each further failure. The
 # others that can reach it follow it within a few round trips, and name it again.
 RETRY_PAUSE, MAX_RETRY_PAUSE = 0.5, 2.0
-# A candidate that has given this many answers within ``min_matchmaking_time``, and led nobody, rests for as long. An
-# honest one has news two or three times: it promises anew, it follows another, it lost its leader.
+# A candidate that has given this many answers, and led nobody, rests for ``min_matchmaking_time``, and again after as
+# many. An honest one has news two or three times: it promises anew, it follows another, it lost its leader.
 MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
 # may be in the middle of a batch.
 PATIENCE_FACTOR = 4
-# A leader is blamed for a late start if it has cost this share of the time for which others are waited for. Chosen:
-# half is more than the batches of honest peers differ by.
-WORTH_BLAMING = 0.5
 # A peer that sees enough others for a group looks at the table less often, by this factor: 16 peers then cost the table
 # as much as 4.
 PATIENCE_IN_COMPANY = 4
@@ -70,6 +65,8 @@ class AskFailure(Enum):
 
     NONSENSE = auto()
     """It answered, but not with an answer."""
+    UNTRUE = auto()
+    """Its last answer was a group that cannot be."""
     SILENT = auto()
     BROKEN = auto()
     """The connection broke, perhaps by chance."""
@@ -112,10 +109,8 @@ class Follower:
     request: JoinRequest
     nbytes: int
     """The bytes that it takes in the description of the group."""
-    expected: int | None
-    """The size of group that it expects, by its latest message."""
     is_proven: bool
-    """Only what proven followers expect keeps a group waiting."""
+    """It has taken part in rounds, so it may reduce."""
     lost_at: float | None = None
     """When its connection broke. It may return, and is no member until then."""
 
@@ -130,8 +125,8 @@ class Candidate:
     """The promise is a guess. Then this peer cannot lead, and the other one was in a recent group."""
     asked: float | None = None
     """The promise with which it was asked in vain. It is not asked again as long as it promises the same."""
-    answers: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
-    """The times of its last answers, in order. It could name another time, or another leader, each time."""
+    answers: int = 0
+    """How often it has answered without a group. It could name another time, or another leader, each time."""
     failures: int = 0
     """Calls to it that failed since it last accepted this peer or called itself."""
     rests_until: float = -math.inf
@@ -163,10 +158,6 @@ class Candidate:
         if words or self.cause is None or not self.cause.words:
             self.cause = Cause(absence, words)
 
-    def talks_too_much(self, since: float) -> bool:
-        """Whether it has given the most answers since then."""
-        return len(self.answers) == MOST_ANSWERS and self.answers[0] > since
-
 
 @dataclass
 class Asking:
@@ -178,8 +169,6 @@ class Asking:
     is_guess: bool
     is_sent: bool = False
     """The leader has the request, or has to get it on an established connection."""
-    told: int | None = None
-    """The expected size of group that the leader was told last."""
     starts_by: float | None = None
     """The leader has accepted, and starts until then; ``None``: it has not accepted yet."""
     accepted_at: float = math.inf
@@ -213,22 +202,6 @@ class Terms(NamedTuple):
         return min(max(self.scheduled, now + window), self.deadline, now + SHORT_LIFETIME_SECONDS)
 
 
-class Policy(Protocol):
-    """What this peer thinks of others. Each answer may change with time."""
-
-    def may_lead(self, peer: PeerID) -> bool:
-        """Whether it is followed as long as there are others."""
-        ...
-
-    def has_time_for(self, peer: PeerID) -> bool:
-        """Whether it may join or lead."""
-        ...
-
-    def is_proven(self, peer: PeerID) -> bool:
-        """Whether it has taken part in rounds."""
-        ...
-
-
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
@@ -257,12 +230,10 @@ class Joins(NamedTuple):
     nbytes: int
 
 
-class Expects(NamedTuple):
-    """A follower expects another size of group, or leaves on purpose."""
+class Leaves(NamedTuple):
+    """A follower leaves on purpose. Unlike one whose connection broke, it will not come back."""
 
     peer: PeerID
-    expected: int | None
-    leaves: bool = False
 
 
 class Breaks(NamedTuple):
@@ -290,17 +261,15 @@ class InvitationEnds(NamedTuple):
     peer: PeerID
     leader: PeerID | None = None
     promised: float = 0.0
-
-
-class InvitationFails(NamedTuple):
-    peer: PeerID
+    arrived: bool = True
+    """``False``: there is no answer. The group does not wait for it a second time, because this peer keeps the time of
+    the first call."""
 
 
 class Sent(NamedTuple):
-    """The candidate is connected and gets the request, which expects this size of group."""
+    """The candidate is connected and gets the request."""
 
     peer: PeerID
-    expected: int | None
 
 
 class Accepts(NamedTuple):
@@ -322,12 +291,6 @@ class Answers(NamedTuple):
     promised: float = 0.0
 
 
-class Misleads(NamedTuple):
-    """The candidate's last answer is a group that cannot be."""
-
-    peer: PeerID
-
-
 class Fails(NamedTuple):
     """The call to the candidate failed."""
 
@@ -335,27 +298,20 @@ class Fails(NamedTuple):
     failure: AskFailure
 
 
-class SearchEnds(NamedTuple):
-    """The search is over, with a group or without. Nothing is left without an answer."""
-
-
 Event = (
     Tick
     | Seen
     | Remembered
     | Joins
-    | Expects
+    | Leaves
     | Breaks
     | Offers
     | OfferEnds
     | InvitationEnds
-    | InvitationFails
     | Sent
     | Accepts
     | Answers
-    | Misleads
     | Fails
-    | SearchEnds
 )
 
 
@@ -363,7 +319,7 @@ Event = (
 
 
 class Ask(NamedTuple):
-    """Ask a peer to lead this one. It ends with :class:`Answers`, :class:`Misleads` or :class:`Fails`."""
+    """Ask a peer to lead this one. It ends with :class:`Answers` or :class:`Fails`."""
 
     peer: PeerID
     on_offer: bool
@@ -374,14 +330,8 @@ class StopAsking(NamedTuple):
     """End the call to the candidate, which has not accepted."""
 
 
-class Tell(NamedTuple):
-    """Tell the leader that this peer expects another size of group."""
-
-    expected: int | None
-
-
 class Invite(NamedTuple):
-    """Call a peer. It ends with :class:`InvitationEnds` or :class:`InvitationFails`."""
+    """Call a peer. It ends with :class:`InvitationEnds`."""
 
     peer: PeerID
 
@@ -414,6 +364,8 @@ class Judge(NamedTuple):
     leader: PeerID
     seconds: float
     started: bool
+    in_vain: bool = False
+    """It has started late, and all members were peers that this one expected: it has waited for nobody."""
 
 
 class Waste(NamedTuple):
@@ -435,7 +387,7 @@ class Adopt(NamedTuple):
     group: GroupInfo
 
 
-Action = Ask | StopAsking | Tell | Invite | Release | Reply | Declare | Judge | Waste | Start | Adopt
+Action = Ask | StopAsking | Invite | Release | Reply | Declare | Judge | Waste | Start | Adopt
 
 # --- the machine ------------------------------------------------------------------------------------------------------
 
@@ -449,7 +401,6 @@ _ABSENCE_OF_CODE: dict[int, Absence] = {
     Code.GROUP_DISBANDED: Absence.DISBANDED,
 }
 _ABSENCE_OF_FAILURE = {
-    AskFailure.NONSENSE: Absence.BROKEN,
     AskFailure.SILENT: Absence.SILENT,
     AskFailure.BROKEN: Absence.BROKEN,
     AskFailure.UNREACHABLE: Absence.UNREACHABLE,
@@ -462,7 +413,10 @@ class GroupSearch:
 
     own: PeerID
     settings: MatchmakingSettings
-    policy: Policy
+    trust: Trust
+    """Whether there is time for others, and which of them are proven."""
+    may_lead: Callable[[PeerID], bool]
+    """Whether a peer is followed as long as there are others."""
     key: str
     """The key of the table under which this peer looks. It changes only while this peer neither leads nor follows."""
     terms: Terms
@@ -478,15 +432,11 @@ class GroupSearch:
     """When a leader was lost or did not answer. Its other followers are going to look for another leader then."""
     starts_at: float = -math.inf
     """This peer does not start earlier, although it has moved its promise forward to outbid others."""
-    is_outdated: bool = False
-    """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     is_over: bool = False
-    """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
+    """No action follows any more, but for what :meth:`end` still has to answer."""
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
-        if isinstance(event, SearchEnds):
-            return list(self._end())
         if self.is_over:
             return []
         actions = list(self._take_up(event, now))
@@ -502,11 +452,10 @@ class GroupSearch:
             case Remembered(peers):
                 yield from self._call_former_members(peers, now)
             case Joins(peer, request, nbytes):
-                expected, is_proven = request.expected_group_size, self.policy.is_proven(peer)
-                self._at(peer).follower = Follower(request, nbytes, expected, is_proven)
+                self._at(peer).follower = Follower(request, nbytes, self.trust.is_proven(peer))
                 yield Reply(peer, Code.ACCEPTED, self.promise)
-            case Expects(peer, expected, leaves):
-                yield from self._hear(peer, expected, leaves)
+            case Leaves(peer):
+                yield from self._let_leave(peer)
             case Breaks(peer):
                 if (follower := self._at(peer).follower) is not None:
                     follower.lost_at = now
@@ -514,18 +463,15 @@ class GroupSearch:
                 yield from self._note_offer(peer, promised)
             case OfferEnds(peer):
                 self._at(peer).offer = Offering.NONE
-            case InvitationEnds(peer, leader, promised):
-                self._at(peer).outcall = Outcall.NONE
+            case InvitationEnds(peer, leader, promised, arrived):
+                self._at(peer).outcall = Outcall.NONE if arrived else Outcall.UNREACHED
                 if leader is not None:
                     self._note_candidate(leader, promised)
-            case InvitationFails(peer):
-                # The group does not wait for it a second time: ``invited`` keeps the time of the first call.
-                self._at(peer).outcall = Outcall.UNREACHED
-            case Sent(peer, expected) if self._asks(peer) and self.asking is not None:
-                self.asking.is_sent, self.asking.told = True, expected
+            case Sent(peer) if self._asks(peer) and self.asking is not None:
+                self.asking.is_sent = True
             case Accepts(peer, promised) if self._asks(peer) and self.asking is not None:
                 yield from self._follow(self.asking, promised, now)
-            case Answers(peer) | Misleads(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
+            case Answers(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
                 asking, self.asking = self.asking, None
                 yield from self._judge(asking, event, now)
                 yield from self._learn_from(asking, event, now)
@@ -595,7 +541,6 @@ class GroupSearch:
                 each.explain(Absence.NOT_LOOKING)
         for peer, promised in found:
             self._note_candidate(peer, promised)
-        self.is_outdated = False
 
     def sees_group(self, now: float) -> bool:
         """Whether this peer sees enough others for a full group."""
@@ -604,7 +549,7 @@ class GroupSearch:
 
     def longest_pause(self, usual: float, now: float) -> float:
         """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
-        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) and not self.is_outdated else usual
+        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) else usual
 
     def may_move(self, key: str) -> bool:
         """Whether to look under another key that has more peers: this peer neither follows nor leads others."""
@@ -738,8 +683,7 @@ class GroupSearch:
     def best_candidate(self, now: float) -> PeerID | None:
         """The peer that this one should ask to lead it; ``None``: there is none."""
         possible = self._possible_leaders(now)
-        policy = self.policy
-        usable = [each for each in possible if policy.may_lead(each[2]) and policy.has_time_for(each[2])]
+        usable = [each for each in possible if self.may_lead(each[2]) and self.trust.has_time_for(each[2])]
         # A peer that cannot lead has no choice. Nor have two peers that refuse to follow each other and see no others.
         if not usable and (not self.settings.leads or self._is_left_with(possible)):
             usable = possible
@@ -758,12 +702,12 @@ class GroupSearch:
         if each.follower is not None and each.follower.lost_at is None:
             return False
         # If this peer has no time for it, it could not join as a follower either.
-        is_after = self._leads_before(peer, promised) or not self.policy.has_time_for(peer)
+        is_after = self._leads_before(peer, promised) or not self.trust.has_time_for(peer)
         return not (self.settings.leads and is_after)
 
     def _is_left_with(self, unfit: list[tuple[float, bytes, PeerID]]) -> bool:
         """Whether there are no others than unfit leaders that this peer has outbid in vain."""
-        has_others = bool(self.followers) or any(map(self.policy.may_lead, self.looking()))
+        has_others = bool(self.followers) or any(map(self.may_lead, self.looking()))
         return not has_others and all(self.peers[peer].is_outbid for *_, peer in unfit)
 
     def _outbid_unfit_leaders(self, now: float) -> bool:
@@ -806,12 +750,12 @@ class GroupSearch:
 
     def _follow(self, asking: Asking, promised: float, now: float) -> Iterator[Action]:
         """Follow a leader that has accepted. It may have promised any time, so there is a limit to the wait."""
-        more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.policy.is_proven(asking.leader) else 0.0
+        more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.trust.is_proven(asking.leader) else 0.0
         asking.starts_by, asking.accepted_at = min(promised, max(self.promise, now) + more), now
         for each in self.peers.values():
             each.has_accepted = False
         leader = self._at(asking.leader)
-        leader.has_accepted, leader.failures, leader.cause = True, 0, None
+        leader.has_accepted, leader.failures, leader.answers, leader.cause = True, 0, 0, None
         yield from self._send_away(asking)
         for peer, each in list(self.peers.items()):
             if each.offer is Offering.OPEN:
@@ -819,29 +763,28 @@ class GroupSearch:
 
     def _judge(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
         """Say whether a leader that had accepted has started the group, and what it has cost if not."""
-        if not asking.follows or asking.starts_by is None:
+        is_untrue = isinstance(event, Fails) and event.failure is AskFailure.UNTRUE  # that is judged elsewhere
+        if not asking.follows or asking.starts_by is None or is_untrue:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
-            has_started = event.code == Code.GROUP_STARTS and not self._waited_for_nobody(asking, event, lost, now)
+            has_started, is_late = event.code == Code.GROUP_STARTS, now >= asking.starts_by and lost > 0
             # With this peer it has a group of two, and may still wait for a third one that never comes.
-            is_late = now >= asking.starts_by and self.settings.min_group_size <= 2 and event.leader is None
-            if has_started or (is_late and lost > 0):
-                yield Judge(asking.leader, lost, has_started)
+            if has_started or (is_late and self.settings.min_group_size <= 2 and event.leader is None):
+                yield Judge(asking.leader, lost, has_started, is_late and self._waited_for_nobody(asking, event))
             if event.group is not None:
                 return
         elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
         # Waiting costs nothing until this peer's own promised time is over.
-        if self.promise < now and not isinstance(event, Misleads):
+        if self.promise < now:
             yield Waste(asking.leader, now - asking.accepted_at)
 
-    def _waited_for_nobody(self, asking: Asking, event: Answers, lost: float, now: float) -> bool:
-        """Whether the leader has let its promised time pass although all that this peer expects are in the group."""
-        if event.group is None or self.terms.awaited is None or asking.starts_by is None:
+    def _waited_for_nobody(self, asking: Asking, event: Answers) -> bool:
+        """Whether the members of the group are those that this peer has expected."""
+        if event.group is None or self.terms.awaited is None:
             return False
-        is_late = now >= asking.starts_by and lost >= WORTH_BLAMING * self.settings.min_matchmaking_time
-        return is_late and set(self.terms.awaited) <= set(event.group.peer_ids)
+        return {*self.terms.awaited, asking.leader, self.own} == {*event.group.peer_ids}
 
     def seconds_lost(self, since: float, now: float) -> float:
         """For how many seconds since then this peer could only wait. Until it is ready itself, it loses none.
@@ -854,7 +797,7 @@ class GroupSearch:
         """Note the end of a call to a candidate."""
         each = self._at(asking.leader)
         match event:
-            case Misleads():
+            case Fails(_, AskFailure.UNTRUE):
                 self.refuse(asking.leader, counts=True)
             case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
@@ -886,18 +829,18 @@ class GroupSearch:
     def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
         """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""
         each.asked = asking.promised
-        each.answers.append(now)
+        each.answers += 1
         if (absence := _ABSENCE_OF_CODE.get(answer.code)) is not None:
             each.explain(absence, answer.words)
-        since = now - self.settings.min_matchmaking_time
-        if each.talks_too_much(since):
+        if each.answers % MOST_ANSWERS == 0:
             each.rests_until = now + self.settings.min_matchmaking_time
-        self.is_outdated = self.is_outdated or answer.code == Code.NOT_LOOKING_FOR_GROUP
+        if answer.code == Code.NOT_LOOKING_FOR_GROUP:
+            each.promised = None
         if answer.leader is not None and answer.leader != self.own:
             named = self._at(answer.leader)
             # The one that names it follows it, so it can probably be reached after all.
             is_silent = named.cause is not None and named.cause.absence is Absence.SILENT
-            if not is_silent and not named.talks_too_much(since):
+            if not is_silent and named.answers < MOST_ANSWERS:
                 named.rests_until = -math.inf
             self._note_candidate(answer.leader, answer.promised)
         elif answer.code == Code.BAD_EXPIRATION_TIME:
@@ -937,7 +880,7 @@ class GroupSearch:
 
     def _has_room_for(self, peer: PeerID, nbytes: int, followers: Mapping[PeerID, Follower]) -> bool:
         """Whether there is room, by the number of members and by the size of the group's description."""
-        if not self.policy.has_time_for(peer) or 1 + len(followers) >= self._most_members():
+        if not self.trust.has_time_for(peer) or 1 + len(followers) >= self._most_members():
             return False
         taken = self.terms.gathered_bytes + sum(follower.nbytes for follower in followers.values())
         return taken + nbytes <= MAX_GROUP_BYTES
@@ -945,12 +888,9 @@ class GroupSearch:
     def _most_members(self) -> int:
         return self.settings.target_group_size or MAX_GROUP_SIZE
 
-    def _hear(self, peer: PeerID, expected: int | None, leaves: bool) -> Iterator[Action]:
+    def _let_leave(self, peer: PeerID) -> Iterator[Action]:
         each = self._at(peer)
-        if each.follower is None or each.follower.lost_at is not None:
-            return
-        each.follower.expected = expected
-        if leaves:  # unlike a follower whose connection broke, it will not come back
+        if each.follower is not None and each.follower.lost_at is None:
             each.follower = None
             each.explain(Absence.LEFT)
             yield Reply(peer, Code.GROUP_DISBANDED)
@@ -966,21 +906,19 @@ class GroupSearch:
                     yield Reply(peer, Code.GROUP_DISBANDED, asking.starts_by, asking.leader)
 
     def is_complete(self) -> bool:
-        """Whether as many members as anybody in this group expects are here, without those that only help.
+        """Whether all members that this peer expects are here, without those that only help.
 
-        A refused peer that looks for a group counts as present: the others expect it, and it will never join.
+        Only a leader that expects no number itself, such as an auxiliary, waits for what its followers expect: else any
+        of them could make the others wait. A refused peer that looks for a group counts as present: the others expect
+        it, and it will never join.
         """
         followers = self.followers
         modes = {self.own: self.settings.mode, **{peer: f.request.mode for peer, f in followers.items()}}
         here = [peer for peer, mode in modes.items() if mode != AveragingMode.AUX]
         here += [peer for peer, each in self.peers.items() if each.refused and each.promised is not None]
-        own, others = self.terms.expected, [f.expected for f in followers.values() if f.is_proven]
-        known = [number for number in others if number is not None]
-        if own is None and not known:
-            return False
-        # Of five members one may expect others that do not exist.
-        wanted = largest_but_for_liars([*known, own or 0])
-        return sum(map(self._counts, here)) >= (own or 0) and len(here) >= wanted
+        others = (f.request.expected_group_size for f in followers.values())
+        wanted = self.terms.expected or max((expected for expected in others if expected is not None), default=None)
+        return wanted is not None and sum(map(self._counts, here)) >= wanted
 
     @property
     def return_seconds(self) -> float:
@@ -1025,12 +963,7 @@ class GroupSearch:
     # --- what to do now -----------------------------------------------------------------------------------------------
 
     def _decide(self, now: float) -> Iterator[Action]:
-        if self.is_over:
-            return
-        if self.asking is not None and self.asking.follows:
-            if self.asking.told != self.terms.expected:
-                self.asking.told = self.terms.expected
-                yield Tell(self.terms.expected)
+        if self.is_over or (self.asking is not None and self.asking.follows):
             return
         may_start = self.may_start(now)
         if self.asking is not None:
@@ -1065,11 +998,8 @@ class GroupSearch:
             moments.append(self.start_time())
         return min(moments) if moments else None
 
-    def _end(self) -> Iterator[Action]:
-        """Answer all that wait for this peer."""
+    def end(self) -> list[Action]:
+        """The search is over, with a group or without. Returns what answers all that wait for this peer."""
         self.is_over, self.asking = True, None
-        yield from self._send_away()
-        for peer, each in self.peers.items():
-            if each.offer is Offering.OPEN:
-                each.offer = Offering.NONE
-                yield Release(peer)
+        open_offers = [peer for peer, each in self.peers.items() if each.offer is Offering.OPEN]
+        return [*self._send_away(), *(self._release(peer, None) for peer in open_offers)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
@@ -51,26 +52,39 @@ class MatchmakingSettings:
         return replace(self, mode=mode, reach=p2p.outlook.reach, relay_rate=p2p.outlook.relay_rate)
 
 
-@dataclass
 class Trust:
-    """What this averager knows about other peers beyond their own word. By default it believes them."""
+    """How far an averager trusts other peers. This one believes them; answers of others may change with time."""
 
-    admits: Callable[[PeerID], Awaitable[bool]] | None = None
-    """Tells whether a peer may join a group that this averager leads; ``None``: all may."""
-    is_proven: Callable[[PeerID], bool] | None = None
-    """Tells whether a peer has taken part in rounds. Only what such followers expect keeps a group waiting."""
-    has_time_for: Callable[[PeerID], bool] | None = None
-    """Tells whether a peer may join or lead. Unknown peers may not once such peers have held up too many rounds."""
-    note_waste: Callable[[PeerID, float], None] | None = None
-    """Called with a leader that has not started its group, and the seconds that this has cost."""
-    largest_weight: Callable[[PeerID], float] | None = None
-    """Tells how much a member may weigh in what this peer reduces; ``None``: as much as it likes."""
-    rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
-    """Ranks donors of a state: a higher number is better, and donors that are left out are not asked. ``None``: the
-    priority that donors give themselves counts."""
-    depth: Callable[[], int] = lambda: 0
-    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups and of donors depends.
-    One key is enough for some dozens of donors."""
+    async def admits(self, peer: PeerID) -> bool:
+        """Whether a peer may join a group that this averager leads: it trains the same model."""
+        return True
+
+    def is_proven(self, peer: PeerID) -> bool:
+        """Whether a peer has taken part in rounds. Others reduce nothing yet, and are not waited for past a promise."""
+        return True
+
+    def has_time_for(self, peer: PeerID) -> bool:
+        """Whether a peer may join or lead. Unknown peers may not once such peers have held up too many rounds."""
+        return True
+
+    def note_waste(self, leader: PeerID, seconds: float) -> None:
+        """A leader has not started its group, which has cost this many seconds."""
+
+    def largest_weight(self, peer: PeerID) -> float:
+        """How much a member may weigh in what this peer reduces."""
+        return math.inf
+
+    def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
+        """Rank the donors of a state: a higher number is better, and donors that are left out are not asked.
+
+        Args:
+            donors: the priority that each gives itself.
+        """
+        return donors
+
+    def depth(self) -> int:
+        """The depth of the keys of progress; it sets how many bits the keys of groups and of donors have."""
+        return 0
 
 
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:

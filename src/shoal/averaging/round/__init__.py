@@ -4,10 +4,9 @@
 :mod:`~.session`      the rounds of one group, one after another; and all rounds of an averager, by id
 :mod:`~.state`        pure: what becomes of each member, and how the round ends; the shells below do what it decides
 :mod:`~.exchange`     the first half of a round: parts go to their reducers, averages come back
-:mod:`~.delivery`     the calls between one sender and one reducer
+:mod:`~.traffic`      what two members send each other, and the calls between them
 :mod:`~.finish`       the second half: every member gets every average, or learns why not
-:mod:`~.coordinator`  the second half at the member that leads it
-:mod:`~.recovery`     gets the averages that a dead member has not delivered
+:mod:`~.coordinator`  the second half at the member that leads it; gets averages that a dead member has not delivered
 :mod:`~.sending`      what travels, in which order and in which pieces; keeps receivers on long links in step
 :mod:`~.reducer`      averages the parts that the senders have sent
 :mod:`~.combining`    the same with rules other than the mean, and the norms that such rules need

@@ -30,7 +30,6 @@ from shoal.averaging.aggregation import Aggregation
 from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberTraffic, RoundResult
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
-from shoal.averaging.round.delivery import Delivery, Intake, check_beginning
 from shoal.averaging.round.parts import RoundVector
 from shoal.averaging.round.reducer import PartReducer
 from shoal.averaging.round.sending import FlowControl
@@ -48,8 +47,8 @@ from shoal.averaging.round.state import (
     StopExchange,
     on,
 )
-from shoal.averaging.round.traffic import Traffic
-from shoal.averaging.round.waits import Waits
+from shoal.averaging.round.traffic import Delivery, Intake, Traffic, check_beginning
+from shoal.averaging.round.waits import NOTABLE_SECONDS, Missing, Waits
 from shoal.base.tasks import cancel_and_wait
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
@@ -143,7 +142,7 @@ class AllReduce:
         self.weights: list[float] = []
         """The weight of each member in the average, as the coordinator has committed it."""
         self.waits = Waits(asyncio.get_running_loop().time)
-        """How long this member waits for others, each alone."""
+        """How long members wait for another one alone."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
         self._pace = FlowControl() if settings.quorum is None else None
@@ -157,7 +156,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._began_at = asyncio.get_running_loop().time()
+        self.began_at = self._exchanged_at = asyncio.get_running_loop().time()
         self._show()
 
     def _make_reducer(self) -> PartReducer:
@@ -217,7 +216,7 @@ class AllReduce:
         self.emit(AveragesCame(member))
         owing = self._owing()
         if owed_by_several or not owing:  # the only reducer from the beginning is not late: nobody was faster
-            self.waits.miss(owing, averages=True)
+            self.waits.miss(owing, Missing.AVERAGES)
 
     def _owing(self) -> list[int]:
         """Reducers whose averages have not all come."""
@@ -241,6 +240,19 @@ class AllReduce:
     def left_out(self) -> list[int]:
         """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
         return [each.index for each in self.state.members if each.left_out or each.index in self.reducer.left_out]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this member knows something that the coordinator is to tell all: bad values, or a long wait.
+
+        Then it does not end its calls early, so that nobody leaves the round before the coordinator has spoken.
+        """
+        return bool(self.waits.notable) or any(member.sent_not_finite for member in self.state.members)
+
+    @property
+    def has_waited_long(self) -> bool:
+        """Whether others were not done for long after this member: the coordinator tells for whom all have waited."""
+        return asyncio.get_running_loop().time() - self._exchanged_at >= NOTABLE_SECONDS
 
     async def run(self) -> None:
         """Exchange parts with all members. Failures of other members are events, and are not raised here.
@@ -267,10 +279,8 @@ class AllReduce:
             await self.received.wait()
             self.vector.drop_early()
             self.exchanged.set()
-            # A member that has left out bad values does not end early. The others then wait for the coordinator, which
-            # names the sender of these values to all.
-            has_bad_values = any(member.sent_not_finite for member in state.members)
-            if state.own.is_sender and self.vector.is_complete and not has_bad_values:
+            self._exchanged_at = asyncio.get_running_loop().time()
+            if state.own.is_sender and self.vector.is_complete and not self.has_news:
                 self._may_end.set()
                 self.emit(Complete(self.own_index))
             self.emit(Exchanged([*self.vector.held]))
@@ -315,11 +325,8 @@ class AllReduce:
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
 
-    def result(self, duration: float) -> RoundResult:
+    def result(self) -> RoundResult:
         """The result of the round, as far as this member knows.
-
-        Args:
-            duration: seconds that the round has taken.
 
         Raises:
             AllreduceException: nothing was averaged; the tensors are as they were.
@@ -342,7 +349,7 @@ class AllReduce:
             share_averaged=share,
             auxiliaries=tuple(member.peer_id for member in state.members if not member.is_sender),
             late=state.own.late,
-            duration=duration,
+            duration=asyncio.get_running_loop().time() - self.began_at,
             not_finite_peers=tuple(m.peer_id for m in state.members if m.sent_not_finite or m.told_not_finite),
             left_out_peers=tuple(m.peer_id for m in left_out if m.is_sender and not m.failed),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
@@ -350,11 +357,11 @@ class AllReduce:
             seen_failing=tuple(each.peer_id for each in failed if each.seen_failing),
             traffic={state.members[index].peer_id: self._traffic_of(each) for index, each in self._traffic.items()},
             causes={each.peer_id: each.loss.cause for each in failed if each.loss is not None},
-            waits={self.group.peer_ids[index]: seconds for index, seconds in self.waits.seconds.items()},
+            waits={self.group.peer_ids[index]: seconds for index, seconds in self.waits.agreed.items()},
         )
 
     def _traffic_of(self, traffic: Traffic) -> MemberTraffic:
-        seconds = max(0.0, traffic.came_at - self._began_at)
+        seconds = max(0.0, traffic.came_at - self.began_at)
         return MemberTraffic(traffic.bytes_sent, traffic.bytes_received, seconds)
 
     def weight_of(self, member: RoundMember) -> float:
@@ -373,6 +380,7 @@ class AllReduce:
             stub.rpc_reduce,
             calls,
             may_end=self._may_end,
+            has_news=lambda: self.has_news,
             timeout=self.settings.reducer_timeout,
         )
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
-from shoal.averaging.control import LossCause
+from shoal.averaging.control import LossCause, RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
@@ -58,7 +58,7 @@ from shoal.averaging.messages import (
 from shoal.averaging.round.coordinator import Coordinator
 from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.state import Lost, RoundMember
-from shoal.base.tasks import cancel_and_wait, first_completed, wait_at_most
+from shoal.base.tasks import all_of, cancel_and_wait, first_completed, wait_at_most
 from shoal.errors import ProtocolError
 from shoal.net.resumable import ALIVE_PER_TIMEOUT
 from shoal.p2p import Call, PeerID
@@ -189,6 +189,10 @@ class Participant:
         self.allreduce.weights = self._check_weights(commit.weights)
         self.state.note_told(commit.not_finite, commit.left_out, coordinator)
         self.allreduce.book.take_proofs(commit.untrue, commit.statements)
+        # Nobody can have waited longer than the round has taken.
+        seconds = asyncio.get_running_loop().time() - self.allreduce.began_at
+        told = {index: waited for index, waited in commit.waits.items() if index < self.group.group_size}
+        self.allreduce.waits.agreed = {index: min(waited, seconds) for index, waited in told.items()}
 
     def _lose(self, lost: Mapping[int, LossCause]) -> None:
         for index, cause in lost.items() if not self.state.own.late else ():
@@ -207,7 +211,7 @@ class Participant:
     async def _report(self, shared: SharedCall) -> None:
         not_finite = [member.index for member in self.state.members if member.sent_not_finite]
         left_out, statements = self.allreduce.left_out, self.allreduce.book.report()
-        await shared.send(Report([*self.vector.held], not_finite, left_out, statements))
+        await shared.send(Report([*self.vector.held], not_finite, left_out, statements, self.allreduce.waits.notable))
         self._reported_at = asyncio.get_running_loop().time()
         self.first_report_at = min(self.first_report_at, self._reported_at)
 
@@ -256,16 +260,15 @@ async def _receive(call: Call) -> RoundMessage:
     return message
 
 
-class Completion:
-    """Brings one round to its end. Lives as long as the round.
+class Round:
+    """One all-reduce: the exchange of parts, then its end. Serves the calls of other members meanwhile.
 
     Args:
-        allreduce: the round's exchange of parts.
-        note_stuck: called with a coordinator that has not ended the round, and how many seconds this member waited.
+        allreduce: the exchange of parts.
     """
 
-    def __init__(self, allreduce: AllReduce, note_stuck: Callable[[int, float], object]) -> None:
-        self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
+    def __init__(self, allreduce: AllReduce) -> None:
+        self.allreduce, self.state = allreduce, allreduce.state
         self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
@@ -273,34 +276,83 @@ class Completion:
         self._left: set[PeerID] = set()  # the coordinators that this member does not follow any more
         self.is_outdated = asyncio.Event()
         """Set when members that are late would not find their way back into the run by this result any more."""
-        self._began_at = asyncio.get_running_loop().time()
+        self._work: asyncio.Future[None] | None = None
+        self._acting: asyncio.Future[None] | None = None
 
-    async def act(self) -> None:
-        """Serve as a coordinator, until cancelled."""
-        await self._coordinator.act()
+    async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
+        """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
 
-    async def serve(self, call: Call, greeting: Greeting, member: int) -> None:
-        """Hold the call of a member that follows this one as its coordinator."""
-        await self._coordinator.serve(call, greeting, self.state.members[member])
+        Args:
+            failed_before: positions of members that failed in an earlier phase; nobody waits for them.
 
-    def release(self) -> None:
-        """The tensors go back to their user, although some calls have not ended."""
-        self._coordinator.release()
+        Raises:
+            AllreduceException: nothing at all was averaged; the tensors are as they were.
+        """
+        for member in failed_before:
+            loss = Loss(LossCause.EARLIER, "failed in an earlier phase")
+            self.allreduce.emit(Lost(member, loss, is_hearsay=True))
+        self._acting = asyncio.ensure_future(self._coordinator.act())
+        # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
+        # dial would hear of the end later than the others.
+        self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
+        try:
+            # When all senders hold all averages the result is final; finish() waits for the calls to end.
+            await first_completed(asyncio.shield(work), self.allreduce.all_complete.wait())
+            if self.allreduce.has_waited_long:
+                await asyncio.wait([work])
+            if work.done():
+                work.result()
+            else:  # the tensors go back to their user, although some calls have not ended
+                self._coordinator.release()
+        except BaseException:
+            for index in self.allreduce.reducer.find_who_holds_up():
+                self.state.members[index].holds_up = True
+            await cancel_and_wait(work)
+            raise
+        return self.allreduce.result()
 
-    async def linger(self, seconds: float) -> None:
-        """Wait until all living members know the result; if some were late, wait for them for ``seconds`` at most."""
-        await self._coordinator.wait_until_confirmed()
-        if self.state.closed_early:
-            await wait_at_most(self.is_outdated, seconds)
+    @property
+    def is_committed(self) -> bool:
+        """Whether all members that stayed to the end have the same averages, as far as this member knows."""
+        return bool(self.allreduce.weights) or self.allreduce.all_complete.is_set()
 
-    async def run(self) -> None:
+    async def finish(self, linger: float) -> None:
+        """Serve the other members until they have all that they need. The tensors are not touched any more.
+
+        Args:
+            linger: seconds for which late members may come for the result.
+        """
+        if self._work is None or self._acting is None:
+            return
+        try:
+            await asyncio.wait([self._work])
+            await self._coordinator.wait_until_confirmed()
+            if self.state.closed_early:
+                await wait_at_most(self.is_outdated, linger)
+        finally:
+            await cancel_and_wait(self._work, self._acting)
+            self.allreduce.vector.let_go()
+
+    async def serve(self, call: Call, greeting: Greeting, member: PeerID) -> None:
+        """Serve the call of a member that follows this one as its coordinator.
+
+        Raises:
+            ProtocolError: the caller is not a member, or breaks the protocol.
+        """
+        peers = self.allreduce.group.peer_ids
+        if member not in peers:
+            raise ProtocolError("not the greeting of a member of this round")
+        await self._coordinator.serve(call, greeting, self.state.members[peers.index(member)])
+
+    async def _complete(self) -> None:
         """Run until every living member that is not late has every average that could be saved."""
         try:
-            await self._run()
+            await self._find_coordinator()
         finally:
             self._coordinator.close()
+            self.allreduce.end()
 
-    async def _run(self) -> None:
+    async def _find_coordinator(self) -> None:
         for index in self.state.coordinators:
             candidate = self.state.members[index]
             if candidate is self.state.own:
@@ -367,7 +419,6 @@ class Completion:
                 others.sort(key=lambda member: member is not busy)
                 busy = await self._first_busy(others)
         self._has_given_up = True
-        self._note_stuck(coordinator.index, limit)
         stuck = Loss(LossCause.STUCK, "does not end the round, for which all others wait")
         self.allreduce.emit(Lost(coordinator.index, stuck))
 
@@ -375,7 +426,7 @@ class Completion:
     def _is_overdue(self) -> bool:
         """Whether the round would be over even if a gap had to be filled after each death, whatever others say."""
         settings, reported_at = self.allreduce.settings, self._follower.first_report_at
-        seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self._began_at
+        seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self.allreduce.began_at
         now = asyncio.get_running_loop().time()
         return now - reported_at > (1 + len(self.state.failed)) * seconds
 

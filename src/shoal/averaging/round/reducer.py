@@ -33,7 +33,7 @@ from shoal.errors import AllreduceException, ProtocolError
 if TYPE_CHECKING:
     from shoal.averaging.round.combining import Combination, Combiner
     from shoal.averaging.round.parts import Part
-from shoal.averaging.round.waits import Waits
+from shoal.averaging.round.waits import Missing, Waits
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class PartReducer:
         while self._first < len(self._states) and self._states[self._first].is_complete:
             self._first += 1
         values = self._states[self._first].values if self._first < len(self._states) else {}
-        self.waits.miss(self.waiting_for - values.keys() if values else (), averages=False)
+        self.waits.miss(self.waiting_for - values.keys() if values else (), Missing.PARTS)
 
     def _check_finished(self) -> None:
         if not self.waiting_for:

@@ -18,16 +18,16 @@ import torch
 
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, LossCause, RoundResult
 from shoal.averaging.finite import name_not_finite
-from shoal.averaging.messages import BeginReduce, Greeting, Loss, RoundStatus
+from shoal.averaging.messages import RoundStatus
 from shoal.averaging.round.combining import share_norms
 from shoal.averaging.round.exchange import AllReduce, AllReduceSettings
-from shoal.averaging.round.finish import Completion
+from shoal.averaging.round.finish import Round
 from shoal.averaging.round.parts import RoundVector, rescale_shares
-from shoal.averaging.round.state import Lost, RoundMember, RoundState
-from shoal.base.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
+from shoal.averaging.round.state import RoundMember, RoundState
+from shoal.base.tasks import cancel_and_wait, run_in_worker
 from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, ProtocolError
-from shoal.p2p import Call, PeerID, StubBase
+from shoal.errors import AllreduceException
+from shoal.p2p import PeerID, StubBase
 from shoal.peers.scores import PeerScores
 
 logger = logging.getLogger(__name__)
@@ -42,89 +42,6 @@ MAX_REMEMBERED_ROUNDS = 256
 
 class RoundIsCommitted(AllreduceException):
     """A call is too late for a round, which has ended with a result."""
-
-
-class Round:
-    """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
-
-    def __init__(
-        self, allreduce: AllReduce, note_stuck: Callable[[int, float], object] = lambda coordinator, seconds: None
-    ) -> None:
-        self.allreduce, self.completion = allreduce, Completion(allreduce, note_stuck)
-        self._work: asyncio.Future[None] | None = None
-        self._acting: asyncio.Future[None] | None = None
-
-    async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
-        """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
-
-        Args:
-            failed_before: positions of members that failed in an earlier phase; nobody waits for them.
-
-        Raises:
-            AllreduceException: nothing at all was averaged; the tensors are as they were.
-        """
-        started = asyncio.get_running_loop().time()
-        for member in failed_before:
-            loss = Loss(LossCause.EARLIER, "failed in an earlier phase")
-            self.allreduce.emit(Lost(member, loss, is_hearsay=True))
-        self._acting = asyncio.ensure_future(self.completion.act())
-        # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
-        # dial would hear of the end later than the others.
-        self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
-        try:
-            # When all senders hold all averages the result is final; finish() waits for the calls to end.
-            await first_completed(asyncio.shield(work), self.allreduce.all_complete.wait())
-            if work.done():
-                work.result()
-            else:
-                self.completion.release()
-        except BaseException:
-            for index in self.allreduce.reducer.find_who_holds_up():
-                self.allreduce.state.members[index].holds_up = True
-            await cancel_and_wait(work)
-            raise
-        return self.allreduce.result(asyncio.get_running_loop().time() - started)
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether all members that stayed to the end have the same averages, as far as this member knows."""
-        return bool(self.allreduce.weights) or self.allreduce.all_complete.is_set()
-
-    async def _complete(self) -> None:
-        try:
-            await self.completion.run()
-        finally:
-            self.allreduce.end()
-
-    async def finish(self, linger: float) -> None:
-        """Serve the other members until they have all that they need. The tensors are not touched any more.
-
-        Args:
-            linger: seconds for which late members may come for the result.
-        """
-        if self._work is None or self._acting is None:
-            return
-        try:
-            await asyncio.wait([self._work])
-            await self.completion.linger(linger)
-        finally:
-            await cancel_and_wait(self._work, self._acting)
-            self.allreduce.vector.let_go()
-
-    async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
-        """Serve the call of a member that sends the parts which this one reduces."""
-        await self.allreduce.serve(call, begin, sender)
-
-    async def serve_member(self, call: Call, greeting: Greeting, member: PeerID) -> None:
-        """Serve the call of a member that follows this one as its coordinator.
-
-        Raises:
-            ProtocolError: the caller is not a member, or breaks the protocol.
-        """
-        peers = self.allreduce.group.peer_ids
-        if member not in peers:
-            raise ProtocolError("not the greeting of a member of this round")
-        await self.completion.serve(call, greeting, peers.index(member))
 
 
 class ActiveRounds:
@@ -173,7 +90,7 @@ class ActiveRounds:
             groups = [*dict.fromkeys(each[:GROUP_ID_BYTES] for each in self.lingering)]
             for each, (earlier, _) in self.lingering.items():
                 if each[:GROUP_ID_BYTES] in groups[: -self._most_kept]:
-                    earlier.completion.is_outdated.set()
+                    earlier.is_outdated.set()
 
     async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
         try:
@@ -284,8 +201,6 @@ class GroupSession:
         get_stub: makes a stub of the averager protocol for a member.
         sign: signs with this peer's key.
         accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
-        note_stuck: called with a coordinator that has not ended a round, and the seconds for which this member waited;
-            perhaps after the session is over.
     """
 
     def __init__(
@@ -298,12 +213,11 @@ class GroupSession:
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
         accuse: Callable[[PeerID, str], None],
-        note_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None,
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
-        self._sign, self._accuse, self._note_stuck = sign, accuse, note_stuck
+        self._sign, self._accuse = sign, accuse
         self.not_finite: str | None = None
         """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
         self._is_cut_short = False
@@ -407,8 +321,9 @@ class GroupSession:
         await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
         self._states.append(allreduce.state)
-        current = Round(allreduce, lambda member, seconds: self._note_stuck(group.peer_ids[member], seconds))
-        result = await self._rounds.run(round_id, current, self._failed_members(), linger=self._settings.sender_timeout)
+        result = await self._rounds.run(
+            round_id, Round(allreduce), self._failed_members(), linger=self._settings.sender_timeout
+        )
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
@@ -468,6 +383,9 @@ class GroupSession:
             behaviour.note_round(others, failing, reducers, waited, seconds)
             for peer in {member.peer_id for member in self._members() if member.holds_up and self._is_cut_short}:
                 behaviour.note_delay(peer, seconds)
+        for member in self._members():
+            if member.seen_failing and member.loss is not None and member.loss.cause is LossCause.STUCK:
+                behaviour.note_stuck(member.peer_id, self._settings.reducer_timeout)
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}

@@ -422,6 +422,11 @@ class RoundState:
         return [member.index for member in self.members if member.is_sender]
 
     @property
+    def reducers(self) -> list[int]:
+        """Positions of the members that reduce parts."""
+        return [index for index, count in enumerate(self.parts) if count]
+
+    @property
     def coordinators(self) -> list[int]:
         """Positions of the members that can coordinate the end of the round, first choice first.
 

@@ -1,4 +1,8 @@
-"""What two members of a round send each other: parts to the reducer, averages back to the sender.
+"""What two members of a round send each other, and the calls on which it travels: parts to the reducer, averages back.
+
+*Stripes.* On a long link a single connection speeds up slowly, and its window limits how many bytes may be under way.
+There a sender makes several calls at once. Each of these stripes takes the next slice when it has sent the one before,
+so a slow stripe carries less.
 
 *Repetition.* When a connection breaks, what was under way on it may be lost. Then the two members tell each other which
 parts and averages have not come, or which slices of them, and these are sent again. So averages are kept until the
@@ -9,8 +13,10 @@ its values.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +24,8 @@ import torch
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     MAX_SLICES,
+    PEER_FAILURES,
+    BeginReduce,
     DescribedPart,
     NotFiniteError,
     PartMessage,
@@ -25,6 +33,7 @@ from shoal.averaging.messages import (
     Resume,
     describe_part,
 )
+from shoal.averaging.round.combining import NormClaim
 from shoal.averaging.round.parts import Averages, Part, RoundVector
 from shoal.averaging.round.reducer import PartReducer
 from shoal.averaging.round.sending import (
@@ -37,9 +46,13 @@ from shoal.averaging.round.sending import (
     send_all,
 )
 from shoal.base.logs import quoted
+from shoal.base.tasks import all_of, cancel_and_wait, first_completed
 from shoal.compression.base import SerializedTensor, bytes_of
-from shoal.errors import ProtocolError
+from shoal.errors import ProtocolError, StreamClosedError
+from shoal.net.resumable import ResumableCall, open_again, open_patiently
 from shoal.p2p import Call
+
+logger = logging.getLogger(__name__)
 
 # More connections than this make no link faster, and each one costs a handshake.
 MAX_STRIPES = 8
@@ -280,6 +293,8 @@ class Traffic:
         # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
         self._begun = asyncio.Event()
         self._is_over = False
+        # Time limits of calls on which a message is awaited, and how long each would be if it began now.
+        self._patience: dict[asyncio.Timeout, Callable[[], float]] = {}
         self.heard_at = -math.inf
         """Loop time of the other member's last message."""
         self.came_at = -math.inf
@@ -429,8 +444,12 @@ class Traffic:
             ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the other member failed.
         """
         while True:
-            async with asyncio.timeout(limit()):
-                message = await call.receive(PartMessage)
+            async with asyncio.timeout(limit()) as patience:
+                self._patience[patience] = limit
+                try:
+                    message = await call.receive(PartMessage)
+                finally:
+                    del self._patience[patience]
             self.heard_at = asyncio.get_running_loop().time()
             if message is None or not message.parts:
                 return message
@@ -444,6 +463,10 @@ class Traffic:
                 nbytes = call.payload_size
                 complete = await incoming.receive(call, message)
             self.bytes_received, self.came_at = self.bytes_received + nbytes, asyncio.get_running_loop().time()
+            if incoming is self.parts_in and not incoming.missing:
+                # The other calls wait for averages now, and for these the other member may have to wait itself.
+                for patience, its_limit in self._patience.items():
+                    patience.reschedule(self.came_at + its_limit())
             self._take(message, complete)
 
     def _expect(self, message: PartMessage) -> IncomingParts:
@@ -487,3 +510,228 @@ class Traffic:
 
 async def _no_wait(index: int) -> None:
     await asyncio.sleep(0)
+
+
+class Delivery:
+    """The sender's side, for one reducer.
+
+    Args:
+        traffic: what is to be exchanged with the reducer.
+        open_call: begins a call to the reducer.
+        calls: keeps the calls to the reducer.
+        may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
+        has_news: tells whether nobody may conclude from the end of the calls that the round is over.
+        timeout: the reducer is given up after this many seconds without the next average.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        open_call: Callable[[], AbstractAsyncContextManager[Call]],
+        calls: ResumableCall,
+        *,
+        may_end: asyncio.Event,
+        has_news: Callable[[], bool],
+        timeout: float,
+    ) -> None:
+        self._traffic = traffic
+        self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
+        self._has_news = has_news
+        self._calls = calls
+        self._stripes = 1
+        # After a connection broke: whether the reducer has told on the first call what it lacks.
+        self._agreement: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def run(self, round_id: bytes, weight: float, stripes: int, claim: NormClaim, generation: int = 0) -> None:
+        """Exchange everything, then wait until the calls may end.
+
+        Args:
+            generation: how often this begins anew because a connection broke.
+
+        Raises:
+            StreamClosedError: a connection broke.
+            ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the reducer failed.
+        """
+        self._stripes = stripes
+        self._agreement = asyncio.get_running_loop().create_future()
+        self._traffic.begin(stripes, own=True)
+        begin = [
+            BeginReduce(round_id, weight, i, stripes, [*claim.norms], claim.statement, generation)
+            for i in range(stripes)
+        ]
+        if generation:
+            gaps = self._traffic.gaps()
+            for each in begin:
+                each.lacks = gaps
+        await all_of(*[self.run_stripe(each) for each in begin])
+
+    async def run_stripe(self, begin: BeginReduce) -> None:
+        """Exchange everything that travels on one connection."""
+        is_first_again = begin.resume > 0 and not begin.stripe
+        if begin.resume and begin.stripe and not await asyncio.shield(self._agreement):
+            return
+        try:
+            async with self._open(is_again=is_first_again) as call:
+                with self._calls.calls.watching(call):
+                    await call.send(begin)
+                    if begin.resume:
+                        await self._agree(call, begin)
+                    await all_of(self._send_until_end(call), self._receive_averages(call))
+        except PEER_FAILURES as e:
+            # If nothing more is expected of this call, its failure does no harm. But if it broke, the reducer may wait.
+            lacks_nothing = not self._traffic.averages_in.missing
+            is_harmless = self._may_end.is_set() or (begin.resume > 0 and lacks_nothing)
+            if isinstance(e, StreamClosedError) or not is_harmless:
+                raise
+            if is_first_again and not self._agreement.done():
+                self._agreement.set_result(False)
+            logger.debug("a call to a reducer ended badly: %r", e)
+
+    def _open(self, *, is_again: bool) -> AbstractAsyncContextManager[Call]:
+        return open_again(self._open_call, self) if is_again else open_patiently(self._open_call)
+
+    def is_heard(self) -> bool:
+        """Whether the reducer is worth waiting for: not if the calls may end."""
+        return not self._may_end.is_set() and self._calls.is_heard()
+
+    def has_come_after(self, moment: float) -> bool:
+        return self._calls.has_come_after(moment)
+
+    async def _agree(self, call: Call, begin: BeginReduce) -> None:
+        """Hear from the reducer what it lacks."""
+        async with asyncio.timeout(self._timeout):
+            gaps = await call.receive(Resume)
+        if gaps is None:
+            raise ProtocolError("does not say what has not come")
+        if self._traffic.send_missing(gaps):
+            call.connection.metrics.exchanges_resumed += 1
+        if not begin.stripe:
+            self._agreement.set_result(True)
+
+    async def _send_until_end(self, call: Call) -> None:
+        await self.send_parts(call)
+        # The end of this side tells the reducer that everything is here. It is sent without waiting for the reducer's
+        # own end, which would cost another trip over a long link.
+        await self._until_may_end(call)
+        if self._has_news():
+            await call.send(PartMessage())
+        await call.send_end()
+
+    async def _until_may_end(self, call: Call) -> None:
+        """Wait until the call may end, or has broken: the reducer may lack something then."""
+        broken, stream = asyncio.Event(), call.connection.stream
+        stream.on_closed(broken.set)
+        try:
+            await first_completed(self._may_end.wait(), broken.wait())
+        finally:
+            stream.on_closed(None)
+
+    async def send_parts(self, call: Call) -> None:
+        """Send the values of this member."""
+        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
+        await call.send(PartMessage())
+
+    async def _receive_averages(self, call: Call) -> None:
+        if await self._traffic.receive(call, lambda: self._timeout) is not None:
+            raise ProtocolError("has no more to send, but does not end")
+        self._traffic.end(own=True)
+
+
+def check_beginning(begin: BeginReduce, known: Intake | None) -> None:
+    """Check how a sender begins on one of its connections.
+
+    Args:
+        known: what is known from its other connections.
+
+    Raises:
+        ProtocolError: that cannot be, or contradicts what is known.
+    """
+    if not 0 <= begin.weight < float("inf"):
+        raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
+    if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
+        raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
+    if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+        raise ProtocolError("this member has begun before")
+    stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+    if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
+        raise ProtocolError("the stripes of this member contradict each other")
+
+
+class Intake:
+    """The reducer's side, for one sender.
+
+    Args:
+        traffic: what is to be exchanged with the sender.
+        begin: the sender's first message.
+        timeout: the sender is given up after this many seconds without the next part.
+        timeout_for_averages: the same limit once all parts are here and only averages are still on their way.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        begin: BeginReduce,
+        timeout: float,
+        timeout_for_averages: float,
+    ) -> None:
+        self._traffic, self.generation = traffic, begin.resume
+        self._gaps = begin.lacks
+        self._timeout, self._timeout_for_averages = timeout, timeout_for_averages
+        self.weight, self.stripes = begin.weight, begin.stripes
+        self.begun: set[int] = set()
+        """The stripes that have begun, by number."""
+        self.unfinished = begin.stripes
+        """The number of stripes that still have something to exchange."""
+        self.open = begin.stripes
+        """The number of stripes that the sender has not ended."""
+        traffic.begin(begin.stripes, own=False)
+
+    async def exchange(self, call: Call) -> None:
+        """Receive parts and send averages on one stripe.
+
+        Raises:
+            ProtocolError, P2PDaemonError, TimeoutError: the sender failed.
+        """
+        if self.generation:
+            if self._traffic.send_missing(self._gaps):
+                call.connection.metrics.exchanges_resumed += 1
+            await call.send(self._traffic.gaps())
+        await all_of(self._take_parts(call), self.give_averages(call))
+        await call.send_end()
+        self.unfinished -= 1
+
+    async def _take_parts(self, call: Call) -> None:
+        if await self._traffic.receive(call, self._limit) is None:
+            raise ProtocolError("ended before its last part")
+        self._traffic.end(own=False)
+
+    def _limit(self) -> float:
+        return self._timeout if self._traffic.parts_in.missing else self._timeout_for_averages
+
+    async def give_averages(self, call: Call) -> None:
+        """Send the averages that belong on this stripe."""
+        await self._traffic.send(call, self._traffic.averages_out, self.stripes)
+
+    async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
+        """Wait until the sender ends its side of a stripe, which it does when it holds all averages.
+
+        When the round is over, the sender has to end within the time limit. One that has news for the coordinator says
+        once more that no parts come: from its end it does not follow that all members know what is in these news.
+
+        Returns:
+            Whether the sender has now ended all its stripes, and has no news.
+
+        Raises:
+            ProtocolError, P2PDaemonError, TimeoutError: the sender failed.
+        """
+        end = asyncio.ensure_future(call.receive(PartMessage))
+        try:
+            await first_completed(asyncio.shield(end), round_ended.wait())
+            async with asyncio.timeout(self._timeout):
+                has_news = (last := await end) is not None
+                if last is not None and (last.parts or await call.receive(PartMessage) is not None):
+                    raise ProtocolError("more parts than agreed")
+        finally:
+            await cancel_and_wait(end)
+        self.open -= not has_news
+        return not self.open

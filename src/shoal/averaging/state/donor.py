@@ -83,7 +83,7 @@ class StateSharing:
         get_part: Callable[[bytes], OwnedState | None],
         trust: Trust,
     ) -> None:
-        self._p2p, self._table, self.key, self._config, self._trust = p2p, table, key, config, trust
+        self._p2p, self._table, self.key, self._config, self.trust = p2p, table, key, config, trust
         self.get_state, self._get_part = get_state, get_part
         self.allowed = False
         self.priority = 0.0
@@ -124,7 +124,7 @@ class StateSharing:
         value = [self.priority, addresses] if allowed else None
         expiration = get_dht_time() + DECLARATION_LIFETIME * self._period
         self._is_declared, tag = allowed, tag_of(self._p2p.peer_id)
-        places = places_to_write(self._p2p.peer_id.to_bytes(), self._trust.depth())
+        places = places_to_write(self._p2p.peer_id.to_bytes(), self.trust.depth())
         keys = [key_at(self.key, place) for place in places]
         await asyncio.gather(*[self._table.store(key, value, expiration, subkey=tag) for key in keys])
 

@@ -220,7 +220,7 @@ class StateDownloads:
         trust: Trust | None = None,
     ) -> None:
         self._p2p, self._table, self.key, self._get_stub = p2p, table, key, get_stub
-        self._options, self._trust = options, trust or Trust()
+        self._options, self.trust = options, trust or Trust()
         self._memory, self._warn_seldom = DonorMemory(), Seldom(logger.warning)
         self.contradictions: Mapping[PeerID, str] = {}
         """By donor that has refused in the last download because this peer differs from it: in what, in words."""
@@ -274,7 +274,7 @@ class StateDownloads:
 
     async def find_donors(self, skip: Collection[PeerID] = ()) -> list[Donor]:
         """Donors, best first."""
-        place = any_place(self._trust.depth(), self._p2p.rng)
+        place = any_place(self.trust.depth(), self._p2p.rng)
         donors = await self._find_donors_at(place, skip)
         while place and not donors:  # donors that believe the swarm is smaller declare under shorter keys
             place = place[:-1]
@@ -298,7 +298,7 @@ class StateDownloads:
             except (KeyError, TypeError, ValueError) as e:
                 reason = one_line(str(e))
                 self._warn_seldom("skipped a malformed record of a donor under %s: %s", self.key, reason)
-        ranks = priorities if self._trust.rank_donors is None else self._trust.rank_donors(priorities)
+        ranks = self.trust.rank_donors(priorities)
         return list(self._memory.ordered(ranks, asyncio.get_running_loop().time(), self._p2p.rng.random))
 
 

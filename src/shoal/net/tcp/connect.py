@@ -31,7 +31,7 @@ from urllib.parse import unquote, urlsplit
 from shoal.base.logs import one_line
 from shoal.net.tcp.stream import WRITE_HIGH_WATER, OwnSocket
 
-# Seconds after which the next address of a host is tried in parallel with those that have not answered yet.
+# Seconds after which the next address of a host is tried beside those that have not answered yet, by RFC 8305.
 CONNECT_STAGGER = 0.25
 # A host that vanishes silently is noticed within about a minute, even while nobody writes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
@@ -174,7 +174,7 @@ NONE = "off"
 
 DEFAULT_PORTS = {"http": 80, "socks5": 1080, "socks5h": 1080}
 MAX_REPLY_BYTES = 2**14
-MAX_TEXT_BYTES = 255  # of a name or password in SOCKS5
+MAX_TEXT_BYTES = 255  # of a name or password in SOCKS5, by RFC 1929
 
 _SOCKS_ERRORS = {
     1: "it has failed",
@@ -186,6 +186,7 @@ _SOCKS_ERRORS = {
     8: "it does not know this kind of address",
 }
 _NO_SUCH_PORT = 5
+# Methods of SOCKS5, by RFC 1928: by name and password, or by none that was offered.
 _BY_NAME, _NOBODY = 2, 0xFF
 
 

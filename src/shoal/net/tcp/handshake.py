@@ -176,9 +176,8 @@ async def prove_to_listener(
 _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)
 
 
-_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
-# Network unreachable, host unreachable: completion ports report these codes without an ``errno``.
-_NO_ROUTE_ON_WINDOWS = (1231, 1232)
+# The numbers are those of Windows for an unreachable network or host: its loop reports them without an ``errno``.
+_NO_ROUTE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, 1231, 1232}
 
 
 def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
@@ -195,7 +194,7 @@ def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
 
 def has_no_route(error: OSError) -> bool:
     """Whether the system knows no way to the other side."""
-    return error.errno in _NO_ROUTE or getattr(error, "winerror", None) in _NO_ROUTE_ON_WINDOWS
+    return not _NO_ROUTE.isdisjoint((error.errno, getattr(error, "winerror", None)))
 
 
 def explain(error: BaseException) -> str:

@@ -28,9 +28,9 @@ from shoal.metrics import Metrics
 from shoal.net.limits import Limits, more_files
 from shoal.net.tcp.connect import hurry_within_host, set_options
 from shoal.net.tcp.handshake import BUSY_ALERT, HANDSHAKE_TIMEOUT, listener_context, verify_dialler
-from shoal.net.tcp.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
+from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
 from shoal.net.tcp.stream import OwnSocket, TcpStream
-from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
+from shoal.net.transport import COOKIE_BYTES, COOKIE_SECONDS, ExpectedSessions, OnStream, Transport
 
 logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
@@ -90,15 +90,10 @@ class WaitingRoom(Generic[G]):
             del self._by_host[guest.host]
 
 
-# The system queues up to this many connections until they are accepted: a whole swarm may come back at once.
-BACKLOG = 1024
-# Connections taken from the queue before other work of the loop gets its turn.
-ACCEPTED_AT_ONCE = 32
 # Seconds without accepting after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
 
 REFUSED_BY_SYSTEM = "cannot accept connections: %s. %s"
-LOCAL_CALL_SECONDS = 1.0
 # Errors of the connection that was to be accepted, not of the listener; so is every ConnectionError.
 _ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
@@ -127,7 +122,7 @@ class Listener:
         self._pause: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         bound.setblocking(False)
-        bound.listen(BACKLOG)
+        bound.listen(1024)  # wait to be accepted at most: a whole swarm may come back at once
         self.address: tuple[str, int] = bound.getsockname()[:2]
         self.family = bound.family
         try:
@@ -136,7 +131,7 @@ class Listener:
             self._task = self._loop.create_task(self._keep_accepting())
 
     def _accept_some(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(32):  # then other work of the loop gets its turn
             try:
                 connection, address = self._socket.accept()
             except BlockingIOError:
@@ -240,7 +235,7 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
     with OwnSocket(family, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         try:
-            async with asyncio.timeout(LOCAL_CALL_SECONDS):
+            async with asyncio.timeout(1.0):
                 await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
         except TimeoutError:
             return True  # on the own machine a refusal comes at once

@@ -32,10 +32,8 @@ MAX_SYNS = 32
 # two sides out of phase.
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.010
-_BACKLOG = 4
-_TAKEN = {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
-# What completion ports report without an ``errno``: WSAEADDRINUSE, WSAEADDRNOTAVAIL.
-_TAKEN_ON_WINDOWS = {10048, 10049}
+# The numbers are WSAEADDRINUSE and WSAEADDRNOTAVAIL, which completion ports report without an ``errno``.
+_TAKEN = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, 10048, 10049}
 
 Endpoint = tuple[str, int]
 """A numeric host and a port."""
@@ -120,7 +118,7 @@ def _listener(family: int, port: int) -> OwnSocket | None:
         logger.debug("cannot use port %d once more: %s", port, e)
         return None
     try:
-        listener.listen(_BACKLOG)
+        listener.listen(MAX_PER_PORT)
     except OSError as e:
         logger.debug("cannot listen on port %d while punching: %s", port, e)
         listener.close()
@@ -175,4 +173,4 @@ async def attempt(port: int, candidate: Endpoint) -> OwnSocket | None:
 
 def _is_taken(error: OSError) -> bool:
     """Whether the four numbers of this connection are in use: the listener has it, or is about to."""
-    return error.errno in _TAKEN or getattr(error, "winerror", None) in _TAKEN_ON_WINDOWS
+    return not _TAKEN.isdisjoint((error.errno, getattr(error, "winerror", None)))

@@ -31,9 +31,9 @@ from shoal.net.tcp.connect import Proxies, bind_to_shared_port, connect, connect
 from shoal.net.tcp.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
 from shoal.net.tcp.listener import BACKSTOP_SECONDS, Listener, UnauthenticatedLimits, bind, port_in_use
 from shoal.net.tcp.punch import punched
-from shoal.net.tcp.sessions import SESSION_BYTE, Splice, TcpSession
+from shoal.net.tcp.sessions import SESSION_BYTE, TcpSession
 from shoal.net.tcp.stream import OwnSocket, TcpStream, address_of
-from shoal.net.transport import MAY_CONNECT, ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
+from shoal.net.transport import MAY_CONNECT, ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Transport
 from shoal.peers.identity import Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
@@ -278,13 +278,6 @@ class TcpTransport(Transport):
         except BaseException:
             connected.close()
             raise
-
-    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
-        one, two = _of_tcp(first), _of_tcp(second)
-        if not one.closed and not two.closed:
-            await Splice(one.detach(), two.detach(), throttle).run(idle_seconds)
-        one.abort()
-        two.abort()
 
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
         own = _of_tcp(session)

@@ -20,20 +20,26 @@ from shoal.dht.dht import check_dht
 from shoal.optim.consistency import OtherTensors
 from shoal.optim.diloco.catching_up import CatchingUp
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import Staleness
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
-from shoal.optim.diloco.fragments import ExtraTensors, Fragments
+from shoal.optim.diloco.fragments import (
+    ExtraTensors,
+    Fragments,
+    OuterOptimizerFactory,
+    OuterState,
+    default_outer_optimizer,
+    warn_of_momentum,
+)
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
+from shoal.optim.diloco.messages import Staleness
 from shoal.optim.diloco.outer_averager import OuterAverager, OuterDonor
-from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
-from shoal.optim.progress.company import Company
-from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
+from shoal.optim.options import resolved_by
+from shoal.optim.progress.run_settings import Company, RunSettings, describe_optimizer, settings_of
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
@@ -140,6 +146,7 @@ class DiLoCo(JointOptimizer):
     _averager_prefix = "{}_outer_averager"
 
     @at_the_door
+    @resolved_by(OuterSettings)
     def __init__(
         self,
         *,
@@ -190,43 +197,7 @@ class DiLoCo(JointOptimizer):
     ) -> None:
         check_dht(dht)
         check_may_train(dht)
-        self.options = options = OuterSettings.resolve(
-            run_id=run_id,
-            sync_every=sync_every,
-            target_batch_size=target_batch_size,
-            batch_size_per_step=batch_size_per_step,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            compression=compression,
-            return_compression=return_compression,
-            error_feedback=error_feedback,
-            sparse_mean=sparse_mean,
-            average=average,
-            weighting=weighting,
-            straggler_patience=straggler_patience,
-            staleness=staleness,
-            max_staleness=max_staleness,
-            check_every=check_every,
-            matchmaking_time=matchmaking_time,
-            averaging_timeout=averaging_timeout,
-            allreduce_timeout=allreduce_timeout,
-            next_chunk_timeout=next_chunk_timeout,
-            load_state_timeout=load_state_timeout,
-            load_state_compression=load_state_compression,
-            client_mode=dht.client_mode if client_mode is None else client_mode,
-            auxiliary=auxiliary,
-            averager_opts=averager_opts,
-            tracker_opts=tracker_opts,
-            performance_ema_alpha=performance_ema_alpha,
-            shutdown_timeout=shutdown_timeout,
-            verbose=verbose,
-            aggregation=aggregation,
-            frozen_base=frozen_base,
-            guard=guard,
-            on_mismatch=on_mismatch,
-            share_inner_state=share_inner_state,
-            check_state=check_state,
-        )
+        options = self.options
         self.inner = InnerOptimizers(optimizer, params, scheduler)
         """The optimizers that make the inner steps."""
         parts = Fragments(self.inner.parameters, fragments, options.codec.block or 1)
@@ -243,7 +214,6 @@ class DiLoCo(JointOptimizer):
         self._batches, self._retries = BatchesAhead(self.inner.parameters), Retries(self._closing)
         # The model's own parameters, one vector for each fragment, while it holds the outer ones.
         self._set_aside: list[torch.Tensor] | None = None
-        self._has_looked = False
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=options.is_sparse)
         lock = threading.RLock()
         states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
@@ -435,10 +405,6 @@ class DiLoCo(JointOptimizer):
         return not is_behind and not self._catching_up.is_needed()
 
     def _catch_up(self) -> bool:
-        if not self._has_looked:
-            self._has_looked = True
-            self._rounds.begin_run()
-            self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
         self._catching_up.keep_up()
         if not self._catching_up.is_needed():
             return False

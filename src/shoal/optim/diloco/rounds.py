@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Attendance, group_of

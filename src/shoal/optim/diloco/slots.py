@@ -24,8 +24,8 @@ from types import MappingProxyType
 from shoal.averaging import StepControl
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import Flight
+from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.fork_choice import weights_of
 from shoal.optim.history.window import EPOCHS_AHEAD, is_behind, last_epoch_in_first_round
@@ -403,7 +403,7 @@ class Attendance:
     def everybody(self, now: float) -> set[bytes]:
         """All other peers that are known and can be reached, whatever slot they are at."""
         with self._board.lock:
-            return self._reachable(now).keys() - self._board.strangers()
+            return self._reachable(now).keys() - self._board.strangers
 
     def electorate(self, now: float, earliest: int) -> set[PeerID]:
         """Other peers that count when it is asked whether most have come to a round.

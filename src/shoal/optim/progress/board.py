@@ -26,6 +26,7 @@ from shoal.optim.progress.records import (
     make_room,
     summarize,
 )
+from shoal.optim.progress.run_settings import Company
 
 # A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
@@ -132,14 +133,10 @@ class ProgressBoard:
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
         """Decides what is believed of others."""
-        self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] = SwarmRecords.summarize
-        """Makes the progress of the swarm of the records that count. It may read from this board."""
-        self.strangers: Callable[[], Collection[bytes]] = tuple
-        """The peers that have other settings, so that this one cannot average with them."""
-        self.foreign: Callable[[], frozenset[bytes]] = frozenset
-        """Those, and the peers of which that is not known yet: their rounds say nothing about this run."""
-        self.refusing: Callable[[], frozenset[bytes]] = frozenset
-        """The strangers that refuse their state, with a reason for the users of both sides."""
+        self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] | None = None
+        """Makes the progress of the swarm of the records that count, if not as usual. It may read from this board."""
+        self.company: Company | None = None
+        """The settings of other peers; ``None``: they are not compared."""
         self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
@@ -154,6 +151,11 @@ class ProgressBoard:
     def set_target(self, samples: int) -> None:
         """The epoch that begins has this target."""
         self._target_batch_size = samples
+
+    @property
+    def strangers(self) -> frozenset[bytes]:
+        """The peers that have other settings, so that this one cannot average with them."""
+        return frozenset() if self.company is None else self.company.strangers
 
     @property
     def companions(self) -> Mapping[bytes, Companion]:
@@ -533,7 +535,7 @@ class ProgressBoard:
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
         with self.lock:
-            companion = self._take_note(record, expiration, lineage)
+            companion = self._take_note(record, expiration, lineage, now)
             if companion is None:
                 return
             self.fork_tracker.changed = self.fork_tracker.changed or companion.unreachable_since is not None
@@ -555,7 +557,7 @@ class ProgressBoard:
         """
         with self.lock:
             known = set(self._companions)
-            read = [self._take_note(record, expiration, record.lineage) for record, expiration in found]
+            read = [self._take_note(record, expiration, record.lineage, now) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             reaches_others = any(companion.unreachable_since is None for companion in self._callable())
@@ -566,7 +568,9 @@ class ProgressBoard:
         self.tell_change()
         return strangers
 
-    def _take_note(self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None) -> Companion | None:
+    def _take_note(
+        self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None, now: float
+    ) -> Companion | None:
         """Returns the peer whose record it is; ``None`` if that peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
@@ -574,7 +578,7 @@ class ProgressBoard:
         companion = self._companions.get(record.peer_id)
         if companion is None:
             make_room(self._companions, self.guard.has_met)
-            companion = self._companions[record.peer_id] = Companion(record, expiration)
+            companion = self._companions[record.peer_id] = Companion(record, expiration, known_since=now)
             self.fork_tracker.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
@@ -629,7 +633,7 @@ class ProgressBoard:
             return self._settled(now)
 
     def _settled(self, now: float) -> ForkChoice:
-        foreign = self.foreign()
+        foreign = frozenset[bytes]() if self.company is None else self.company.foreign
         if foreign != self._foreign_before:
             self._foreign_before, self.fork_tracker.changed = foreign, True
         companions = self._companions
@@ -643,7 +647,7 @@ class ProgressBoard:
         To be used under :attr:`lock`.
         """
         verdict = self._settled(now)
-        foreign = {*verdict.losers, *self.strangers()}
+        foreign = {*verdict.losers, *self.strangers}
         kin = {peer: c for peer, c in self._companions.items() if peer not in foreign}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
         self.guard.is_large = len(kin) > MAX_CALLED
@@ -670,28 +674,24 @@ class ProgressBoard:
         records = self.guard.limited([c.record for c in valid], now)
         stopped = {c.record.peer_id for c in valid if c.unreachable_since is not None}
 
-        def summary() -> GlobalTrainingProgress:
-            progress = summarize(
-                own,
-                records,
-                published=self.published,
-                target_batch_size=self._target_batch_size,
-                now=now,
-                next_fetch_time=self._global.next_fetch_time,
-                stopped=stopped,
-                is_sketchy=len(valid) > MAX_CALLED,
-                num_others=self.num_others,
-            )
-            present = [own, *(each for each in records if each.peer_id not in stopped)]
-            return self.rule.summary(progress, [each for each in present if each.epoch == progress.epoch], now)
-
-        def read() -> Iterable[tuple[LocalTrainingProgress, float]]:
-            expirations = {c.record.peer_id: c.expiration for c in valid}
-            if self.published:
-                yield own, math.inf
-            yield from ((each, expirations[each.peer_id]) for each in records if each.peer_id not in stopped)
-
-        return self.parse_records(SwarmRecords(read, summary))
+        progress = summarize(
+            own,
+            records,
+            published=self.published,
+            target_batch_size=self._target_batch_size,
+            now=now,
+            next_fetch_time=self._global.next_fetch_time,
+            stopped=stopped,
+            is_sketchy=len(valid) > MAX_CALLED,
+            num_others=self.num_others,
+        )
+        present = [each for each in records if each.peer_id not in stopped]
+        usual = self.rule.summary(progress, [each for each in (own, *present) if each.epoch == progress.epoch], now)
+        if self.parse_records is None:
+            return usual
+        expirations = {c.record.peer_id: c.expiration for c in valid}
+        told = [(each, expirations[each.peer_id]) for each in present]
+        return self.parse_records(SwarmRecords([(own, math.inf), *told] if self.published else told, usual))
 
     def call_watchers(self) -> None:
         """Tell the watchers that something has changed."""

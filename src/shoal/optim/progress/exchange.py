@@ -15,45 +15,43 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
+from shoal.averaging.groups.keys import Table
+from shoal.base.backoff import Backoffs, TokenBuckets
 from shoal.base.bounded import Bounded
-from shoal.base.clock import get_dht_time
+from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.dht.key_sharding import TOO_MANY, KeySharding, key_at
 from shoal.dht.validation import is_short_lived
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
-from shoal.optim.history.journal import Lineage
-from shoal.optim.progress.company import Company
-from shoal.optim.progress.message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
-from shoal.optim.progress.recent_peers import RecentPeers
+from shoal.net.transport import Count, Moment
+from shoal.optim.history.journal import MAX_LINEAGE_BYTES, Lineage
+from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.records import (
     HOLDERS_READ,
     MAX_ADDRESSES,
     MAX_CALLED,
     LocalTrainingProgress,
     ProgressRecord,
+    Speed,
     is_endorsed,
     parse_record,
 )
 from shoal.optim.progress.run_list import RunList
-from shoal.optim.progress.run_settings import RunSettings
-from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
-
-if TYPE_CHECKING:
-    from shoal.optim.progress.board import ProgressBoard
+from shoal.optim.progress.run_settings import DIGEST_BYTES, RunSettings
+from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 
 logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
-# The most peers that are told this peer's settings within this number of seconds. Settings may take several hundred
-# kilobytes.
+# How many peers are told this peer's settings at once, and again as many in this number of seconds. Settings may take
+# several hundred kilobytes.
 SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
@@ -72,6 +70,11 @@ HOLDERS_READ_AT_START = 5
 GOODBYE_TIMEOUT = 1.0
 # Watchers look at all peers, so in large swarms they are called at most this often (seconds).
 SECONDS_BETWEEN_CHANGES = 0.5
+# Peers without a record are called for as many seconds after they were heard, and as many are remembered: a record may
+# be hidden, or a long outage may have let it expire.
+MEMORY_SECONDS, MAX_RECENT_PEERS = 600.0, 1024
+# How many of them are called at a time, and how long each is then left alone: they may be dead.
+LOST_AT_ONCE, SECONDS_BETWEEN_CALLS = 8, 10.0
 # Least seconds between two records of this peer in the DHT.
 NEWS_PERIOD = 10.0
 # So many readings in a row may be repeated soon, because they have led to other keys, or have brought GROWTH times as
@@ -79,20 +82,71 @@ NEWS_PERIOD = 10.0
 MAX_MOVES, GROWTH = 8, 5 / 4
 
 
-class Table(Protocol):
-    """The part of :class:`~shoal.dht.DHTNode` that is used here."""
+class ProgressMessage(Header, array_like=True):
+    """A peer's progress, told in a call. Every peer tells it to every other one, so it is an array, without names."""
 
-    async def get(
-        self,
-        key: Any,
-        latest: bool = False,
-        *,
-        beam_size: int | None = None,
-        num_workers: int | None = None,
-        keep_copies: bool = True,
-        most_entries: int = 0,
-    ) -> Any: ...
-    async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
+    epoch: Count
+    samples_accumulated: Count
+    samples_per_second: Speed
+    time: Moment
+    client_mode: bool
+    taking_part: bool = True
+    """False while the sender has no samples: its numbers then say nothing about the swarm."""
+    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
+    """The sender has declared its epoch over and begins no more batches. By its estimate the others may go on for this
+    many seconds; ``None`` if it still trains."""
+    leaving: bool = False
+    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
+    """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
+    is_donor: bool = False
+    """The sender only has a state for others, and comes to no round."""
+    settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
+    """A hash of the sender's settings, for a receiver whose own it does not know; see
+    :mod:`~shoal.optim.progress.run_settings`."""
+    in_advance: bool = False
+    """The sender waits elsewhere, and has contributed to the round of gradients that ends its epoch in advance. It does
+    not end the epoch before it is back."""
+
+    @classmethod
+    def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
+        """A message with this progress; ``more`` are the remaining fields."""
+        return cls(
+            progress.epoch,
+            progress.samples_accumulated,
+            progress.samples_per_second,
+            progress.time,
+            progress.client_mode,
+            is_donor=progress.is_donor,
+            **more,
+        )
+
+    def progress_of(self, peer: PeerID) -> LocalTrainingProgress:
+        """The progress of the sender, whom the connection names: nobody can speak for another peer."""
+        return LocalTrainingProgress(
+            peer.to_bytes(),
+            self.epoch,
+            self.samples_accumulated,
+            self.samples_per_second,
+            self.time,
+            self.client_mode,
+            self.is_donor,
+        )
+
+
+FROM_THE_FUTURE = "progress from the future"
+"""Says why progress is refused; the sender looks for it in the answer."""
+CLOCK_IS_AHEAD = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s), or there"
+"""What the sender's user is told: the peer, and how to set the clock."""
+
+
+def check_time(progress: LocalTrainingProgress, now: float) -> None:
+    """Refuse a record from the future: no honest record could replace it.
+
+    Raises:
+        ValueError: it is from the future, by more than clocks may differ.
+    """
+    if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        raise ValueError(f"{FROM_THE_FUTURE}, by {progress.time - now:.1f} s")
 
 
 class ProgressExchange(ServicerBase):
@@ -144,12 +198,12 @@ class ProgressExchange(ServicerBase):
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._heard_at: Bounded[PeerID, float] = Bounded(4096)  # by these calls, of either side
         self._call_again: set[PeerID] = set()
-        self.company: Company | None = None
-        """The settings of other peers; ``None``: they are not compared."""
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
-        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
-        self.recent_peers = RecentPeers()
+        self._answers = TokenBuckets(SETTINGS_AT_ONCE / SETTINGS_SECONDS, SETTINGS_AT_ONCE, most=1)
+        self.recent_peers: Bounded[PeerID, None] = Bounded(MAX_RECENT_PEERS, seconds=MEMORY_SECONDS, now=get_dht_time)
+        """Peers that can be called and that this one has heard lately. They are called even without a record."""
+        self._lost = Backoffs(SECONDS_BETWEEN_CALLS, SECONDS_BETWEEN_CALLS, get_dht_time)
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)
 
@@ -304,9 +358,11 @@ class ProgressExchange(ServicerBase):
         self._peers_by_tag = seen
         self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
-        for peer in self.recent_peers.whom_to_call(self._is_known, get_dht_time(), self._p2p.rng):
-            self._call_soon(peer)  # nobody waits for it
         rng = self._p2p.rng
+        lost = [peer for peer in self.recent_peers if self._lost.is_due(peer) and not self._is_known(peer)]
+        for peer in rng.sample(lost, min(len(lost), LOST_AT_ONCE)):
+            self._lost.fail(peer)
+            self._call_soon(peer)  # nobody waits for it
         return [self._call_soon(PeerID(peer)) for peer in rng.sample(strangers, min(len(strangers), MAX_CALLED))]
 
     async def read(
@@ -344,7 +400,7 @@ class ProgressExchange(ServicerBase):
             if entry.value is None:
                 if (peer := self._peers_by_tag.get(tag)) is not None:
                     self._board.forget(peer, entry.expiration_time)
-                    self.recent_peers.forget(PeerID(peer))
+                    self.recent_peers.pop(PeerID(peer), None)
                 continue
             try:
                 record = parse_record(entry.value)
@@ -488,8 +544,8 @@ class ProgressExchange(ServicerBase):
         # A goodbye must be later than all records of this peer: older ones no longer count after it.
         own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
         settings = None
-        if self.company is not None and (is_asked or not self.company.knows(to.to_bytes())):
-            settings = self.company.digest
+        if self._board.company is not None and (is_asked or not self._board.company.knows(to.to_bytes())):
+            settings = self._board.company.digest
         told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "settings": settings}
         told["in_advance"] = board.updating and board.contributed_in_advance
         return ProgressMessage.of(own, taking_part=board.published, **told)
@@ -508,11 +564,11 @@ class ProgressExchange(ServicerBase):
         except ValueError:
             self._p2p.compare_clocks()  # one of the two has the wrong time, and it may be this one
             raise
-        if self.company is not None and message.settings is not None:
+        if self._board.company is not None and message.settings is not None:
             was_first = not self._board.introduced
-            self.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
+            self._board.company.hear_digest(progress.peer_id, message.settings, was_first=was_first)
         if message.leaving:
-            self.recent_peers.forget(peer)
+            self.recent_peers.pop(peer, None)
             self._p2p.book[peer].goodbye_at = progress.time
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
@@ -520,7 +576,8 @@ class ProgressExchange(ServicerBase):
             if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
                 self._p2p.book[peer].goodbye_at = None
             if not message.client_mode:
-                self.recent_peers.note(peer, now)
+                self.recent_peers[peer] = None
+                self._lost.succeed(peer)
             end = None if message.ends_in is None else now + message.ends_in
             lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
             self._board.hear(
@@ -536,19 +593,19 @@ class ProgressExchange(ServicerBase):
 
     async def _compare_settings(self, peer: PeerID) -> None:
         """If a peer has other settings, exchange them, so that both sides can tell what differs."""
-        if self.company is None or not self.company.wants_settings_of(peer.to_bytes()):
+        if self._board.company is None or not self._board.company.wants_settings_of(peer.to_bytes()):
             return
         stub = self.get_stub(self._p2p, peer, namespace=self.key)
         try:
-            theirs = await stub.rpc_exchange_settings(self.company.own, timeout=CALL_TIMEOUT)
+            theirs = await stub.rpc_exchange_settings(self._board.company.own, timeout=CALL_TIMEOUT)
         except (ShoalError, TimeoutError) as e:  # the next call tries again
             logger.debug("peer %s has other settings, and does not tell them: %s", peer, e)
             return
         self._hear_settings(peer, theirs)
 
     def _hear_settings(self, peer: PeerID, settings: RunSettings) -> None:
-        assert self.company is not None
-        self.company.hear_settings(peer.to_bytes(), settings, was_first=not self._board.introduced)
+        assert self._board.company is not None
+        self._board.company.hear_settings(peer.to_bytes(), settings, was_first=not self._board.introduced)
         self._board.call_watchers()
 
     async def rpc_exchange_settings(self, request: RunSettings, context: P2PContext) -> RunSettings:
@@ -557,14 +614,12 @@ class ProgressExchange(ServicerBase):
         Raises:
             BusyError: too many have asked in the last seconds.
         """
-        if self.company is None:
+        if self._board.company is None:
             raise ShoalError("this peer compares no settings")
-        now = asyncio.get_running_loop().time()
-        if len(self._answers) == SETTINGS_AT_ONCE and now - self._answers[0] < SETTINGS_SECONDS:
+        if not self._answers.take("all", asyncio.get_running_loop().time()):
             raise BusyError("too many peers ask for settings")
-        self._answers.append(now)
         self._hear_settings(context.remote_id, request)
-        return self.company.own.shown_to(request)
+        return self._board.company.own.shown_to(request)
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. It calls that peer first if its knowledge may be old."""

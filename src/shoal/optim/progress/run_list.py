@@ -12,17 +12,15 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shoal.averaging.groups.keys import Table
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import counted, one_line
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
 from shoal.p2p import P2P, PeerID
-
-if TYPE_CHECKING:
-    from shoal.optim.progress.exchange import Table
 
 logger = logging.getLogger(__name__)
 

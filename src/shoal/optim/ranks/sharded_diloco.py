@@ -32,11 +32,11 @@ from shoal.base.logs import words_of
 from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, GroupFinding, OuterRound
 from shoal.optim.diloco.fragments import divide
 from shoal.optim.diloco.messages import (
+    PARAMETERS,
     STATISTICS,
     OuterStatement,
     Wanted,

@@ -28,8 +28,7 @@ TRIES = (0.25, 0.5, 1.0)
 FAREWELL_TRIES = (0.25, 0.25)
 """The same for the last request, which is a courtesy: nobody waits long for its answer."""
 
-MAX_DATAGRAM_BYTES = 1100
-
+# The numbers of PCP are those of RFC 6887, those of NAT-PMP (the old version) of RFC 6886.
 _VERSION, _OLD_VERSION = 2, 0
 _ANSWER = 0x80
 _ANNOUNCE, _MAP = 0, 1
@@ -203,7 +202,7 @@ async def _ask(asking: socket.socket, datagram: bytes, read: Callable[[bytes], T
 
 async def _wait_for_answer(asking: socket.socket, read: Callable[[bytes], T]) -> T:
     while True:
-        datagram = await asyncio.get_running_loop().sock_recv(asking, MAX_DATAGRAM_BYTES)
+        datagram = await asyncio.get_running_loop().sock_recv(asking, 1100)  # the most that PCP sends
         with contextlib.suppress(ProtocolError):  # it is not the answer, which may still come
             return read(datagram)
 

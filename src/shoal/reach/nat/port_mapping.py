@@ -26,8 +26,6 @@ from shoal.reach.nat.upnp_search import UpnpIfFound
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 86_400.0
-
 
 @dataclass(frozen=True)
 class MappingPolicy:
@@ -39,6 +37,8 @@ class MappingPolicy:
     """Pause between looks whether this machine has moved, or its router has restarted."""
     retry: float = 600.0
     """Least pause after a failure. A router that refuses once will most likely refuse again."""
+    longest: float = 86_400.0
+    """Longest pause, whatever the router asks for."""
     soonest: float = 10.0
     """Least pause until a renewal, whatever the router grants."""
     farewell: float = 1.0
@@ -286,7 +286,7 @@ class _Keeper:
 
     def _rest(self, gateway: Gateway, pause: float) -> None:
         """Leave the router alone for a while, and longer if it asks for that."""
-        self._not_before[gateway] = self._now() + min(max(self._pace.retry, pause), _LONGEST_PAUSE)
+        self._not_before[gateway] = self._now() + min(max(self._pace.retry, pause), self._pace.longest)
 
 
 def forward_port(transport: Transport, on_address: Callable[[list[Multiaddr]], object]) -> PortMapping | None:

@@ -24,10 +24,6 @@ from shoal.peers.multiaddr import Multiaddr
 
 PCP_PORT = 5351
 """Where routers listen for PCP and NAT-PMP."""
-SSDP_PORT = 1900
-"""Where routers listen for searches of UPnP."""
-
-_ROUTE_COMMAND_SECONDS = 5.0
 
 
 class NoMappingError(P2PDaemonError):
@@ -52,7 +48,8 @@ class Gateway:
     own_ip: str
     """This machine's address, as the router sees it."""
     pcp_port: int = PCP_PORT
-    ssdp_port: int = SSDP_PORT
+    ssdp_port: int = 1900
+    """Where it listens for searches of UPnP."""
 
     @property
     def is_ipv6(self) -> bool:
@@ -177,7 +174,7 @@ def gateway_of(family: socket.AddressFamily) -> str | None:
             ["route", "-n", "get", *version, "default"],
             capture_output=True,
             text=True,
-            timeout=_ROUTE_COMMAND_SECONDS,
+            timeout=5.0,
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
@@ -185,7 +182,7 @@ def gateway_of(family: socket.AddressFamily) -> str | None:
     return gateway_in_route_command(told)
 
 
-_RTF_UP, _RTF_GATEWAY = 1, 2
+_RTF_UP, _RTF_GATEWAY = 1, 2  # of linux/route.h
 
 
 def gateway_in_route(text: str) -> str | None:
@@ -194,15 +191,13 @@ def gateway_in_route(text: str) -> str | None:
     for line in text.splitlines()[1:]:
         words = line.split()
         try:
-            target, hop, flags, metric, mask = (int(words[i], base) for i, base in _ROUTE_COLUMNS)
+            target, hop, flags, mask = (int(words[i], 16) for i in (1, 2, 3, 7))
+            metric = int(words[6])
         except (IndexError, ValueError):
             continue
         if not target and not mask and hop and flags & _RTF_UP and flags & _RTF_GATEWAY:
             found.append((metric, socket.inet_ntoa(struct.pack("=I", hop & 0xFFFFFFFF))))
     return min(found)[1] if found else None
-
-
-_ROUTE_COLUMNS = ((1, 16), (2, 16), (3, 16), (6, 10), (7, 16))
 
 
 def gateway_in_ipv6_route(text: str) -> str | None:
@@ -234,9 +229,7 @@ def _with_interface(ip: ipaddress.IPv6Address, interface: str) -> str:
     return f"{ip}%{interface}" if ip.is_link_local else str(ip)
 
 
-_SOCKADDR_BYTES, _ROUTE_ROW_BYTES = 28, 104
-# In a MIB_IPFORWARD_ROW2: the number of the interface, and the next hop.
-_INDEX_AT, _NEXT_HOP_AT = 8, 44
+_SOCKADDR_BYTES = 28
 _WINDOWS_AF_INET, _WINDOWS_AF_INET6 = 2, 23
 
 
@@ -253,12 +246,12 @@ def gateway_of_windows(family: socket.AddressFamily, get_best_route: Callable[..
         far = ipaddress.IPv6Address("2001:4860:4860::8888").packed
         target = struct.pack("=HHI16sI", _WINDOWS_AF_INET6, 0, 0, far, 0)
     to = ctypes.create_string_buffer(target.ljust(_SOCKADDR_BYTES, b"\0"), _SOCKADDR_BYTES)
-    row = ctypes.create_string_buffer(_ROUTE_ROW_BYTES)
+    row = ctypes.create_string_buffer(104)  # a MIB_IPFORWARD_ROW2: the interface is at 8, the next hop at 44
     source = ctypes.create_string_buffer(_SOCKADDR_BYTES)
     if get_best_route(None, 0, None, ctypes.byref(to), 0, ctypes.byref(row), ctypes.byref(source)):
         return None
-    (interface,) = struct.unpack_from("=I", row, _INDEX_AT)
-    hop = row.raw[_NEXT_HOP_AT : _NEXT_HOP_AT + _SOCKADDR_BYTES]
+    (interface,) = struct.unpack_from("=I", row, 8)
+    hop = row.raw[44 : 44 + _SOCKADDR_BYTES]
     (kind,) = struct.unpack_from("=H", hop)
     if kind == _WINDOWS_AF_INET and family == socket.AF_INET:
         ip: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.IPv4Address(hop[4:8])

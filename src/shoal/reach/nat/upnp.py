@@ -20,13 +20,9 @@ from shoal.base.logs import one_line, quoted
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 from shoal.reach.nat.upnp_search import SEARCH_SECONDS, find_description, is_of_host
 
-REQUEST_SECONDS = 3.0
 MAX_ANSWER_BYTES = 2**18
 
 _SERVICES = tuple(f"urn:schemas-upnp-org:service:{name}:" for name in ("WANIPConnection", "WANPPPConnection"))
-# Other ports to try where the first one belongs to another machine, or the router wants to choose.
-_OTHER_PORTS = 3
-_FIRST_OTHER_PORT, _LAST_OTHER_PORT = 20_000, 60_000
 # Error codes of UPnP.
 _NO_SUCH_ENTRY, _TAKEN, _ONLY_PERMANENT = 714, 718, 725
 _REASONS = {
@@ -46,7 +42,7 @@ class _Requester(UpnpRequester):
     async def async_http_request(self, http_request: HttpRequest) -> HttpResponse:
         if not is_of_host(http_request.url, self._host):
             raise UpnpConnectionError(f"the router {self._host} sends elsewhere: {quoted(http_request.url)}")
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=3.0)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.request(
@@ -88,7 +84,8 @@ class Upnp(Mapper):
             told = await self._call("GetExternalIPAddress")
             ip = str(told.get("NewExternalIPAddress") or "")
             outer_address(ip, self.port)  # a router without an outer address is not asked for a port
-            ports = [secrets.choice(range(_FIRST_OTHER_PORT, _LAST_OTHER_PORT)) for _ in range(_OTHER_PORTS)]
+            # Where the first port belongs to another machine, or the router wants to choose.
+            ports = [secrets.choice(range(20_000, 60_000)) for _ in range(3)]
             for port in (self._outer_port, *ports):
                 try:
                     await self._add(port, seconds)

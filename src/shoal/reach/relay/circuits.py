@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from shoal.access.badges import ANY_ROLE
 from shoal.base.backoff import Backoffs
 from shoal.base.logs import Seldom, quoted
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import cancel_and_wait, has_succeeded
 from shoal.errors import (
     DialError,
     NoRelayError,
@@ -37,10 +37,10 @@ from shoal.errors import (
 from shoal.net.addresses import Judge, may_be_dialled_for
 from shoal.net.connection_pool import CIRCUIT_SECONDS, DIRECT_ONLY, SPARE
 from shoal.net.endpoint import Endpoint
-from shoal.net.transport import Session, Stream, Transport, receive_frame
+from shoal.net.transport import Session, Stream, Transport, abort_late, receive_frame
 from shoal.peers.identity import PeerID, circuit_address, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
-from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, Circuit, Puncher
+from shoal.reach.punching import FIRST_PAUSE, LONGEST_PAUSE, Circuit, Puncher, head_start
 from shoal.reach.relay.messages import (
     LOWEST_PORT,
     MAX_AT_ONCE,
@@ -147,7 +147,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
             await cancel_and_wait(*tasks)
         finally:  # the caller may be cancelled once more, but the tasks have ended all the same
             for task in tasks:
-                if not task.cancelled() and task.exception() is None:
+                if has_succeeded(task):
                     task.result().abort()
         raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
@@ -163,10 +163,6 @@ REVERSE_SECONDS = 2.0
 """How long a peer that asked to be called waits, before it goes through the relay after all."""
 ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
-HEAD_START = 0.5
-"""How much longer a direct connection may take than the relayed one, and still be preferred."""
-PATIENCE = 0.75
-"""The same as a share of the time that everything before has taken: on busy machines both take longer."""
 
 
 class OutgoingCircuits:
@@ -188,8 +184,6 @@ class OutgoingCircuits:
     ) -> None:
         self._endpoint, self._own_relay = endpoint, own_relay
         self.punching, self.public_addresses = punching, public_addresses
-        self.reach = Reach.EASY
-        """What others are told of this peer."""
         self.reversals = Backoffs(FIRST_PAUSE, LONGEST_PAUSE, asyncio.get_running_loop().time)
         """Peers that could not call in reverse."""
 
@@ -246,7 +240,9 @@ class OutgoingCircuits:
             self.reversals.fail(target)
         began_at = asyncio.get_running_loop().time()
         wants_punch = self.punching is not None and not is_own and self.punching.is_worth_it(target)
-        request = Connect(target=target.to_bytes(), count=count, punch=wants_punch, reach=int(self.reach))
+        request = Connect(
+            target=target.to_bytes(), count=count, punch=wants_punch, reach=self._endpoint.announce().reach
+        )
         answer = await self._ask(place, relay, target, request)
         circuits = await open_circuits(
             self._endpoint.transport, relay, [place], answer.cookies[:count], punchable=wants_punch
@@ -357,15 +353,15 @@ class OutgoingCircuits:
         try:
             if is_expected:
                 await asyncio.wait([punch], timeout=_head_start(began_at))
-            if not _has_worked(punch):
+            if not has_succeeded(punch):
                 relayed = asyncio.ensure_future(self._relayed(circuit, target))
                 unused.append(relayed)
                 await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
                 if not punch.done():
                     # If the circuit has failed, nothing but the punch is left to wait for.
                     left = 0.0 if is_expected else _head_start(began_at)
-                    await asyncio.wait([punch], timeout=left if _has_worked(relayed) else None)
-            if _has_worked(punch):
+                    await asyncio.wait([punch], timeout=left if has_succeeded(relayed) else None)
+            if has_succeeded(punch):
                 unused.remove(punch)
                 return punch.result()
             stream = await relayed
@@ -374,12 +370,12 @@ class OutgoingCircuits:
             return stream
         finally:
             for each in unused:
-                each.add_done_callback(_abort_late)
+                each.add_done_callback(abort_late)
                 each.cancel()
 
     def _keep_late(self, punch: asyncio.Future[Stream]) -> None:
         """A direct connection that has come too late for the call serves later ones."""
-        if _has_worked(punch):
+        if has_succeeded(punch):
             if self._endpoint.is_alive:
                 self._endpoint.metrics.dials_punched += 1
                 punch.result().is_arranged = True
@@ -444,25 +440,12 @@ class OutgoingCircuits:
 
 
 def _head_start(began_at: float) -> float:
-    return max(HEAD_START, PATIENCE * (asyncio.get_running_loop().time() - began_at))
-
-
-def _has_worked(future: asyncio.Future[Stream]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def _abort_late(future: asyncio.Future[Stream]) -> None:
-    if _has_worked(future):
-        future.result().abort()
+    return head_start(asyncio.get_running_loop().time() - began_at)
 
 
 # --- answering --------------------------------------------------------------------------------------------------------
 
 
-# How long each address of a peer that wants to be called in reverse is tried.
-REVERSE_TRY_SECONDS = 0.7
-HTTPS_PORT = 443
-"""The only port of a system service at which peers listen, because some networks let nothing else through."""
 MAX_ANSWERS = 64
 """Requests of relays that are answered at the same time. With more, or if they take too many connections together, the
 oldest of those that take most are given up: honest peers come within a few round trips."""
@@ -588,7 +571,7 @@ class IncomingCircuits:
             wanted = transport.worth_dialling(allowed)
         for address in wanted[:MAX_PLACES]:
             try:
-                async with asyncio.timeout(REVERSE_TRY_SECONDS):
+                async with asyncio.timeout(REVERSE_SECONDS / 3):
                     session = await transport.open_session(address, cookies[0])
             except (DialError, TimeoutError) as e:
                 logger.debug("cannot call %s in reverse: %r", address, e)
@@ -621,7 +604,8 @@ def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: J
     """
     if is_circuit(address):
         return False
-    if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != HTTPS_PORT:
+    # Of the ports of system services, peers listen at that of HTTPS alone: some networks let nothing else through.
+    if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != 443:
         return False
     tellers: Sequence[Multiaddr | None] = places or [None]
     return all(may_be_dialled_for(address, place, is_inside=is_inside, is_here=is_here) for place in tellers)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from shoal.access.badges import ANY_ROLE
 from shoal.base.backoff import Backoff
 from shoal.base.bounded import Bounded
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet
 from shoal.errors import ProtocolError, ShoalError
 from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
 from shoal.net.connection import Call
@@ -38,7 +38,6 @@ from shoal.reach.relay.messages import (
     IncomingReverse,
     Notice,
     NotReserved,
-    Reach,
     Reserve,
     ReserveAnswer,
     Reserved,
@@ -48,8 +47,6 @@ from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, Re
 logger = logging.getLogger(__name__)
 
 WANTED = 2
-ASKED = 8
-"""The number of candidates that are considered at a time, the nearest first."""
 SILENCE_SECONDS = 12.0
 # The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
 DOUBTED_SECONDS = 7.0
@@ -68,7 +65,7 @@ MAX_PLACES = 2
 Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming | IncomingReverse], object]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held:
     """A reservation."""
 
@@ -80,21 +77,29 @@ class Held:
     """Bytes per second that all circuits of the relay share; 0 = no limit."""
     places: tuple[Multiaddr, ...]
     """Where the relay can be dialled."""
+    heard_at: float = 0.0
+    """When the relay said something last."""
+    limit: asyncio.Timeout | None = None
+    """When it counts as dead unless it says something."""
 
 
 @dataclass
-class _Asked:
-    """What came of asking a relay."""
+class _Relay:
+    """What is known of a peer that is, or may be, a relay."""
 
+    is_relay: bool | None = None
+    """What it says itself."""
+    said_at: float = -math.inf
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
+    """After it was asked in vain."""
     has_refused: bool = False
     """It has given nothing when it was asked last."""
+    is_ending: bool = False
+    """The reservation there is about to end: it is asked for another one."""
 
 
 class RelayClient:
     """Keeps this peer reachable through relays, while that is wanted.
-
-    Its attributes are those of one search: what is held, asked and known of each relay, and the tasks that do so.
 
     Args:
         endpoint: of the peer.
@@ -108,32 +113,23 @@ class RelayClient:
     ) -> None:
         self._endpoint, self.answer, self.trusted, self.on_change = endpoint, answer, trusted, on_change
         self._now = asyncio.get_running_loop().time
-        self.reach = Reach.EASY
-        """What relays are told of this peer."""
         self.held: dict[PeerID, Held] = {}
         """The reservations, the oldest first."""
-        # When a relay counts as dead unless it says something, and when it has said something.
-        self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
         self._doubted_at = -math.inf
-        # Whether a peer says that it is a relay, and when it said so last.
-        self._said: Bounded[PeerID, tuple[bool, float]] = Bounded()
-        self._holding: dict[PeerID, asyncio.Task[None]] = {}
-        self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
-        self._asked: Bounded[PeerID, _Asked] = Bounded()
-        self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
+        self._known: Bounded[PeerID, _Relay] = Bounded()
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        # Finds out which trusted relay is at an address that does not say so.
-        self._meeting: dict[Multiaddr, asyncio.Task[None]] = {}
+        self._holding: dict[PeerID, asyncio.Task[None]] = {}  # without those that look for a successor, or have one
+        self._meeting: set[Multiaddr] = set()  # addresses of trusted relays that do not say which peer is there
+        self._tasks = TaskSet()
 
     def want(self, wanted: bool) -> None:
         """Begin or end to hold reservations."""
         if wanted and self._keeper is None and self._endpoint.is_alive:
-            self._keeper = asyncio.get_running_loop().create_task(self._keep())
-        elif not wanted and self._keeper is not None:
-            self._keeper.cancel()
+            self._keeper = self._tasks.start(self._keep())
+        elif not wanted:
             self._keeper = None
-            for task in [*self._holding.values(), *self._running_out, *self._meeting.values()]:
+            for task in self._tasks:
                 task.cancel()
 
     @property
@@ -153,10 +149,15 @@ class RelayClient:
 
     def note_greeting(self, peer: PeerID, is_relay: bool) -> None:
         """Another peer has told whether it is a relay."""
-        was_relay, _ = self._said.get(peer, (False, 0.0))
-        self._said[peer] = is_relay, self._now()
-        if is_relay and not was_relay:
+        known = self._record(peer)
+        if is_relay and not known.is_relay:
             self._wake.set()
+        known.is_relay, known.said_at = is_relay, self._now()
+
+    def _record(self, peer: PeerID) -> _Relay:
+        """What is known of a peer, to write in it."""
+        record = self._known[peer] = self._known.get(peer) or _Relay()
+        return record
 
     def look(self) -> None:
         """There may be new candidates."""
@@ -169,8 +170,8 @@ class RelayClient:
             self._wake.clear()
             self._meet_trusted()
             for relay in self._next():
-                task = asyncio.get_running_loop().create_task(self._hold(relay, self._request_to(relay)))
-                self._holding[relay] = task
+                self._record(relay).is_ending = False
+                task = self._holding[relay] = self._tasks.start(self._hold(relay, self._request_to(relay)))
                 task.add_done_callback(functools.partial(self._let_go, relay))
             # Of a relay that has let this peer go, or of new candidates, the event tells.
             try:
@@ -182,13 +183,11 @@ class RelayClient:
     def _meet_trusted(self) -> None:
         for place, relay in self.trusted:
             if relay is None and place not in self._endpoint.met and place not in self._meeting:
-                task = asyncio.get_running_loop().create_task(self._meet(place))
-                self._meeting[place] = task
-                task.add_done_callback(functools.partial(self._have_met, place))
+                self._meeting.add(place)
+                self._tasks.start(self._meet(place)).add_done_callback(functools.partial(self._have_met, place))
 
-    def _have_met(self, place: Multiaddr, task: asyncio.Task[None]) -> None:
-        if self._meeting.get(place) is task:
-            del self._meeting[place]
+    def _have_met(self, place: Multiaddr, _: asyncio.Task[None]) -> None:
+        self._meeting.discard(place)
         self._wake.set()
 
     async def _meet(self, place: Multiaddr) -> None:
@@ -208,7 +207,6 @@ class RelayClient:
         return [(place, relay) for place, relay in known if relay is not None]
 
     def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
-        self._running_out.pop(task, None)
         if self._holding.get(relay) is task:
             del self._holding[relay]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -219,7 +217,7 @@ class RelayClient:
         if len(self._holding) >= WANTED:
             return None
         now = self._now()
-        ends = [asked.backoff.rests_until - now for asked in self._asked.values() if not asked.backoff.is_due(now)]
+        ends = [known.backoff.rests_until - now for known in self._known.values() if not known.backoff.is_due(now)]
         return min([LOOK_SECONDS, *ends])
 
     def _next(self) -> list[PeerID]:
@@ -229,8 +227,8 @@ class RelayClient:
             return []
         candidates = self._in_order()
         hosts = {self._endpoint.host_of(relay) for relay in self._holding}
-        chosen = [relay for relay in self._ask_again if relay not in self._holding][:missing]
-        self._ask_again.clear()
+        ending = [relay for relay, known in self._known.items() if known.is_ending]
+        chosen = [relay for relay in ending if relay not in self._holding][:missing]
         hosts.update(self._endpoint.host_of(relay) for relay in chosen)
         for relay in candidates:
             if len(chosen) < missing and self._endpoint.host_of(relay) not in hosts:
@@ -243,22 +241,23 @@ class RelayClient:
     def _request_to(self, relay: PeerID) -> Reserve:
         is_trusted = any(relay == trusted for _, trusted in self._trusted())
         return Reserve(
-            reach=int(self.reach),
+            reach=self._endpoint.announce().reach,
             others=len({*self._holding, *self.held} - {relay}),
             # A relay that has refused is asked again only when there is no other.
             may_go_elsewhere=not is_trusted and not self._has_refused(relay),
         )
 
     def _has_refused(self, relay: PeerID) -> bool:
-        return relay in self._asked and self._asked[relay].has_refused
+        known = self._known.get(relay)
+        return known is not None and known.has_refused
 
     def _in_order(self) -> list[PeerID]:
         """Relays that may be asked now: the trusted ones, then the nearest of those that most likely have room."""
         now = self._now()
 
         def may_be_asked(relay: PeerID) -> bool:
-            is_free = relay != self._endpoint.peer_id and relay not in self._holding
-            return is_free and (relay not in self._asked or self._asked[relay].backoff.is_due(now))
+            is_free, known = relay != self._endpoint.peer_id and relay not in self._holding, self._known.get(relay)
+            return is_free and (known is None or known.backoff.is_due(now))
 
         for place, relay in self._trusted():
             self._endpoint.add_addresses(relay, [place])
@@ -267,9 +266,9 @@ class RelayClient:
         dialled = self._endpoint.dialler.direct_addresses
         directory = self._endpoint.directory
         nodes = () if directory is None else directory.dialable_peers()
-        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in nodes}
-        of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
-        have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
+        said = {relay: known.is_relay for relay, known in self._known.items()}
+        of_table = {relay: None for relay in nodes if said.get(relay) is not False and dialled(relay)}
+        have_said = {relay: known.said_at for relay, known in self._known.items() if known.is_relay}
 
         def order(relay: PeerID) -> tuple[bool, int, float]:
             is_recent = have_said.get(relay, -math.inf) > now - RECENT_SECONDS
@@ -277,7 +276,7 @@ class RelayClient:
             return self._has_refused(relay), doubts, self._endpoint.round_trip_to(relay) or math.inf
 
         best = sorted(filter(may_be_asked, {**have_said, **of_table}), key=order)
-        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:ASKED]]))
+        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:8]]))
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
@@ -322,8 +321,7 @@ class RelayClient:
     def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> Held:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
-        if relay in self._asked:
-            self._asked[relay].has_refused = False
+        self._record(relay).has_refused = False
         self.held.pop(relay, None)  # an older one, which the relay ends now
         self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
         logger.info("peers reach this one through relay %s", relay)
@@ -343,8 +341,8 @@ class RelayClient:
 
     def _find_successor(self, relay: PeerID) -> None:
         """A reservation is about to end."""
-        self._running_out[self._holding.pop(relay)] = None
-        self._ask_again.append(relay)
+        del self._holding[relay]
+        self._record(relay).is_ending = True
         self._wake.set()
 
     async def _listen(self, held: Held, call: Call) -> str:
@@ -359,18 +357,17 @@ class RelayClient:
     async def _hear(self, held: Held, call: Call) -> str:
         stream, relay = call.connection.stream, held.relay
         while True:
-            heard_at = self._now()
+            held.heard_at = self._now()
             try:
-                async with asyncio.timeout(SILENCE_SECONDS) as limit:
-                    self._listening[held] = limit, heard_at
+                async with asyncio.timeout(SILENCE_SECONDS) as held.limit:
                     notice = await call.receive(Notice)
             except TimeoutError:
                 self._drop_via(relay)
-                if self._doubted_at > heard_at:  # this machine's own line may have broken: no reason for longer pauses
-                    self._asked.pop(relay, None)
-                return f"it has been silent for {self._now() - heard_at:.0f} s"
+                if self._doubted_at > held.heard_at:  # this machine's own line may have broken: no longer pauses
+                    self._record(relay).backoff.succeed()
+                return f"it has been silent for {self._now() - held.heard_at:.0f} s"
             finally:
-                del self._listening[held]
+                held.limit = None
             if notice is None:
                 return "the relay has ended the call"
             _check_has_no_payload(relay, call)
@@ -386,9 +383,9 @@ class RelayClient:
     def doubt(self) -> None:
         """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
         self._doubted_at = self._now()
-        for limit, heard_at in self._listening.values():
-            if not limit.expired():
-                limit.reschedule(heard_at + DOUBTED_SECONDS)
+        for held in self.held.values():
+            if held.limit is not None and not held.limit.expired():
+                held.limit.reschedule(held.heard_at + DOUBTED_SECONDS)
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
@@ -399,13 +396,11 @@ class RelayClient:
 
     def _note_end(self, relay: PeerID, held: Held | None) -> None:
         """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
-        now = self._now()
-        asked = self._asked.get(relay)
-        if asked is None or (held is not None and now - held.since >= SETTLED_SECONDS):
-            asked = _Asked()
-        asked.backoff.fail(now)
-        asked.has_refused = held is None
-        self._asked[relay] = asked
+        now, known = self._now(), self._record(relay)
+        if held is not None and now - held.since >= SETTLED_SECONDS:
+            known.backoff.succeed()
+        known.backoff.fail(now)
+        known.has_refused = held is None
         for place, named in self.trusted:
             if held is None and named is None and self._endpoint.met.get(place) == relay:
                 del self._endpoint.met[place]  # another one may be there by now
@@ -416,9 +411,8 @@ class RelayClient:
 
     async def close(self) -> None:
         """Give all reservations up."""
-        keeper, holding = self._keeper, [*self._holding.values(), *self._running_out, *self._meeting.values()]
         self.want(False)
-        await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
+        await self._tasks.cancel()
 
 
 def _check_has_no_payload(relay: PeerID, call: Call) -> None:

@@ -21,14 +21,14 @@ from typing import ClassVar, NamedTuple
 
 from shoal.access.badges import ANY_ROLE, Badge, Roles
 from shoal.base.backoff import TokenBuckets
-from shoal.base.tasks import cancel_and_wait
+from shoal.base.tasks import TaskSet, cancel_and_wait
 from shoal.errors import BusyError, ShoalError, StreamClosedError
 from shoal.net.addresses import host_charged
 from shoal.net.connection import Call
 from shoal.net.endpoint import Endpoint
 from shoal.net.limits import RelayLimits
 from shoal.net.service import P2PContext, ServicerBase, patient, receive_only
-from shoal.net.transport import Session, send_frame
+from shoal.net.transport import Session, Splice, send_frame
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.reachability import Reach
@@ -74,9 +74,6 @@ SILENT_SECONDS = 2.0
 CROWDED_SHARE = 0.5
 """A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
 many of its circuits in use, all peers of one host together may have as many as one peer."""
-# Notices that a guest has not read yet; one that reads nothing is no guest.
-MAX_NOTICES = 64
-OBSERVATIONS_PER_SECOND = 1.0
 OBSERVATION_BURST = 20
 
 
@@ -105,7 +102,8 @@ class _Guest:
     """When its last circuit began or ended."""
     has_others: bool
     """It had another relay when it came, so most likely it has one now."""
-    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
+    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(64))
+    """What it has not read yet; one that reads nothing is no guest."""
     circuits: int = 0
     is_leaving: bool = False
     """It has been sent elsewhere, but is still here."""
@@ -155,8 +153,8 @@ class RelayServer(ServicerBase):
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
         self._connects = TokenBuckets(limits.connects_per_second, limits.connect_burst)
-        self._observations = TokenBuckets(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
-        self._observing: dict[asyncio.Task[None], None] = {}
+        self._observations = TokenBuckets(1.0, OBSERVATION_BURST)
+        self._observing = TaskSet()
         self._is_closed = False
 
     @property
@@ -388,7 +386,7 @@ class RelayServer(ServicerBase):
         """The cookies of a new circuit, for each side."""
         transport = self._endpoint.transport
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
-        badge = next((each.stream.badge for each in self._endpoint.connections_from(dialler)), None)
+        badge = next((each.stream.badge for each in self._endpoint.server.connections_of(dialler)), None)
         sessions, host = (expect(cookies[0]), expect(cookies[1])), self._endpoint.host_seen_of(dialler)
         share = self.rate.share(lambda: self._knows(dialler, guest.peer))
         circuit = _Circuit(dialler, host, guest, badge, sessions, share)
@@ -413,7 +411,6 @@ class RelayServer(ServicerBase):
 
     async def _carry(self, circuit: _Circuit) -> None:
         """Wait for both sides of a circuit, and copy what they send each other."""
-        transport = self._endpoint.transport
         try:
             async with asyncio.timeout(MEETING_SECONDS):
                 first, second = await asyncio.gather(*circuit.sessions)
@@ -427,7 +424,7 @@ class RelayServer(ServicerBase):
         self._endpoint.metrics.circuits_carried += 1
         try:
             async with asyncio.timeout(self._seconds_left(circuit)):
-                await transport.join(first, second, circuit.share, IDLE_SECONDS)
+                await Splice(first, second, circuit.share, IDLE_SECONDS).run()
         except TimeoutError:
             logger.debug("a badge has expired on a circuit from %s to %s", circuit.dialler, circuit.guest.peer)
 
@@ -454,9 +451,7 @@ class RelayServer(ServicerBase):
         if not self._observations.take(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
         cookie = self._endpoint.transport.new_cookie()
-        task = asyncio.get_running_loop().create_task(self._observe(self._endpoint.transport.expect_session(cookie)))
-        self._observing[task] = None
-        task.add_done_callback(self._observing.pop)
+        self._observing.start(self._observe(self._endpoint.transport.expect_session(cookie)))
         return OpenObservation(cookie=cookie)
 
     async def _observe(self, expected: asyncio.Future[Session]) -> None:
