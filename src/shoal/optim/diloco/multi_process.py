@@ -176,19 +176,11 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     def show_outer_parameters(self) -> None:
         """Put the outer parameters into the model, in all processes, until :meth:`show_own_parameters`."""
-        if self.swarm is None:
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.show_outer_parameters()
+        self._together(lambda swarm: swarm.show_outer_parameters())
 
     def show_own_parameters(self) -> None:
         """Put this peer's own parameters back into the model, in all processes."""
-        if self.swarm is None:
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.show_own_parameters()
+        self._together(lambda swarm: swarm.show_own_parameters())
 
     def finish_background_work(self) -> None:
         """Training has ended: the model gets the outer parameters, in all processes."""
@@ -201,12 +193,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         the model, all must call this, and each saves the state of its own part."""
         if self._part is None:
             return super().state_dict()
-        if self.swarm is None:
-            self._follow()
-            state = self._part.state_dict()
-        else:
-            with self._deciding():
-                state = self.swarm.state_dict()
+        state: dict[str, Any] = self._together(lambda swarm: swarm.state_dict()) or self._part.state_dict()
         state[OWN]["part"] = self._part.place
         return state
 
@@ -224,10 +211,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         if self.swarm is None:
             schedules = (state_dict.get(OWN) or {}).get("schedulers")
             self._own.load_state_dict(without_statistics(state_dict), schedules)
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.load_state_dict(state_dict)
+        self._together(lambda swarm: swarm.load_state_dict(state_dict))
 
     def _load_part(self, part: ProcessDiLoCo, state_dict: Mapping[str, Any]) -> None:
         error, version = None, None
@@ -247,11 +231,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         except Exception as e:
             failure = e
         self._processes.share(error=failure)
-        if self.swarm is None:
-            self._follow()
-        else:
-            with self._deciding():
-                pass
+        self._together(lambda _: None)
 
     # --- processes that share the model -------------------------------------------------------------------------------
 
@@ -293,11 +273,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
             error = e
         try:
             processes.share(error=error)
-            if self.swarm is None:
-                self._follow()
-            else:
-                with self._deciding():
-                    self.swarm.agree()
+            self._together(lambda swarm: swarm.agree())
         except BaseException:
             if self._part is not None:
                 self._part.shutdown()
@@ -362,11 +338,10 @@ class MultiProcessDiLoCo(SeveralProcesses):
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
-        if not isinstance(self._part, FollowingDiLoCo):
-            return super().load_state_from_peers(**kwargs)
-        self._part.has_taken_over = False
-        self._follow()
-        return self._part.has_taken_over
+        if isinstance(self._part, FollowingDiLoCo):
+            self._part.has_taken_over = False
+        loaded = super().load_state_from_peers(**kwargs)
+        return self._part.has_taken_over if isinstance(self._part, FollowingDiLoCo) else loaded
 
     def _what_changed(self) -> tuple[bool, bool]:
         return super()._what_changed() if self._part is None else (False, False)

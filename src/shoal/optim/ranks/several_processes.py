@@ -299,6 +299,14 @@ class SeveralProcesses(SwarmOptimizer):
         self._processes.tell(self.news)
         self._use_news()
 
+    def _together(self, act: Callable[[Any], Any]) -> Any:
+        """Called in all processes: the first one does something with its optimizer, and the others follow it."""
+        if self.swarm is None:
+            self._follow()
+            return None
+        with self._deciding():
+            return act(self.swarm)
+
     def _what_changed(self) -> tuple[bool, bool]:
         """In the first process: whether gradients are to be forgotten, and whether parameters are sent."""
         followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
@@ -365,11 +373,8 @@ class SeveralProcesses(SwarmOptimizer):
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
-        if self.swarm is None:
-            self._follow()
-            return self.news.sends_parameters
-        with self._deciding():
-            return bool(self.swarm.load_state_from_peers(**kwargs))
+        loaded = self._together(lambda swarm: swarm.load_state_from_peers(**kwargs))
+        return self.news.sends_parameters if self.swarm is None else bool(loaded)
 
     def finish_background_work(self) -> None:
         """Wait for what is under way in the background; afterwards all processes have the results."""
