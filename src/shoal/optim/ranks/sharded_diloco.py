@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import msgspec
 import torch
@@ -161,7 +161,7 @@ class LeadingFragment(FragmentUpdates):
 
     def statement(self, expected: int, done: int = 0) -> OuterStatement:
         told = super().statement(expected, done)
-        return dataclasses.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
+        return msgspec.structs.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
 
     def judge(self, statements: Sequence[OuterStatement | None], *args: Any) -> bool:
         counts = super().judge(statements, *args)
@@ -280,6 +280,8 @@ class ProcessDiLoCo(DiLoCo):
         options: of :class:`~shoal.DiLoCo`.
     """
 
+    _averager_kind: ClassVar[type[OuterAverager]] = OuterAverager
+
     def __init__(
         self,
         processes: Processes,
@@ -293,12 +295,15 @@ class ProcessDiLoCo(DiLoCo):
         self.processes, self.sharding, self.shared = processes, sharding, parameters
         self._modules = sharded_modules(parameters)
         self._leaves = [local_part(parameter).requires_grad_(parameter.requires_grad) for parameter in parameters]
-        self._averager_prefix = f"{{}}_outer_averager_{processes.rank}_of_{processes.size}"
         leaf_of = {id(parameter): leaf for parameter, leaf in zip(parameters, self._leaves, strict=True)}
         trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
         # Divided by the sizes of whole parameters, each is in the same fragment in all processes.
         divided = [[leaf_of[id(each)] for each in fragment] for fragment in divide(parameters, trained, fragments)]
         super().__init__(params=with_parameters(params, self._leaves), fragments=divided, **options)
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        prefix = f"{options['prefix']}_{self.processes.rank}_of_{self.processes.size}"
+        return self._averager_kind(*args, **{**options, "prefix": prefix})
 
     @property
     def place(self) -> tuple[int, int, str]:
@@ -354,9 +359,8 @@ class LeadingDiLoCo(ProcessDiLoCo):
     _averager_kind = LeadingAverager
     _is_loading = False
 
-    def __init__(self, processes: Processes, *args: Any, **options: Any) -> None:
-        self._fragment_kind = lambda *given: LeadingFragment(processes, *given)
-        super().__init__(processes, *args, **options)
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return LeadingFragment(self.processes, *args)
 
     def _begin(self) -> None:
         assert isinstance(self.averager, LeadingAverager)
@@ -441,9 +445,11 @@ class FollowingFragment(FragmentUpdates):
 class FollowingDiLoCo(ProcessDiLoCo):
     """In all processes but the first one. It does what that one calls, see :meth:`obey`."""
 
-    _fragment_kind = FollowingFragment
     has_taken_over = False
     """Whether this peer has taken over a state."""
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FollowingFragment(*args)
 
     @property
     def _fragments(self) -> Sequence[FollowingFragment]:
@@ -453,9 +459,6 @@ class FollowingDiLoCo(ProcessDiLoCo):
         """Others of this rank hear of this process; only the first one has a part in the progress of the run."""
         try:
             self.averager.run_in_background()
-            sharing = self.averager.node.state_sharing
-            for each in self._fragments:
-                each.journal.serves_newcomers = lambda: sharing.is_busy
         except BaseException:
             self.shutdown()
             raise
@@ -569,6 +572,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         each.stand(told)
         each.round_id = round_id
         try:
+            each.journal.serves_newcomers = self.averager.is_giving
             done = each.land(result)
         finally:
             each.round_id = b""
@@ -607,6 +611,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
     def call_make_up(self, number: int, count: int) -> None:
         each = self._fragments[number]
         updates, each.fetched = each.fetched, ()
+        each.journal.serves_newcomers = self.averager.is_giving
         each.make_up(updates[:count])
 
     def call_download(self, timeout: float | None) -> list[Entry] | None:
