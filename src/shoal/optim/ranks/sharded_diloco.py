@@ -2,14 +2,14 @@
 
 Each process has a :class:`~shoal.DiLoCo` for the part of the model that it holds, with outer parameters, their history
 and an averager, which meets the processes of the same rank in other peers. Only the first process decides: it knows the
-other peers, ends slots and finds groups. Whatever it does with a fragment, the others do with their parts of it::
+other peers, ends slots and finds groups. What it does with a fragment, the others do with their parts of it::
 
     first process      a slot ends ─► begin ─► group, round ─┐         ┌─► all parts were averaged: land
     other processes                └► begin                  └► round ─┴─► one was not: give up
 
-So all parts have the same version, and the entries of their journals are the same. The round of the other processes
-begins after that of the first one, and only those who were in that one come to it. In a download each process asks
-donors of its own rank. The state is taken over if all parts are of one version.
+So all parts have the same version, and their journals have the same entries. The round of the other processes begins
+when that of the first one is over, and only its members come. In a download each process asks donors of its own rank.
+The state is taken over if all parts are of one version.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Meeting(NamedTuple):
     peers: tuple[PeerID, ...]
     """All members, in order."""
     coming: int
-    """How many of them have the result, and come with their other processes, too."""
+    """How many of them have the result, so that their other processes come."""
 
     @property
     def bits(self) -> str:
-        """Under which the processes of a rank meet: nobody else knows them."""
+        """The key bits under which the processes of a rank look for each other. Only members can derive them."""
         return f"{int.from_bytes(hash_of(self.group_id)):0128b}"
 
 
@@ -115,9 +115,9 @@ class LeadingFragment(FragmentUpdates):
     def __init__(self, processes: Processes, *args: Any) -> None:
         super().__init__(*args)
         self._processes = processes
-        # Whether the others do at present what a method of this one includes.
+        # Set while a method runs that the others run as a whole: what it calls is not told to them again.
         self._is_included = False
-        # The positions of the members that have what the round updates.
+        # Positions of the members that have the version which the round updates.
         self._up_to_date: tuple[int, ...] = ()
         # Hashes of the others' outer parameters, if peers compare them.
         self._digests = b""
