@@ -134,8 +134,8 @@ class Endpoint(ABC):
         """Answers on connections that others have opened."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        # Calls whose callers have given up, but not their connections.
-        self.late_answers = TaskSet()
+        self.tasks = TaskSet()
+        """What goes on in the background until this peer shuts down."""
         self._unreachable = UnreachablePeers(self.book)
 
     # --- what routers and relays have to do with it -------------------------------------------------------------------
@@ -464,7 +464,7 @@ class Endpoint(ABC):
             try:
                 return await asyncio.shield(asking)
             except asyncio.CancelledError:
-                self.late_answers.start(_await_late(asking))
+                self.tasks.start(_await_late(asking))
                 raise
 
     async def _ask(self, call: Call, request: Header, response_type: type[H]) -> H:
