@@ -92,9 +92,7 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["names", "numbers"])
-def test_the_state_of_an_optimizer_is_kept_and_goes_into_model_and_torch_optimizer(
-    make_dhts, closing, tmp_path, named
-) -> None:
+def test_archived_state_loads_into_model_and_torch_optimizer(make_dhts, closing, tmp_path, named) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_optimizer(dht, model, named=named))
     train_until(opt, model, 3)
@@ -110,7 +108,7 @@ def test_the_state_of_an_optimizer_is_kept_and_goes_into_model_and_torch_optimiz
     assert found.tensors[f"statistic.exp_avg.{name}"].shape == model[2].weight.shape
 
 
-def test_buffers_of_the_model_and_names_that_it_knows(make_dhts, closing, tmp_path) -> None:
+def test_archive_keeps_buffers_and_names(make_dhts, closing, tmp_path) -> None:
     [dht], model = make_dhts(1), make_model(buffers=True)
     opt = closing(make_optimizer(dht, model, named=False, model=model))
     train_until(opt, model, 2)
@@ -143,7 +141,7 @@ def test_half_precision_and_offloaded_parameters(make_dhts, closing, tmp_path) -
     assert torch.equal(values(other), values(model))
 
 
-def test_what_does_not_fit_is_refused_and_says_why(make_dhts, closing, tmp_path) -> None:
+def test_archive_of_another_model_is_refused(make_dhts, closing, tmp_path) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_optimizer(dht, model))
     train_until(opt, model, 1)
@@ -162,7 +160,7 @@ def test_what_does_not_fit_is_refused_and_says_why(make_dhts, closing, tmp_path)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_the_state_of_diloco_is_kept_under_the_names_of_parameters(make_dhts, closing, tmp_path, fragments) -> None:
+def test_diloco_archive_uses_parameter_names(make_dhts, closing, tmp_path, fragments) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_diloco(dht, model, fragments=fragments))
     train_until(opt, model, 4)
@@ -181,7 +179,7 @@ def test_the_state_of_diloco_is_kept_under_the_names_of_parameters(make_dhts, cl
 
 
 @pytest.mark.parametrize("make", [make_optimizer, make_diloco], ids=["Optimizer", "DiLoCo"])
-def test_a_run_that_is_lost_goes_on_from_its_archive(make_dhts, closing, tmp_path, make) -> None:
+def test_lost_run_continues_from_its_archive(make_dhts, closing, tmp_path, make) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = make(dht, model)
     train_until(opt, model, 5)
@@ -211,9 +209,7 @@ def spoil(optimizer) -> None:
     next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = torch.nan
 
 
-def test_a_donor_whose_statistics_are_spoilt_is_asked_once_and_the_last_good_archive_stands(
-    make_dhts, closing, tmp_path, caplog
-) -> None:
+def test_donor_with_bad_statistics_is_asked_once(make_dhts, closing, tmp_path, caplog) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_optimizer(dht, model))
     train_until(opt, model, 1)
@@ -226,9 +222,7 @@ def test_a_donor_whose_statistics_are_spoilt_is_asked_once_and_the_last_good_arc
     assert Store(tmp_path).folders() == ["000001-epoch-1"]
 
 
-def test_spoilt_statistics_of_an_inner_optimizer_are_not_kept_and_the_rest_is(
-    make_dhts, closing, tmp_path, caplog
-) -> None:
+def test_bad_inner_statistics_are_left_out(make_dhts, closing, tmp_path, caplog) -> None:
     """Each peer has statistics of its own, and a newcomer can do without them."""
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_diloco(dht, model))
@@ -243,7 +237,7 @@ def test_spoilt_statistics_of_an_inner_optimizer_are_not_kept_and_the_rest_is(
     assert newcomer.local_epoch == 2
 
 
-def test_what_is_done_of_the_data_is_kept_and_told(make_dhts, closing, tmp_path) -> None:
+def test_archive_keeps_progress_of_the_data(make_dhts, closing, tmp_path) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = make_optimizer(dht, model)
     with SharedPass(range(40), dht, RUN, batch_size=10, chunk=10) as shared:
@@ -271,7 +265,7 @@ def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
         archiver.close()
 
 
-def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
+def test_archiving_a_private_run_needs_the_train_role(tmp_path) -> None:
     secret = Token.new_run("friends")
     monitor = secret.invite(ROLES_BY_NAME["monitor"], int(time.time() + DAY)).text
     with (
@@ -282,7 +276,7 @@ def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
         Archiver(dht, RUN, Store(tmp_path))
 
 
-def test_a_private_run_is_not_brought_back_for_everybody(make_dhts, closing, tmp_path) -> None:
+def test_private_run_is_not_revived_openly(make_dhts, closing, tmp_path) -> None:
     secret, model = Token.new_run("friends").text, make_model()
     with DHT(start=True, token=secret) as first:
         opt = make_optimizer(first, model)
@@ -300,7 +294,7 @@ def test_a_private_run_is_not_brought_back_for_everybody(make_dhts, closing, tmp
         assert revival.is_alive()
 
 
-def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing, tmp_path) -> None:
+def test_archiver_waits_for_a_new_epoch(make_dhts, closing, tmp_path) -> None:
     [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
     opt = closing(make_optimizer(dht, model))
     store = Store(tmp_path)
@@ -325,9 +319,7 @@ def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing
     assert f"shoal revive {store.url}/000001-epoch-700`" in line
 
 
-def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
-    make_dhts, closing, tmp_path, monkeypatch
-) -> None:
+def test_failed_write_waits_for_the_next_archive(make_dhts, closing, tmp_path, monkeypatch) -> None:
     [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
     opt, attempts = closing(make_optimizer(dht, model)), []
     train_until(opt, model, 1)
@@ -351,7 +343,7 @@ def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
     assert len(attempts) == 1
 
 
-def test_a_peer_that_trains_alone_does_not_wait_for_an_archiver(make_dhts, closing, tmp_path) -> None:
+def test_lone_peer_does_not_wait_for_an_archiver(make_dhts, closing, tmp_path) -> None:
     [dht], model = make_dhts(1), make_model()
     opt = closing(make_optimizer(dht, model))
     train_until(opt, model, 1)

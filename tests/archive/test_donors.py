@@ -8,7 +8,7 @@ import pytest
 from shoal.averaging.state.donor import UploadSlots
 from shoal.optim.diloco.slots import StepRule
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import ProgressMessage
 from shoal.optim.progress.records import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
 from shoal.p2p import Identity, PeerID
 
@@ -24,7 +24,7 @@ def record(name: bytes, epoch: int, *, is_donor: bool = False) -> LocalTrainingP
 
 
 @pytest.mark.parametrize("rule", [EpochRule(), StepRule(5.0)], ids=["samples", "steps"])
-def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
+def test_donor_shows_its_epoch_and_is_not_awaited(rule: EpochRule) -> None:
     board = make_board(rule)
     board.hear(record(b"donor", EPOCH, is_donor=True), NOW + 60, NOW)
     progress = board.global_progress(NOW)
@@ -40,7 +40,7 @@ def test_a_donor_tells_the_epoch_and_is_not_waited_for(rule: EpochRule) -> None:
     assert board.present(NOW) == [b"other"]
 
 
-def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:
+def test_step_beside_a_donor_logs_no_missing_peers() -> None:
     board = make_board()
     board.hear(record(b"donor", 0, is_donor=True), NOW + 60, NOW)
     board.note_round({}, NOW)

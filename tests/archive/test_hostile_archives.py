@@ -137,9 +137,7 @@ def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> No
 
 
 @needs_pipes
-def test_a_pipe_that_takes_the_place_of_a_file_after_the_look_hangs_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_swapped_for_a_pipe_does_not_hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = folder / "model.safetensors", os.lstat
 
     def lstat(looked_at: str) -> os.stat_result:
@@ -161,7 +159,7 @@ def test_a_file_of_another_size_is_not_read(folder: Path, monkeypatch: pytest.Mo
     assert f"{name} is not what was written" in refusal(folder)
 
 
-def test_files_that_have_no_room_in_memory_are_not_read(folder: Path) -> None:
+def test_files_larger_than_memory_are_not_read(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 2**42)
     rewrite(folder, {"model.safetensors": File(2**42, "0" * 64)})
     text = refusal(folder)
@@ -169,7 +167,7 @@ def test_files_that_have_no_room_in_memory_are_not_read(folder: Path) -> None:
     assert "Read it on a larger one" in text
 
 
-def test_a_file_of_which_nothing_is_known_is_checked_piece_by_piece(folder: Path) -> None:
+def test_unknown_file_is_checked_in_pieces(folder: Path) -> None:
     put(folder, "later.bin", bytes(64 * 2**20))
     tracemalloc.start()
     try:
@@ -205,7 +203,7 @@ ONE = "layer.weight"
     ],
     ids=range(10),
 )
-def test_a_state_is_never_larger_than_the_tensors_that_are_there(folder: Path, order: object, says: str) -> None:
+def test_state_never_exceeds_its_tensors(folder: Path, order: object, says: str) -> None:
     put(folder, "more.safetensors", safetensors.torch.save({"wide": torch.zeros((), dtype=torch.float64)}))
     change_values(folder, order=order)
     assert says in refusal(folder)
@@ -266,7 +264,7 @@ def test_values_of_a_stranger_are_quoted_and_cut(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_pass_over_data_that_cannot_be_is_not_told_to_others(
+def test_impossible_data_progress_is_not_published(
     folder: Path, changes: dict[str, Any], make_dhts: Callable[..., list[DHT]]
 ) -> None:
     passed = {"number": 0, "samples": 100, "chunk": 1, "done": b"\x01", "order": ""}
@@ -310,9 +308,7 @@ class _Silent(MemoryFileSystem):
 
 
 @pytest.mark.parametrize("endless", ["", "model.safetensors", MANIFEST])
-def test_an_address_that_tells_no_sizes_is_read_no_further_than_it_should(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str
-) -> None:
+def test_reads_are_bounded_without_file_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str) -> None:
     fsspec.register_implementation("silent", _Silent, clobber=True)
     monkeypatch.setattr(_Endless, "given", 0)
     monkeypatch.setattr(room, "_MANIFEST_BYTES", 10_000)

@@ -11,7 +11,7 @@ from shoal.averaging.state.download import RateMeter
 RATE = 1e6
 
 
-def test_rests_are_as_long_as_the_rate_asks_for() -> None:
+def test_pauses_follow_from_the_rate() -> None:
     arrivals = RateMeter(0.0, RATE)
     arrivals.add(500_000, 0.0)
     assert arrivals.seconds_to_rest(0.0) <= 0.5

@@ -30,7 +30,7 @@ needs_kills = pytest.mark.skipif(sys.platform == "win32", reason="forks processe
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["folder", "address"])
-def test_what_is_written_is_read_and_old_ones_go(tmp_path: Path, is_local: bool) -> None:
+def test_archives_round_trip_and_old_ones_go(tmp_path: Path, is_local: bool) -> None:
     store = Store(tmp_path / "run" if is_local else f"memory://archives-{tmp_path.name}")
     assert store.folders() == []
     assert store.last_good() == "there is no good archive yet"
@@ -54,7 +54,7 @@ def test_other_programs_can_read_the_model(tmp_path: Path) -> None:
     assert torch.equal(found["layer.weight"], torch.full((3, 2), 4.0))
 
 
-def test_an_earlier_epoch_that_was_written_later_is_newer_and_the_furthest_one_stays(tmp_path: Path) -> None:
+def test_highest_epoch_stays_although_older(tmp_path: Path) -> None:
     """The run was revived from an old archive on purpose; or all peers were lost, and it has begun anew unnoticed."""
     store = Store(tmp_path)
     for epoch, further in ((700, None), *((epoch, "000001-epoch-700") for epoch in (30, 31, 32))):
@@ -68,9 +68,7 @@ def test_an_earlier_epoch_that_was_written_later_is_newer_and_the_furthest_one_s
     assert store.folders() == ["000006-epoch-701", "000005-epoch-700"]
 
 
-def test_whoever_takes_the_newest_one_is_told_of_a_further_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reading_warns_of_a_higher_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
     for epoch in (700, 3):
         assert caplog.text == ""
@@ -91,7 +89,7 @@ def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pyt
     "damage",
     ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest", "no text in the manifest"],
 )
-def test_of_a_damaged_archive_the_one_before_it_stands(
+def test_damaged_archive_falls_back_to_the_previous_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     store = Store(tmp_path)
@@ -158,7 +156,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     assert store.folders() == ["000001-epoch-1"]
 
 
-def test_what_a_killed_archiver_has_left_does_not_keep_the_disk_full(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_archiver_are_removed(tmp_path: Path) -> None:
     """It is newer than the last good one, and only an archive that was written would be newer still."""
     store = Store(tmp_path)
     store.write(RUN, "Optimizer", small_state(1))
@@ -180,7 +178,7 @@ def test_what_a_killed_archiver_has_left_does_not_keep_the_disk_full(tmp_path: P
     assert store.folders() == ["000002-epoch-3", "000001-epoch-1"]
 
 
-def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
+def test_bad_state_is_not_written(tmp_path: Path) -> None:
     store, good = Store(tmp_path), small_state(3)
     with pytest.raises(ValueError, match=r"values of 'layer\.weight' are NaN"):
         store.write(RUN, "Optimizer", State(good.metadata, [torch.full((3, 2), torch.nan), *good.tensors[1:]]))
@@ -202,9 +200,7 @@ def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("position", "name"), [(2, "extra.0"), (3, "buffer.0"), (5, "statistic.momentum_buffer.b")])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_state_that_newcomers_would_refuse_is_not_written(
-    tmp_path: Path, position: int, name: str, value: float
-) -> None:
+def test_state_newcomers_would_refuse_is_not_written(tmp_path: Path, position: int, name: str, value: float) -> None:
     """A run that is revived from it would be lost: nobody could begin with it."""
     metadata, tensors = state_with_all_kinds(("a", "b"))
     tensors[position][0] = value
@@ -229,9 +225,7 @@ def state_with_all_kinds(names: tuple[str, str]) -> State:
         ("statistic.momentum_buffer.b", "b"),
     ],
 )
-def test_a_parameter_may_have_any_name_that_shoal_gives_to_other_tensors(
-    tmp_path: Path, names: tuple[str, str]
-) -> None:
+def test_parameter_names_may_clash_with_shoal_s(tmp_path: Path, names: tuple[str, str]) -> None:
     state = state_with_all_kinds(names)
     Store(tmp_path).write(RUN, "Optimizer", state)
     found = Store.open(tmp_path)
@@ -242,7 +236,7 @@ def test_a_parameter_may_have_any_name_that_shoal_gives_to_other_tensors(
     assert in_files.keys() == set(names)
 
 
-def test_statistics_of_several_inner_optimizers_may_have_the_same_name(tmp_path: Path) -> None:
+def test_several_inner_optimizers_may_share_statistic_names(tmp_path: Path) -> None:
     """Parameter 0 of the second optimizer, and one that the model calls 0.1."""
     fragment = {"layout": [[0, 0, [2]], [1, 2, [3]]], "tensors": 1, "optimizer": {"names": []}}
     inner = [{"names": ["/0/exp_avg", "/1/exp_avg"]}, {"names": ["/0/exp_avg"]}]
@@ -269,7 +263,7 @@ def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
         Store.open(tmp_path / "000001-epoch-1")
 
 
-def test_archives_of_a_newer_format_are_not_taken_for_rubbish(tmp_path: Path) -> None:
+def test_newer_formats_are_not_removed(tmp_path: Path) -> None:
     """Somebody has gone back to an older version for a while."""
     store = Store(tmp_path)
     for epoch in (1, 2):
@@ -282,7 +276,7 @@ def test_archives_of_a_newer_format_are_not_taken_for_rubbish(tmp_path: Path) ->
     assert store.folders() == ["000002-epoch-2", "000001-epoch-1"]
 
 
-def test_an_archive_that_cannot_be_read_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporarily_unreadable_archive_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses fail now and then; what they have is not damaged by that."""
     store = Store(tmp_path)
     for epoch in (1, 2, 3):
@@ -325,7 +319,7 @@ def whole_archives(store: Store) -> list[str]:
     return [folder for folder, _ in store.whole() if is_state_of(store.read(folder).state, 5)]
 
 
-def test_a_folder_that_cannot_be_made_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncreatable_folder_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ArchiveError, match=r"epoch 3 could not be written to .*file \(.*there is no good archive yet"):
         Store(tmp_path / "file").write(RUN, "Optimizer", small_state(3))
@@ -347,7 +341,7 @@ def test_an_address_that_cannot_be_used_is_named(url: str, says: str) -> None:
         Store(url).check_run(RUN)
 
 
-def test_a_package_that_is_missing_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ArchiveError, match=r"'s3://bucket/run' needs one more package: .*s3fs") as e:
         Store("s3://bucket/run")
@@ -363,7 +357,7 @@ class _Broken(MemoryFileSystem):
         raise NotImplementedError
 
 
-def test_an_address_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
+def test_unwritable_address_is_an_error(tmp_path: Path) -> None:
     fsspec.register_implementation("broken", _Broken, clobber=True)
     with pytest.raises(ArchiveError, match=r"epoch 3 could not be written to .* \(NotImplementedError: not possible"):
         Store(f"broken://{tmp_path.name}").write(RUN, "Optimizer", small_state(3))
@@ -384,7 +378,7 @@ def test_an_address_that_is_not_reached_says_so(tmp_path: Path) -> None:
         Store.open(f"away://{tmp_path.name}")
 
 
-def test_an_archive_that_was_copied_under_another_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_archive_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(tmp_path).write(RUN, "Optimizer", small_state(4))
     (tmp_path / "000001-epoch-4").rename(tmp_path / "best")
     assert Store.open(tmp_path / "best").epoch == 4
@@ -450,7 +444,7 @@ def _kill_writers(folder: Path, kills: int) -> None:
 
 @needs_kills
 @pytest.mark.timeout(300)
-def test_after_a_kill_at_any_moment_all_archives_are_whole(tmp_path: Path) -> None:
+def test_archives_are_whole_after_any_kill(tmp_path: Path) -> None:
     _kill_writers(tmp_path, QUICK_KILLS)
 
 

@@ -13,6 +13,7 @@ from shoal.averaging.control import GroupInfo
 from shoal.averaging.groups.keys import GroupKeyManager, is_valid_group, next_group_bits
 from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import tag_of
+from shoal.dht.validation import CompositeValidator
 from shoal.p2p import Identity, PeerID
 
 
@@ -79,7 +80,7 @@ async def test_a_node_serves_as_well_as_the_object_of_its_users(dht):
 async def test_nobody_withdraws_what_another_one_has_declared(dht, other_dht):
     keys, expiration = GroupKeyManager(dht, "run", "", None), get_dht_time() + 60
     assert await keys.declare_averager(keys.current_key, dht.peer_id, expiration)
-    other_dht.node.protocol.records.record_validator = None  # its node does what it is told
+    other_dht.node.protocol.records.record_validator = CompositeValidator()  # its node does what it is told
     withdrawal = {"subkey": tag_of(dht.peer_id), "return_future": True}
     await other_dht.store(keys.current_key, None, expiration + 60, **withdrawal)
     assert await keys.get_averagers(keys.current_key, only_active=True) == [(dht.peer_id, expiration)]

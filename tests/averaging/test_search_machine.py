@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo
 from shoal.averaging.groups import search as machine
+from shoal.averaging.groups.memory import Refusal
 from shoal.averaging.groups.search import (
     MAX_GROUP_BYTES,
     Accepts,
@@ -23,7 +24,6 @@ from shoal.averaging.groups.search import (
     Fails,
     GroupSearch,
     InvitationEnds,
-    InvitationFails,
     Invite,
     Joins,
     Judge,
@@ -33,7 +33,6 @@ from shoal.averaging.groups.search import (
     Release,
     Remembered,
     Reply,
-    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -68,7 +67,7 @@ def request(expiration=START + 60, mode=0, **fields):
 
 
 def join(search, peer, now=START, nbytes=100, **fields):
-    refusal = search.refusal_of(peer, asked := request(**fields), nbytes, str)
+    refusal = search.refusal_of(peer, asked := request(**fields), nbytes)
     return [refusal] if refusal is not None else search.on(Joins(peer, asked, nbytes), now)
 
 
@@ -85,7 +84,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.invited, self.offering, self.waiting = set(), set(), set()
 
     def on(self, event):
-        for action in self.search.on(event, self.now):
+        self.perform(self.search.on(event, self.now))
+
+    def perform(self, actions):
+        for action in actions:
             match action:
                 case Ask(peer, on_offer):
                     assert self.asked is None, "one at a time"
@@ -130,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
     def begin(self, mode, size, expected, unfit, refused):
         self.search = make_search(mode, size, unfit, expected=expected)
         for peer in refused:
-            self.search.refuse(peer, counts=True)
+            self.search.refuse(peer, Refusal("why"))
 
     @precondition(lambda self: self.search)
     @rule(seconds=delays)
@@ -162,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(peer=peers, delay=delays, mode=st.sampled_from(AveragingMode), expected=st.none() | st.integers(1, 6))
     def join(self, peer, delay, mode, expected):
         asked = request(self.now + delay, int(mode), expected_group_size=expected)
-        if self.search.refusal_of(peer, asked, 100, str) is None:
+        if self.search.refusal_of(peer, asked, 100) is None:
             self.waiting.add(peer)
             self.on(Joins(peer, asked, 100))
 
@@ -190,7 +192,7 @@ class AnyOrder(RuleBasedStateMachine):
     def answer_invitation(self, data, leader, delay, fails):
         peer = data.draw(st.sampled_from(sorted(self.invited)))
         self.invited.remove(peer)
-        self.on(InvitationFails(peer) if fails else InvitationEnds(peer, leader, self.now + delay))
+        self.on(InvitationEnds(peer, arrived=False) if fails else InvitationEnds(peer, leader, self.now + delay))
 
     @precondition(lambda self: self.asked is not None and not self.has_sent)
     @rule()
@@ -232,7 +234,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self):
         if self.search is not None:
             self.asked = None
-            self.on(SearchEnds())
+            self.perform(self.search.end())
             assert self.waiting == set(), "each peer that was accepted has an answer"
             assert self.offering <= {p for p, each in self.search.peers.items() if each.offer is machine.Offering.USED}
             assert self.search.on(Tick(), self.now) == []
@@ -304,7 +306,7 @@ def test_a_group_fits_into_its_message():
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.REFUSED, "lies")], Absence.REFUSES),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.SETTINGS_DIFFER, "x")], Absence.OTHER_SETTINGS),
         ([Seen([(OTHERS[0], START + 1)]), Answers(OTHERS[0], Code.GROUP_IS_FULL)], Absence.FULL),
-        ([Seen([(OTHERS[0], START + 9)]), InvitationFails(OTHERS[0])], Absence.UNREACHABLE),
+        ([Seen([(OTHERS[0], START + 9)]), InvitationEnds(OTHERS[0], arrived=False)], Absence.UNREACHABLE),
         ([Seen([(OTHERS[0], START + 9)])], Absence.DID_NOT_JOIN),
     ],
 )
@@ -334,7 +336,7 @@ def test_what_a_peer_said_outlives_later_failures():
 def test_an_invitation_is_repeated_only_if_it_did_not_arrive():
     search, late = make_search(), [(OTHERS[0], START + 90)]
     assert search.on(Seen(late), START) == [Invite(OTHERS[0])]
-    search.on(InvitationFails(OTHERS[0]), START)
+    search.on(InvitationEnds(OTHERS[0], arrived=False), START)
     assert search.on(Seen(late), START) == [Invite(OTHERS[0])]
     search.on(InvitationEnds(OTHERS[0]), START)
     assert search.on(Seen(late), START) == []

@@ -13,11 +13,6 @@ from shoal.cli.__main__ import parse as parse_line
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5", 1.5), ("1d", 86400)])
-def test_times(text: str, seconds: float) -> None:
-    assert build_parser().parse_args(["archive", ADDRESS, "x", "--run", "r", "--every", text]).every == seconds
-
-
 def test_where_options_may_stand() -> None:
     parse = functools.partial(parse_line, build_parser())
     for words in (
@@ -35,16 +30,6 @@ def test_where_options_may_stand() -> None:
     for words in (["archive", ADDRESS, "--run", "r", "x", "--often"], ["doctor", "--run"], ["demo", "x"]):
         with pytest.raises(SystemExit):
             parse(words)
-    assert parse(["archive", "--run", "r", "--rate", "5M", ADDRESS, "x"]).rate == 5e6
-
-
-@pytest.mark.parametrize(
-    "option", [["--run", "a.b"], ["--every", "soon"], ["--every", "0s"], ["--keep", "0"], ["--rate", "fast"]]
-)
-def test_what_makes_no_sense(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["archive", "--run", "r", *option, ADDRESS, "x"])
-    assert "must be" in capsys.readouterr().err
 
 
 def test_what_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def output_of(*words: str, **environment: str) -> subprocess.CompletedProcess[by
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=60, check=False)
 
 
-def test_the_help_lists_the_commands_in_the_order_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_in_the_readme_s_order(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
@@ -53,7 +53,7 @@ def test_addresses_have_one_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["dht", "doctor", "revive"])
-def test_what_may_be_left_out_is_not_asked_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optional_arguments_are_shown_as_optional(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser()
     if command == "revive":
         with pytest.raises(SystemExit):
@@ -64,9 +64,40 @@ def test_what_may_be_left_out_is_not_asked_for(command: str, capsys: pytest.Capt
         assert parser.parse_args([command]).addresses == []
 
 
-def test_a_monitor_without_an_address_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["monitor", "--run", "digits"]) == 1
-    assert "give the address of at least one peer" in capsys.readouterr().err
+ARCHIVE, WATCH = ["archive", "ADDRESS", "x", "--run", "r"], ["monitor", "ADDRESS", "--run", "r"]
+VALUES = [
+    ([*ARCHIVE, "--every"], {"90s": 90, "10m": 600, "2h": 7200, "1.5": 1.5, "1d": 86400}),
+    ([*ARCHIVE, "--rate"], {"5M": 5e6}),
+    (["dht", "--relay-rate"], {"5M": 5e6, "800k": 8e5, "1.5g": 1.5e9, "1000": 1000.0}),
+]
+REFUSED = [
+    ([*ARCHIVE, "--every"], "a time such as 90s, 10m or 2h", ["soon", "0s"]),
+    ([*ARCHIVE, "--keep"], "a number from 1 on", ["0", "many"]),
+    ([*ARCHIVE, "--rate"], "bytes per second, such as 5M or 800k", ["fast"]),
+    (["dht", "--relay-rate"], "bytes per second, such as 5M or 800k", ["0", "-1", "inf", "nan", "M", "5 parsecs"]),
+    (["dht", "--refresh-period"], "a positive number of seconds", ["0", "soon"]),
+    (["token", "invite", "--days"], "a number of days up to 3650", ["0", "-1", "nan", "inf", "4000", "ten"]),
+    (["monitor", "ADDRESS", "--run"], "the run_id of the optimizers, which has no dots", ["my.run"]),
+    ([*WATCH, "--web"], "the number of a port, from 0 to 65535", ["x", "-1", "70000"]),
+    ([*WATCH, "--goal-epochs"], "the number of an epoch, from 1", ["0", "-3", "ten"]),
+]
+
+
+def test_values_of_options() -> None:
+    for words, values in VALUES:
+        for text, expected in values.items():
+            parsed = vars(build_parser().parse_args([*words, text]))
+            assert parsed[words[-1].strip("-").replace("-", "_")] == expected
+
+
+@pytest.mark.parametrize(("words", "what", "texts"), REFUSED, ids=[" ".join((w[0], w[-1])) for w, _, _ in REFUSED])
+def test_unusable_values_are_refused(
+    words: list[str], what: str, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in texts:
+        with pytest.raises(SystemExit, match="2"):
+            main([*words[:-1], f"{words[-1]}={text}"])
+        assert f"must be {what}, got {text}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["ascii:strict", "cp1252:strict"])
@@ -125,7 +156,7 @@ def test_a_shell_completes_words(line: str, expected: list[str], tmp_path: Path)
         ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. There are: demo, dht, "),
     ],
 )
-def test_a_mistyped_word_is_refused_with_the_usage_of_its_command(
+def test_mistyped_words_show_their_command_s_usage(
     line: str, usage: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -23,7 +23,7 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cut_is_the_same_every_time_and_parts_share_nothing(library: Path) -> None:
+def test_cut_is_reproducible_and_parts_are_disjoint(library: Path) -> None:
     first, second = load_corpus(3, library), load_corpus(3, library)
     assert all(torch.equal(a, b) for a, b in zip(first.shards, second.shards, strict=True))
     assert torch.equal(first.held_out, second.held_out)
@@ -38,7 +38,7 @@ def test_tests_and_other_files_are_left_out(library: Path) -> None:
     assert "test_nothing.py" not in names
 
 
-def test_too_little_text_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+def test_too_little_text_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=str(tmp_path)):
         load_corpus(2, tmp_path)

@@ -53,7 +53,7 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
-def test_a_page_that_cannot_be_shown_is_told_before_any_peer_starts(
+def test_missing_page_packages_are_reported_first(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "shoal.monitor.page", raising=False)
@@ -66,9 +66,7 @@ def test_a_page_that_cannot_be_shown_is_told_before_any_peer_starts(
 
 
 @pytest.mark.parametrize("method", mostly_drills(METHODS))
-def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
-    start: Start, tmp_path: Path, method: str
-) -> None:
+def test_short_run_survives_a_loss_and_a_newcomer(start: Start, tmp_path: Path, method: str) -> None:
     process = start("--peers", "3", "--seconds", "10", "--method", method)
     out, errors = process.communicate(timeout=280)
     assert errors == ""
@@ -96,7 +94,7 @@ def test_an_interrupted_run_leaves_no_peer(start: Start) -> None:
     check_end(process, signal.SIGINT)
 
 
-def test_a_run_that_is_terminated_while_its_peers_start_leaves_none(start: Start) -> None:
+def test_termination_during_start_leaves_no_peer(start: Start) -> None:
     process = start("--peers", "2", "--seconds", "100")
     read_until(process, "Starting 2 peers")
     while len(peers_of(process)) < 2:
@@ -105,9 +103,7 @@ def test_a_run_that_is_terminated_while_its_peers_start_leaves_none(start: Start
     check_end(process, signal.SIGTERM)
 
 
-def test_a_peer_that_is_just_being_started_when_the_run_is_terminated_is_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_termination_while_a_process_starts_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The signal comes when the process exists and nobody knows of it yet."""
     started: list[subprocess.Popen[bytes]] = []
 
@@ -155,7 +151,7 @@ def test_peers_go_when_their_runner_is_gone(start: Start) -> None:
     assert len(gone) == 2
 
 
-def test_a_report_that_cannot_be_written_is_told_in_a_line(
+def test_unwritable_report_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("shoal.cli.demo.command.Demo.run", lambda _: Story(2, 10.0))

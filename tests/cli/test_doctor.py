@@ -284,7 +284,7 @@ async def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
     assert "no answer within" in failure.text
 
 
-async def test_a_peer_that_can_be_reached_and_tells_others_loopback_alone() -> None:
+async def test_reachable_peer_that_announces_only_loopback() -> None:
     async with Peers("tcp") as peers:
         there = await DHTNode.create(p2p=await peers.start(host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
         address = (await there.get_visible_maddrs())[0].decapsulate(f"/p2p/{there.peer_id}")
@@ -297,7 +297,7 @@ async def test_a_peer_that_can_be_reached_and_tells_others_loopback_alone() -> N
         await there.shutdown()
 
 
-async def test_an_address_that_does_not_say_who_is_there() -> None:
+async def test_address_without_a_peer_id() -> None:
     async with Peers("tcp") as peers:
         there, caller = await peers.two()
         node = await DHTNode.create(p2p=there)
@@ -411,7 +411,7 @@ async def test_a_peer_without_these_checks() -> None:
         assert "too old" in found["versions"].text
 
 
-async def test_a_peer_that_is_no_node_of_a_table() -> None:
+async def test_peer_without_a_dht_node() -> None:
     async with Peers("tcp") as peers:
         there, caller = await peers.two()
         [address] = there.get_addresses(there.peer_id)
@@ -497,7 +497,7 @@ def test_the_command_without_addresses(capsys: pytest.CaptureFixture[str]) -> No
     assert out.endswith("1 warning: see the lines with an arrow.\n")
 
 
-def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_taken_port_and_unusable_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, running_peer() as address:
         here = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
         path = tmp_path / "no" / "id"
@@ -511,7 +511,7 @@ def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: p
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow_drill
-def test_training_on_the_cpu_is_as_training_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cpu_passes_the_device_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--device", "cpu"]) == 0
     findings = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["about"] == "device cpu"]
     assert [each["check"] for each in findings] == ["training", "newcomer", "offload", "CPU sums", "side stream"]

@@ -33,7 +33,7 @@ def test_findings(story: Story) -> None:
     assert succeeded(story)
 
 
-def test_a_peer_that_waits_for_another_does_not_make_a_round_slow(story: Story) -> None:
+def test_waiting_peers_do_not_count_as_slow_rounds(story: Story) -> None:
     for index, (time, done) in enumerate(story.peers[1].epochs):
         story.peers[1].epochs[index] = (time, EpochDone(done.epoch, done.seconds + 5.0, done.group_size))
     assert findings(story).median_round == pytest.approx(0.3)
@@ -53,7 +53,7 @@ def test_the_killed_peer_need_not_agree(story: Story) -> None:
     assert not story.identical()
 
 
-def test_a_loss_above_the_bigram_entropy_is_no_success(story: Story) -> None:
+def test_loss_above_bigram_entropy_is_no_success(story: Story) -> None:
     story.bigram_entropy = 1.5
     assert not succeeded(story)
     assert any("not reached" in line for line in ten_lines(story, []))
@@ -88,7 +88,7 @@ def test_files(story: Story, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_was_cut_short_can_be_told(tmp_path: Path) -> None:
+def test_interrupted_run_can_be_reported(tmp_path: Path) -> None:
     story = Story(4, 90.0)
     assert len(ten_lines(story, write_report(story, tmp_path))) == 10
     assert not succeeded(story)

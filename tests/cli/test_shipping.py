@@ -45,7 +45,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_the_wheel_has_every_file_of_the_source_and_nothing_else(packages: Path) -> None:
+def test_wheel_has_exactly_the_source(packages: Path) -> None:
     [wheel] = packages.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -59,7 +59,7 @@ def test_the_wheel_has_every_file_of_the_source_and_nothing_else(packages: Path)
 
 
 @pytest.mark.timeout(300)
-def test_the_source_package_has_what_its_readme_points_to(packages: Path) -> None:
+def test_source_package_has_what_its_readme_links(packages: Path) -> None:
     [source] = packages.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -68,7 +68,7 @@ def test_the_source_package_has_what_its_readme_points_to(packages: Path) -> Non
     assert not {name for name in names if name.startswith("tests")}
 
 
-def test_direct_dependencies_are_few_and_each_has_its_reason() -> None:
+def test_each_dependency_has_its_reason() -> None:
     table = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
     wanted = {re.split(r"[^\w.-]", claim, maxsplit=1)[0] for claim in PROJECT["dependencies"]}
     assert len(wanted) <= 10
@@ -107,7 +107,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_what_the_image_and_the_unit_start_is_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_deployed_commands_exist(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command[0], "--help"])
     assert ended.value.code == 0

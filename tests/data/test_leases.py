@@ -70,7 +70,7 @@ class Crowd:
             await self.swarm.kill(node)
 
 
-def test_peers_pass_over_everything_once_and_share_it_evenly() -> None:
+def test_peers_share_a_pass_evenly() -> None:
     async def main() -> None:
         crowd = Crowd(samples=400)
         begun = get_dht_time()
@@ -85,7 +85,7 @@ def test_peers_pass_over_everything_once_and_share_it_evenly() -> None:
 
 
 @pytest.mark.parametrize("samples", mostly_drills([200, 800]))
-def test_everything_is_seen_though_a_peer_dies_every_five_seconds(samples: int) -> None:
+def test_pass_survives_a_death_every_five_seconds(samples: int) -> None:
     async def main() -> None:
         rng = random.Random(1)
         crowd = Crowd(samples=samples)
@@ -108,7 +108,7 @@ def test_everything_is_seen_though_a_peer_dies_every_five_seconds(samples: int) 
     run(main(), seed=1)
 
 
-def test_the_chunks_of_a_peer_that_leaves_are_free_at_once() -> None:
+def test_leaving_peer_frees_its_chunks() -> None:
     async def main() -> None:
         crowd = Crowd(samples=40, seconds=2.0)
         first = await crowd.join()
@@ -148,7 +148,7 @@ def test_a_newcomer_learns_that_a_pass_is_over() -> None:
     run(main(), seed=4)
 
 
-def test_who_waits_for_others_says_so_if_asked() -> None:
+def test_idle_peer_reports_waiting() -> None:
     async def main() -> None:
         crowd = Crowd(samples=1, seconds=20.0)
         await crowd.join()
@@ -229,9 +229,7 @@ def test_another_data_set_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "passes over 10 samples in chunks of 1, this peer over 12 in chunks of 1" in caplog.text
 
 
-def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pass_survives_a_dht_outage(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     get, fails = DHTNode.get, iter([True] * 5)
 
     async def get_if_it_works(node: DHTNode, *arguments: Any, **options: Any) -> Any:
@@ -251,7 +249,7 @@ def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(
     assert "no more data are leased for now: the cable is out" in caplog.text
 
 
-def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> None:
+def test_leases_are_renewed_at_half_their_life() -> None:
     """A peer that was woken just before must not sleep until they have expired."""
 
     async def main() -> None:
@@ -279,7 +277,7 @@ def test_leases_are_renewed_at_half_of_their_life_whatever_else_happens() -> Non
     run(main(), seed=11)
 
 
-def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_batch() -> None:
+def test_slow_peer_holds_few_chunks() -> None:
     async def main() -> None:
         crowd = Crowd(samples=None)
         node, watcher = await crowd.swarm.node(), await crowd.swarm.node()
@@ -300,7 +298,7 @@ def test_a_slow_peer_holds_a_few_seconds_of_work_though_many_chunks_end_in_one_b
     run(main(), seed=12)
 
 
-def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_publication_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise others pass over it once more, because this peer holds nothing any more that makes it write."""
     store = DHTNode.store
 
@@ -335,7 +333,7 @@ def test_what_is_done_is_told_again_if_the_table_failed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("samples", [5000, None], ids=["map-style", "stream"])
-def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
+def test_saved_progress_can_be_restored(samples: int | None) -> None:
     """All peers are lost; others go on with what is left, and were told nothing themselves."""
 
     async def main() -> None:
@@ -376,7 +374,7 @@ def test_what_is_done_can_be_kept_and_told_again(samples: int | None) -> None:
     run(main(), seed=14)
 
 
-def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
+def test_liar_cannot_cause_endless_reads() -> None:
     async def main() -> None:
         crowd = Crowd(samples=None)
         liar, reader = await crowd.swarm.node(), await crowd.swarm.node()
@@ -400,9 +398,7 @@ def test_a_liar_cannot_have_blocks_without_end_read_or_joined() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_liar_cannot_claim_more_samples_than_a_data_set_can_have(
-    caplog: pytest.LogCaptureFixture, is_stream: bool
-) -> None:
+def test_liar_cannot_claim_too_many_samples(caplog: pytest.LogCaptureFixture, is_stream: bool) -> None:
     """A peer keeps a bit for each chunk: of 2**52 chunks they would be 512 terabytes."""
 
     async def main() -> None:
@@ -423,7 +419,7 @@ def test_a_liar_cannot_claim_more_samples_than_a_data_set_can_have(
     assert f"are more than {MOST_CHUNKS} chunks" in caplog.text
 
 
-def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_loop_loses_its_chunks(caplog: pytest.LogCaptureFixture) -> None:
     """Its program has left the loop without a goodbye, or hangs; its background goes on renewing leases."""
 
     async def main() -> None:
@@ -447,7 +443,7 @@ def test_nobody_waits_for_ever_for_a_loop_that_stands_still(caplog: pytest.LogCa
     assert "has asked for no batch for 10 minutes" in caplog.text
 
 
-def test_a_loop_that_comes_on_slowly_or_waits_keeps_its_chunk() -> None:
+def test_slow_or_waiting_loop_keeps_its_chunk() -> None:
     """Each batch is a sign of life, however many of them a chunk has; and so is it to wait for others."""
 
     async def main() -> None:

@@ -66,7 +66,7 @@ def in_threads(loaders: list[Iterable[torch.Tensor]]) -> list[list[int]]:
     return seen
 
 
-def test_alone_each_pass_has_everything_once_in_another_order(dhts: list[DHT]) -> None:
+def test_each_pass_covers_everything_in_a_new_order(dhts: list[DHT]) -> None:
     with SharedPass(range(100), dhts[0], "run", batch_size=8, chunk=10) as shared:
         loader = shared.loader()
         passes = [[batch.tolist() for batch in loader] for _ in range(2)]
@@ -88,14 +88,14 @@ def test_two_peers_share_a_pass(dhts: list[DHT], workers: int, caplog: pytest.Lo
     assert "has no batches" not in caplog.text
 
 
-def test_as_a_batch_sampler_it_ends_each_pass_when_all_is_done(dhts: list[DHT]) -> None:
+def test_batch_sampler_ends_with_the_pass(dhts: list[DHT]) -> None:
     with SharedPass(range(40), dhts[0], "run", batch_size=6, chunk=4, shuffle=False) as shared:
         loader: DataLoader[Any] = DataLoader(range(40), batch_sampler=shared)  # type: ignore[arg-type]
         for _ in range(2):
             assert sorted(in_all(loader)) == list(range(40))
 
 
-def test_with_batches_drawn_ahead_a_chunk_is_done_when_the_loop_has_had_it(dhts: list[DHT]) -> None:
+def test_batches_drawn_ahead_count_once_consumed(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=4) as shared:
         batches = iter(shared)
         for drawn in range(1, 11):
@@ -104,7 +104,7 @@ def test_with_batches_drawn_ahead_a_chunk_is_done_when_the_loop_has_had_it(dhts:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_with_batches_drawn_ahead_each_iteration_is_a_pass(dhts: list[DHT], workers: int) -> None:
+def test_each_iteration_is_a_pass_despite_prefetching(dhts: list[DHT], workers: int) -> None:
     """The loader never draws again after its last batches; they are done when the next iteration begins."""
     options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 2} if workers else {}
     with SharedPass(range(40), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
@@ -114,7 +114,7 @@ def test_with_batches_drawn_ahead_each_iteration_is_a_pass(dhts: list[DHT], work
             assert shared.number == number
 
 
-def test_a_loader_that_draws_ahead_and_was_left_early_goes_on_with_the_rest(dhts: list[DHT]) -> None:
+def test_early_exit_with_prefetching_continues_later(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=2) as shared:
         loader: DataLoader[Any] = DataLoader(range(60), batch_sampler=shared)  # type: ignore[arg-type]
         seen = [next(batches).tolist() for batches in [iter(loader)] for _ in range(6)]
@@ -123,7 +123,7 @@ def test_a_loader_that_draws_ahead_and_was_left_early_goes_on_with_the_rest(dhts
         assert {*chain(*seen), *rest} == set(range(60))
 
 
-def test_what_a_loop_has_begun_and_left_comes_once_more(dhts: list[DHT]) -> None:
+def test_begun_chunks_come_again(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=20) as shared:
         seen = []
         for number, batch in enumerate(shared.loader()):
@@ -137,7 +137,7 @@ def test_what_a_loop_has_begun_and_left_comes_once_more(dhts: list[DHT]) -> None
     assert sum(counted.values()) == 70
 
 
-def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -> None:
+def test_run_without_peers_continues_from_saved_state(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=10) as shared:
         batches = iter(shared.loader())
         before = [*next(batches).tolist(), *next(batches).tolist()]
@@ -150,9 +150,7 @@ def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -
     assert set(before) | set(after) == set(range(60))
 
 
-def test_a_peer_that_finds_the_run_further_says_why_it_gets_nothing(
-    dhts: list[DHT], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_peer_logs_why_it_gets_no_batches(dhts: list[DHT], caplog: pytest.LogCaptureFixture) -> None:
     """A late peer joins there. A run that begins again under its old name gets nothing, either."""
     caplog.set_level(logging.INFO, logger="shoal.data.shared_pass")
     with SharedPass(range(20), dhts[0], "run", batch_size=10, chunk=10) as shared:
@@ -170,7 +168,7 @@ def test_a_peer_that_finds_the_run_further_says_why_it_gets_nothing(
     assert [record.levelname for record in caplog.records if "have no batches" in record.getMessage()] == ["INFO"]
 
 
-def test_a_state_of_other_data_or_of_another_order_is_refused(dhts: list[DHT]) -> None:
+def test_state_of_other_data_or_order_is_refused(dhts: list[DHT]) -> None:
     """Its chunks have other samples: what was done is not what would be left out."""
     with SharedPass(range(60), dhts[0], "run", chunk=10) as shared:
         state = shared.state_dict()
@@ -189,7 +187,7 @@ def test_a_state_of_other_data_or_of_another_order_is_refused(dhts: list[DHT]) -
                 shared.load_state_dict(bad)  # type: ignore[arg-type]
 
 
-def test_a_state_of_a_later_pass_takes_the_place_of_what_was_done(dhts: list[DHT]) -> None:
+def test_later_pass_replaces_saved_progress(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=10) as shared:
         state = shared.state_dict()
         shared.load_state_dict({**state, "done": b"\x3f"})  # all of the first pass
@@ -204,7 +202,7 @@ def test_a_state_of_a_later_pass_takes_the_place_of_what_was_done(dhts: list[DHT
         assert sorted(in_all(shared.loader())) == list(range(60))
 
 
-def test_a_data_set_that_has_changed_its_size_is_refused(dhts: list[DHT]) -> None:
+def test_changed_data_set_size_is_refused(dhts: list[DHT]) -> None:
     """Otherwise what is new would never come, and what is gone could not be found."""
     data = list(range(20))
     with SharedPass(data, dhts[0], "run", batch_size=10, chunk=10) as shared:
@@ -214,7 +212,7 @@ def test_a_data_set_that_has_changed_its_size_is_refused(dhts: list[DHT]) -> Non
             in_all(shared.loader())
 
 
-def test_peers_with_another_order_do_not_share_and_are_told(dhts: list[DHT], caplog: pytest.LogCaptureFixture) -> None:
+def test_different_orders_warn_and_do_not_share(dhts: list[DHT], caplog: pytest.LogCaptureFixture) -> None:
     passes = [SharedPass(range(60), dht, "run", batch_size=10, chunk=10, seed=i) for i, dht in enumerate(dhts)]
     for shared in passes:
         assert sorted(in_all(shared.loader())) == list(range(60))
@@ -287,7 +285,7 @@ def test_a_shuffler_is_the_same_everywhere() -> None:
     assert list(map(shuffler(10, "run/0/0"), range(10))) == [2, 6, 0, 1, 7, 9, 3, 5, 8, 4]
 
 
-def test_each_peer_has_an_order_of_its_own_and_another_one_each_time(dhts: list[DHT]) -> None:
+def test_each_peer_and_iteration_has_its_own_order(dhts: list[DHT]) -> None:
     samplers = [shuffled(range(50), peer) for peer in (*dhts, "another", 7)]
     orders = [tuple(sampler) for sampler in samplers] + [tuple(samplers[0])]
     assert len(set(orders)) == 5

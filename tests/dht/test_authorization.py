@@ -31,7 +31,7 @@ from shoal.dht.authorization import (
 )
 from shoal.dht.crypto import PrivateKey, tag_of
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
+from shoal.dht.records import FindRequest, SentRecord, StoreRequest, StoreResponse
 from shoal.errors import (
     BootstrapError,
     NoAccessTokenError,
@@ -246,7 +246,7 @@ CALL = "DHTProtocol.rpc_store called by A at B"
 
 def store_request() -> StoreRequest:
     """Also what the sender spells differently than the receiver reads it: an int where a float travels."""
-    return StoreRequest(keys=[b"k" * 20], subkeys=[b""], values=[b"v"], expirations=[17], in_cache=[False])
+    return StoreRequest(records=[SentRecord(b"k" * 20, b"", b"v", 17, False)])
 
 
 def as_received(message):
@@ -302,7 +302,7 @@ async def test_what_is_signed_cannot_be_changed(part: str):
     elif part == "token key":
         auth.token = await other.refresh_token_if_needed()
     elif part == "content":
-        request.values = [b"another value"]
+        request.records = [SentRecord(b"k" * 20, b"", b"another value", 17, False)]
     else:
         call = {"method": CALL.replace("store", "find"), "caller": CALL.replace("A", "C")}.get(
             part, CALL.replace("at B", "at C")
@@ -485,7 +485,7 @@ async def test_without_preparation_and_with_times_as_text():
     await client.sign_request(request, "call")
     request = as_received(request)
     assert await service.validate_request(request, "call")
-    response = StoreResponse(accepted=[True])
+    response = StoreResponse(refusals=[None])
     await service.sign_response(response, request, "call")
     client = copy.copy(client)
     client._local_token = client._authority_public_key = None

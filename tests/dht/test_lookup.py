@@ -47,7 +47,7 @@ class Liar:
                 )
 
             async def rpc_store(_, request: StoreRequest, context: P2PContext) -> StoreResponse:
-                return StoreResponse(accepted=[True] * len(request.keys), node_id=node_id.to_bytes())
+                return StoreResponse(refusals=[None] * len(request.records), node_id=node_id.to_bytes())
 
         self.servicer = DHTProtocol()
 

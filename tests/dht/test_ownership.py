@@ -15,7 +15,7 @@ from shoal.dht.local_records import MOST_RECORDS_OF_A_TRUSTED_HOST, MOST_RECORDS
 from shoal.dht.records import NewRecord
 from shoal.dht.storage import DictionaryDHTValue, Unproven
 from shoal.dht.store import make_record
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
 from shoal.p2p import Identity, PeerID
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
@@ -201,7 +201,7 @@ async def test_a_forgery_is_believed_by_no_reader(forge):
     forged = forge(owned)
     for number in range(1, len(owned.nodes)):
         liar = owned.nodes[number]
-        liar.protocol.records.record_validator = None
+        liar.protocol.records.record_validator = CompositeValidator()
         assert liar.protocol.records.keep(forged)
     honest = owned.owner
     for key, expected in ((KEY, {owned.subkey: ("mine", owned.expires)}), (OTHER_KEY, None)):

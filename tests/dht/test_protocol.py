@@ -466,11 +466,7 @@ async def test_oversized_dictionary_sends_its_latest_entries(caplog, monkeypatch
 
 
 class AnyStore(Header):
-    keys: Any
-    subkeys: Any
-    values: Any
-    expirations: Any
-    in_cache: Any
+    records: Any
     node_id: Any = None
 
 
@@ -484,56 +480,53 @@ class AnyPing(Header):
     validate: Any = False
 
 
-GOOD_STORE = {
-    "keys": [KEY.to_bytes()],
-    "subkeys": [PLAIN_VALUE],
-    "values": [b"v"],
-    "expirations": [2e9],
-    "in_cache": [False],
-}
+GOOD_RECORD = [KEY.to_bytes(), PLAIN_VALUE, b"v", 2e9, False]
 
-HOSTILE_REQUESTS = [
-    ("rpc_store", AnyStore(**{**GOOD_STORE, **change}))
-    for change in [
-        {"keys": [b"short"]},
-        {"keys": [b"x" * 21]},
-        {"keys": [b""]},
-        {"keys": ["text"]},
-        {"keys": None},
-        {"keys": 5},
-        {"keys": []},
-        {"keys": [KEY.to_bytes()] * 2},
-        {"subkeys": [None]},
-        {"subkeys": [b"x" * 5000]},
-        {"subkeys": []},
-        {"values": ["text"]},
-        {"values": [b"x" * (records.MAX_VALUE_BYTES + 1)]},
-        {"values": [b"v", b"w"]},
-        {"expirations": [math.nan]},
-        {"expirations": [math.inf]},
-        {"expirations": [-math.inf]},
-        {"expirations": [-1.0]},
-        {"expirations": [None]},
-        {"expirations": ["soon"]},
-        {"in_cache": [1]},
-        {"in_cache": []},
-        {"node_id": b"short"},
-        {"node_id": b"x" * 21},
-        {"node_id": 5},
-        {key: value * 257 for key, value in GOOD_STORE.items()},
-        {"in_cache": [False] * 100_000},
+
+def with_part(position: int, part: object) -> list[object]:
+    """A record of which one part is another."""
+    return [part if number == position else each for number, each in enumerate(GOOD_RECORD)]
+
+
+HOSTILE_REQUESTS = (
+    [
+        ("rpc_store", AnyStore([with_part(position, part)]))
+        for position, parts in enumerate(
+            [
+                [b"short", b"x" * 21, b"", "text", None],
+                [None, b"x" * 5000],
+                ["text", b"x" * (records.MAX_VALUE_BYTES + 1)],
+                [math.nan, math.inf, -math.inf, -1.0, None, "soon"],
+                [1, None],
+            ]
+        )
+        for part in parts
     ]
-] + [
-    ("rpc_find", AnyFind(**change))
-    for change in [
-        {"keys": [b"short"]},
-        {"keys": [KEY.to_bytes()] * 65},
-        {"keys": [[]]},
-        {"keys": {}},
-        {"keys": [KEY.to_bytes()], "node_id": b""},
-        {"keys": [KEY.to_bytes()], "node_id": "text"},
+    + [
+        ("rpc_store", AnyStore(**{"records": [GOOD_RECORD], **change}))
+        for change in [
+            {"records": None},
+            {"records": 5},
+            {"records": [GOOD_RECORD[:4]]},
+            {"records": [GOOD_RECORD] * 257},
+            {"records": [None] * 100_000},
+            {"node_id": b"short"},
+            {"node_id": b"x" * 21},
+            {"node_id": 5},
+        ]
     ]
-]
+    + [
+        ("rpc_find", AnyFind(**change))
+        for change in [
+            {"keys": [b"short"]},
+            {"keys": [KEY.to_bytes()] * 65},
+            {"keys": [[]]},
+            {"keys": {}},
+            {"keys": [KEY.to_bytes()], "node_id": b""},
+            {"keys": [KEY.to_bytes()], "node_id": "text"},
+        ]
+    ]
+)
 HOSTILE_REQUESTS += [
     ("rpc_ping", AnyPing(node_id=b"short")),
     ("rpc_ping", AnyPing(node_id=[])),

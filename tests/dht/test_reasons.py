@@ -13,7 +13,7 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHT, DHTID, CompositeValidator, Outcome, Reason, RecordValidatorBase, StoreReport
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.local_records import LocalRecords, Payer, Room
-from shoal.dht.records import NewRecord, Refusal, StoreResponse
+from shoal.dht.records import NewRecord, NotKept, StoreResponse
 from shoal.dht.validation import KEPT, PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, outcome_of_failure
 from shoal.errors import BusyError, NotAMemberError, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.p2p import Identity
@@ -108,14 +108,13 @@ def test_failed_calls_have_reasons(error, reason):
 def test_messages_carry_reasons():
     outcomes = [KEPT, Outcome(Reason.INVALID, "OnlyShort"), Outcome(Reason.NOT_NEWER)]
     response = StoreResponse.of_outcomes(outcomes, None)
-    assert response.accepted == [True, False, False]
+    assert [each is None for each in response.refusals] == [True, False, False]
     assert response.outcomes() == outcomes
-    assert StoreResponse(accepted=[True, False]).outcomes() == [KEPT, Outcome(Reason.UNNAMED)], "an earlier version"
 
 
 @pytest.mark.parametrize("name", ["kept", "found", "a later version's reason", "no reason given", "\x1b[31m\nred"])
 def test_unknown_or_lying_refusals_stay_refusals(name):
-    [outcome] = StoreResponse(accepted=[False], refusals=[Refusal(name, "\x1b[2J\ndetail")]).outcomes()
+    [outcome] = StoreResponse(refusals=[NotKept(name, "\x1b[2J\ndetail")]).outcomes()
     assert outcome.reason is Reason.UNNAMED
     assert not outcome
     assert outcome.detail.isprintable()

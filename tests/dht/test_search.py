@@ -11,6 +11,7 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht.get import KeySearch, PendingSearches
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue
+from shoal.dht.validation import CompositeValidator
 from tests.dht.virtual_time import in_virtual_time
 
 KEY = DHTID.generate("key")
@@ -33,7 +34,7 @@ def dictionary(**entries: tuple[object, float]) -> DictionaryDHTValue[bytes]:
 
 
 def result_of(*candidates: tuple[StoredValue, float]):
-    search = KeySearch(KEY, float("inf"), None)
+    search = KeySearch(KEY, float("inf"), CompositeValidator())
     for node, (value, expires) in zip(NODES, candidates, strict=False):
         search.add_candidate(value, expires, node)
     search.finish()
@@ -81,8 +82,10 @@ async def test_later_of_plain_value_and_dictionary_wins(plain_first, plain_lives
 @in_virtual_time
 async def test_result_serves_searches_that_need_no_more():
     pending = PendingSearches()
-    first, *others = (KeySearch(KEY, sufficient, None) for sufficient in (later(50), later(5), later(50), later(51)))
-    stranger = KeySearch(DHTID(7), later(5), None)
+    first, *others = (
+        KeySearch(KEY, sufficient, CompositeValidator()) for sufficient in (later(50), later(5), later(50), later(51))
+    )
+    stranger = KeySearch(DHTID(7), later(5), CompositeValidator())
     for search in (first, *others, stranger):
         pending.join(search)
     first.add_candidate(plain("found"), later(10), NODES[0])
@@ -97,7 +100,7 @@ async def test_result_serves_searches_that_need_no_more():
 async def test_sample_serves_searches_for_fewer_entries():
     pending = PendingSearches()
     most = [8, 0, 9, 8, 3]
-    sample, *others = (KeySearch(KEY, float("inf"), None, most_entries=number) for number in most)
+    sample, *others = (KeySearch(KEY, float("inf"), CompositeValidator(), most_entries=number) for number in most)
     for search in (sample, *others):
         pending.join(search)
     sample.add_candidate(dictionary(a=(1, later(10))), later(10), NODES[0])

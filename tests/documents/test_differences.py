@@ -70,7 +70,7 @@ def rows() -> list[str]:
     return [cell for cell in cells if cell != "in hivemind"]
 
 
-def test_each_row_has_one_entry_and_each_entry_one_row() -> None:
+def test_rows_and_entries_match_one_to_one() -> None:
     found = [row for row in rows() if row not in NOTHING_TO_TEST]
     assert len(found) > 20
     assert [sum(row.startswith(beginning) for beginning in TABLE) for row in found] == [1] * len(found)

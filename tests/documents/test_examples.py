@@ -36,7 +36,7 @@ def test_readme_and_index_begin_with_the_same_program() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-def test_two_peers_run_the_first_program_of_the_readme_until_they_are_stopped(tmp_path: Path) -> None:
+def test_two_peers_run_the_readme_s_program(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(first_code_of("README.md"), encoding="utf-8")
     environment = {**os.environ, "SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -139,9 +139,7 @@ def steps_of(line: str) -> int:
 @pytest.mark.parametrize(
     ("name", "package", "extra"), [(*each, EXTRAS[each[0]]) for each in EXAMPLES if each[0] in EXTRAS]
 )
-def test_an_example_without_its_packages_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
-) -> None:
+def test_example_names_missing_packages(monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str) -> None:
     for each in (package, *(module for module in sys.modules if module.startswith(f"{package}."))):
         monkeypatch.setitem(sys.modules, each, None)  # as if it were not installed
     with pytest.raises(SystemExit, match=re.escape(f"pip install '.[{extra}]'")):

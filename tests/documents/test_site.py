@@ -64,7 +64,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert not missing, "add them to a page under docs/api"
 
 
-def test_users_of_hivemind_find_every_name_that_they_import_from_its_top() -> None:
+def test_all_top_level_hivemind_names_exist() -> None:
     table = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("### Names")[2].partition("## From Dist")[0]
     told = set(re.findall(r"`(\w+)`", table))
     rooms = {"averaging", "compression", "dht", "optim", "p2p", "utils", "__version__"}
@@ -102,7 +102,7 @@ PICTURES = sorted((DOCS / "pictures").iterdir())
 
 
 @pytest.mark.parametrize("picture", [pytest.param(picture, id=picture.name) for picture in PICTURES])
-def test_pictures_are_small_and_used_and_drawings_follow_dark_mode(picture: Path) -> None:
+def test_pictures_are_small_used_and_follow_dark_mode(picture: Path) -> None:
     assert picture.stat().st_size < 150_000
     assert any(f"pictures/{picture.name})" in page.read_text(encoding="utf-8") for page in PAGES)
     if picture.suffix == ".svg":

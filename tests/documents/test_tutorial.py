@@ -163,7 +163,7 @@ def follow(story: Story) -> None:
     assert min(epochs[4:]) >= archived
 
 
-def test_the_accuracies_on_the_page_are_those_that_its_program_reaches() -> None:
+def test_tutorial_s_accuracies_are_reached() -> None:
     """With any seed, give or take five points. Peers average their gradients, so one peer shows how fast they learn."""
     blocks = blocks_of(PAGE)
     program = next(block.code for block in blocks if block.title == "train.py")
@@ -205,7 +205,7 @@ def test_the_tutorial_on_one_computer(tmp_path: Path) -> None:
 
 @pytest.mark.slow_drill
 @NEEDS_LABORATORY
-def test_the_tutorial_with_a_router_between_the_laptops_and_the_server(tmp_path: Path) -> None:
+def test_tutorial_behind_a_router(tmp_path: Path) -> None:
     """The server cannot connect to the laptops, so that they have to join it."""
     with Laboratory() as lab:
         router = lab.router("port-restricted")

@@ -20,9 +20,15 @@ from shoal.errors import ProtocolError
 from shoal.net.transport import decode_header
 from shoal.optim.history.journal import ForkPoint, Lineage
 from shoal.optim.progress import exchange as progress_exchange
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.records import parse_record
-from shoal.optim.progress.run_settings import MAX_SETTINGS, PARAMETERS_SHOWN, TENSORS, ParameterSettings, RunSettings
+from shoal.optim.progress.run_settings import (
+    MAX_SETTINGS,
+    PARAMETERS_SHOWN,
+    TENSORS,
+    Company,
+    ParameterSettings,
+    RunSettings,
+)
 from shoal.p2p import Header, Identity, PeerID
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target, check_text

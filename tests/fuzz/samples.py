@@ -19,9 +19,10 @@ from shoal.dht.records import (
     FindResult,
     Found,
     NodeContact,
+    NotKept,
     PingRequest,
     PingResponse,
-    Refusal,
+    SentRecord,
     StoreRequest,
     StoreResponse,
     pack_contact,
@@ -134,15 +135,14 @@ HEADERS: list[Header] = [
     PingRequest(node_id=_NODE_ID, validate=True),
     PingResponse(node_id=_NODE_ID, dht_time=_LATER, available=True),
     StoreRequest(
-        keys=[record.key for record in _STORED],
-        subkeys=[record.subkey for record in _STORED],
-        values=[record.value for record in _STORED],
-        expirations=[record.expiration_time for record in _STORED],
-        in_cache=[False, True] * 3 + [False],
+        records=[
+            SentRecord(record.key, record.subkey, record.value, record.expiration_time, number % 2 == 1)
+            for number, record in enumerate(_STORED)
+        ],
         node_id=_NODE_ID,
     ),
-    StoreResponse(accepted=[True] * 7, node_id=_NODE_ID),
-    StoreResponse(accepted=[True, False], node_id=_NODE_ID, refusals=[Refusal("invalid", "SchemaValidator")]),
+    StoreResponse(refusals=[None] * 7, node_id=_NODE_ID),
+    StoreResponse(refusals=[None, NotKept("invalid", "SchemaValidator")], node_id=_NODE_ID),
     FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30, known=bytes(range(32))),
     FindResponse(
         results=[

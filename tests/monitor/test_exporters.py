@@ -104,7 +104,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-def test_the_real_wandb_keeps_figures_and_not_what_the_terminal_shows(tmp_path: Path):
+def test_wandb_gets_figures_without_terminal_output(tmp_path: Path):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     subprocess.run([sys.executable, "-c", FOR_THE_REAL_WANDB], env=environment, cwd=ROOT, check=True, timeout=50)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -113,7 +113,7 @@ def test_the_real_wandb_keeps_figures_and_not_what_the_terminal_shows(tmp_path: 
     assert b"drawn anew" not in data
 
 
-def test_wandb_that_lets_nobody_in_is_an_error_that_the_command_can_tell(monkeypatch):
+def test_refused_wandb_login_is_one_error(monkeypatch):
     class UsageError(Exception):
         """Of wandb, which has a tree of its own."""
 
@@ -177,7 +177,7 @@ def test_a_peer_shows_its_counters_to_prometheus():
     assert "a text" not in text
 
 
-def test_the_endpoint_for_prometheus_hangs_up_on_half_a_request(monkeypatch, capfd):
+def test_prometheus_endpoint_closes_incomplete_requests(monkeypatch, capfd):
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT", 0.05)
     endpoint = serve_prometheus(0)
@@ -191,7 +191,7 @@ def test_the_endpoint_for_prometheus_hangs_up_on_half_a_request(monkeypatch, cap
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1", "0.0.0.0"])
-def test_on_loopback_prometheus_is_answered_under_names_of_this_machine_only(made_up, host):
+def test_prometheus_on_loopback_rejects_foreign_names(made_up, host):
     """A web site whose name leads to this machine could read the figures otherwise."""
     pytest.importorskip("prometheus_client")
     if not can_listen(host):
@@ -205,7 +205,7 @@ def test_on_loopback_prometheus_is_answered_under_names_of_this_machine_only(mad
             assert ask_as("evil.example:80", endpoint.url) == refused
 
 
-def test_prometheus_is_told_what_to_do_under_another_name():
+def test_rejected_prometheus_request_names_the_fix():
     pytest.importorskip("prometheus_client")
     with closing(serve_prometheus(0)) as endpoint:
         with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -238,7 +238,7 @@ def test_counters_of_several_peers_are_added_up():
     assert found["shoal_troubles", "x"] == 1
 
 
-def test_without_the_package_prometheus_is_told_how_to_get_it(monkeypatch):
+def test_missing_prometheus_package_names_the_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ModuleNotFoundError, match=r"shoal\[prometheus\]"):
         metrics.serve_prometheus(0)

@@ -93,7 +93,7 @@ def next_event(stream: http.client.HTTPResponse) -> dict[str, Any]:
     return json.loads(line[6:])
 
 
-def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(made_up):
+def test_stream_starts_complete_then_sends_changes(made_up):
     with serving(made_up.view) as server, following(server) as stream:
         first = next_event(stream)
         assert (first["run"], first["columns"], len(first["rows"])) == ("run <b>", list(COLUMNS), 60)
@@ -130,7 +130,7 @@ def test_tables_for_other_programs(rich):
         assert {event["kind"] for event in events} >= {"left", "epoch", "failed"}
 
 
-def test_what_a_spreadsheet_would_take_for_a_formula_is_text():
+def test_spreadsheet_formulas_are_quoted():
     view, rng = RunView("run"), random.Random(0)
     peer = MadeUpPeer(rng, 0, "=HYPERLINK(1)")
     view.hear_progress(peer.record(START, 1), START + 60, START)
@@ -164,7 +164,7 @@ def test_numbers_that_are_not_known_are_null():
         assert history["peers"] == [1]
 
 
-def test_there_is_nothing_to_write_and_nothing_but_the_page(made_up):
+def test_page_is_read_only(made_up):
     with serving(made_up.view) as server:
         for path in (
             "/",
@@ -189,7 +189,7 @@ def test_there_is_nothing_to_write_and_nothing_but_the_page(made_up):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
-def test_on_loopback_the_page_answers_to_names_of_this_machine_only(made_up, host):
+def test_page_on_loopback_rejects_foreign_names(made_up, host):
     """A web site whose name leads to this machine could read the page otherwise."""
     if not can_listen(host):
         pytest.skip(f"this machine has no {host}")
@@ -211,7 +211,7 @@ def test_programs_that_send_no_name_are_answered(made_up):
         assert b" 200 " in visitor.recv(4096).partition(b"\r\n")[0]
 
 
-def test_what_is_shown_to_others_is_answered_under_any_name(made_up):
+def test_public_page_answers_any_name(made_up):
     with serving(made_up.view, host="0.0.0.0") as server:
         assert ask(server, "/", Host="lab.example")[0] == 200, "the user wanted others to see it"
 
@@ -254,14 +254,14 @@ def has_ended(visitor: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("begins_with", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_request_that_never_ends_is_not_waited_for(made_up, monkeypatch, begins_with):
+def test_endless_requests_are_cut_off(made_up, monkeypatch, begins_with):
     monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     with serving(made_up.view) as server, visit(server) as visitor:
         visitor.sendall(begins_with)
         assert has_ended(visitor)
 
 
-def test_a_request_that_comes_line_by_line_is_not_waited_for_longer(made_up, monkeypatch):
+def test_slow_requests_get_no_extra_time(made_up, monkeypatch):
     monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     with serving(made_up.view) as server, visit(server) as visitor:
         visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -295,7 +295,7 @@ def test_whoever_follows_the_run_stays(made_up, monkeypatch):
             next_event(stream)
 
 
-def test_whoever_takes_no_news_leaves_the_place_to_others(made_up, monkeypatch):
+def test_stalled_streams_are_closed(made_up, monkeypatch):
     monkeypatch.setattr("shoal.monitor.page.VISIT_SECONDS", 0.5)
     monkeypatch.setattr("shoal.monitor.page.SECONDS_BETWEEN_NEWS", 0.01)
     monkeypatch.setattr("shoal.monitor.page.MAX_STREAMS", 1)
@@ -471,7 +471,7 @@ def test_an_axis_can_be_logarithmic(rich):
 
 
 @in_a_browser
-def test_a_row_opens_and_its_last_failure_is_seen_without_scrolling(rich, tmp_path):
+def test_opened_row_shows_its_last_failure(rich, tmp_path):
     expect = pytest.importorskip("playwright.sync_api").expect
     peer = rich.peers[1]
     peer.failed = 3

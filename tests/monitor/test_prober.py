@@ -72,7 +72,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_peer_whose_program_was_killed_is_gone_within_four_seconds(seed):
+def test_killed_peer_is_gone_within_four_seconds(seed):
     async def main() -> None:
         watched = Watched()
         await watched.begin(4)
@@ -92,7 +92,7 @@ def test_a_peer_whose_program_was_killed_is_gone_within_four_seconds(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_peer_that_says_goodbye_and_ends_has_left(seed):
+def test_goodbye_means_left(seed):
     """Its machine refuses connections before the record that it has withdrawn is read in turn."""
 
     async def main() -> None:
@@ -112,7 +112,7 @@ def test_a_peer_that_says_goodbye_and_ends_has_left(seed):
     run(main(), seed=seed)
 
 
-def test_a_machine_that_answers_no_more_is_silent_before_its_record_expires():
+def test_unresponsive_machine_is_silent_before_its_record_expires():
     async def main() -> None:
         watched = Watched()
         await watched.begin(3)
@@ -140,7 +140,7 @@ def test_calls_are_rare_while_all_is_well():
     run(main(), seed=2)
 
 
-def test_a_peer_that_ends_each_connection_is_not_called_again_and_again():
+def test_closed_connections_back_off():
     contact, now = _Contact(called_at=100.0), 100.0
     assert _due(contact, is_connected=True) == 100 + SECONDS_BETWEEN_CALLS
     assert _due(contact, is_connected=False) == 100, "it may have ended"
@@ -151,7 +151,7 @@ def test_a_peer_that_ends_each_connection_is_not_called_again_and_again():
     assert pauses[-1] == MOST_PAUSE
 
 
-def test_a_crowd_that_never_answers_takes_no_place_of_others():
+def test_unresponsive_crowd_displaces_nobody():
     async def main() -> None:
         watched, rng = Watched(), random.Random(0)
         fakes = [MadeUpPeer(rng, 0) for _ in range(2 * MAX_KEPT)]
@@ -173,7 +173,7 @@ def test_a_crowd_that_never_answers_takes_no_place_of_others():
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_process_is_gone_long_before_its_record_expires():
+def test_killed_process_is_gone_before_its_record_expires():
     with shoal.DHT(start=True) as dht, Monitor(dht, "run") as monitor:
         process = subprocess.Popen([sys.executable, "-c", TRAINING_PEER, str(dht.get_visible_maddrs()[0])])
         try:
@@ -191,7 +191,7 @@ def test_a_killed_process_is_gone_long_before_its_record_expires():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for one process")
 @pytest.mark.timeout(300)
-def test_the_last_peer_of_a_run_that_is_stopped_with_ctrl_c_has_left():
+def test_interrupted_last_peer_has_left():
     with shoal.DHT(start=True) as dht, Monitor(dht, "run") as monitor:
         script = INTERRUPTED + TRAINING_PEER
         process = subprocess.Popen(

@@ -104,7 +104,7 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
 
 
-def test_a_goodbye_that_is_read_late_corrects_the_verdict(made_up):
+def test_late_goodbye_corrects_lost_to_left(made_up):
     view, (peer, *made_up.peers) = made_up.view, made_up.peers
     view.hear_refusal(peer.peer, made_up.now)
     assert view.peers[peer.peer].state is PeerState.LOST
@@ -114,7 +114,7 @@ def test_a_goodbye_that_is_read_late_corrects_the_verdict(made_up):
     assert kinds(view) == ["lost", "left"]
 
 
-def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
+def test_too_many_peers_are_reported_once(monkeypatch):
     monkeypatch.setattr("shoal.monitor.run.MAX_PEERS", 2)
     view, rng = RunView("run"), random.Random(5)
     for number in range(4):
@@ -123,7 +123,7 @@ def test_more_peers_than_can_be_shown_are_told_once(monkeypatch):
     assert [event.text for event in view.events.since()] == ["there are more than 2 peers, and no more are shown"]
 
 
-def test_made_up_versions_and_figures_do_not_fill_the_screen():
+def test_invented_versions_and_figures_are_bounded():
     view, rng = RunView("run"), random.Random(6)
     for number in range(60):
         peer = MadeUpPeer(rng, number)
@@ -161,7 +161,7 @@ def test_a_run_that_begins_anew_is_told(made_up):
     assert told[-2].text.startswith(f"epoch {epoch}, ")
 
 
-def test_bytes_per_second_are_not_known_after_one_report():
+def test_byte_rates_need_two_reports():
     run = MadeUpRun(RunView("run"), 2)
     run.pass_second()
     assert math.isnan(run.view.summary.sent)
@@ -169,7 +169,7 @@ def test_bytes_per_second_are_not_known_after_one_report():
     assert run.view.summary.sent == pytest.approx(8e5)
 
 
-def test_records_that_are_older_or_of_strangers_do_not_count(made_up):
+def test_old_or_foreign_records_do_not_count(made_up):
     view, peer = made_up.view, made_up.peers[0]
     before = view.peers[peer.peer]
     record, report = before.record, before.report
@@ -246,7 +246,7 @@ def report_of(made_up: MadeUpRun, peer: MadeUpPeer, epoch: int = 3, **changes: o
 # --- who is gone ------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_is_gone_at_once_when_its_machine_refuses_connections(made_up):
+def test_refused_connection_means_lost_at_once(made_up):
     view, victim = made_up.view, made_up.peers.pop()
     old = victim.record(made_up.now + 1, 3)
     made_up.now += 2
@@ -260,7 +260,7 @@ def test_a_peer_is_gone_at_once_when_its_machine_refuses_connections(made_up):
     assert kinds(view) == ["lost", "returned"]
 
 
-def test_a_peer_is_gone_when_most_others_cannot_reach_it(made_up):
+def test_peer_unreachable_by_most_is_lost(made_up):
     view, (victim, *others) = made_up.view, made_up.peers
     made_up.now += 1
     for peer in others[:2]:
@@ -273,7 +273,7 @@ def test_a_peer_is_gone_when_most_others_cannot_reach_it(made_up):
     assert view.events.since()[-1].text.endswith("most others cannot reach it any more")
 
 
-def test_a_peer_that_answers_the_monitor_is_there_whatever_others_say(made_up):
+def test_answering_peer_is_there_despite_others(made_up):
     view, (victim, *others) = made_up.view, made_up.peers
     view.hear_answer(victim.peer)
     made_up.now += 1
@@ -286,7 +286,7 @@ def test_a_peer_that_answers_the_monitor_is_there_whatever_others_say(made_up):
     assert view.peers[victim.peer].state is PeerState.LOST
 
 
-def test_what_others_said_before_a_sign_of_life_does_not_count(made_up):
+def test_older_votes_than_the_last_sign_are_ignored(made_up):
     view, (victim, *others) = made_up.view, made_up.peers
     made_up.now += 1
     for peer in others:
@@ -297,7 +297,7 @@ def test_what_others_said_before_a_sign_of_life_does_not_count(made_up):
     assert view.peers[victim.peer].state is PeerState.TRAINING
 
 
-def test_a_peer_that_never_answered_may_be_out_of_reach_of_the_monitor_alone(made_up):
+def test_never_answering_peer_may_still_train(made_up):
     view, peer = made_up.view, made_up.peers[0].peer
     view.hear_silence(peer)
     view.tick(made_up.now)
@@ -311,7 +311,7 @@ def test_a_peer_that_never_answered_may_be_out_of_reach_of_the_monitor_alone(mad
     assert view.peers[peer].state is PeerState.TRAINING
 
 
-def test_a_peer_is_behind_only_if_it_was_when_it_told_its_epoch():
+def test_behind_is_judged_when_reported():
     view, rng = RunView("run"), random.Random(0)
     slow, *others = [MadeUpPeer(rng, number) for number in range(3)]
     for second in range(30):
@@ -349,7 +349,7 @@ def test_epochs_tell_their_samples(made_up):
     assert " samples, " in [event.text for event in made_up.view.events.since() if event.kind == "epoch"][-1]
 
 
-def test_samples_of_peers_that_are_gone_or_were_started_again_count():
+def test_samples_of_gone_and_restarted_peers_count():
     made_up = MadeUpRun(RunView("run"), 5)
     made_up.pass_second()
     view, (gone, again, *_) = made_up.view, made_up.peers
@@ -364,7 +364,7 @@ def test_samples_of_peers_that_are_gone_or_were_started_again_count():
     assert gone.peer not in view.peers
 
 
-def test_the_time_since_the_start_is_that_of_the_oldest_peer(made_up):
+def test_run_age_is_that_of_the_oldest_peer(made_up):
     made_up.now += 1
     for peer, age in zip(made_up.peers, (100, 5000, 60, 60, 60), strict=True):
         report_of(made_up, peer, began=made_up.now - age)
@@ -374,7 +374,7 @@ def test_the_time_since_the_start_is_that_of_the_oldest_peer(made_up):
     assert made_up.view.tick(made_up.now).age <= 100 * 101, "one liar moves little"
 
 
-def test_the_time_to_a_goal_follows_from_the_pace():
+def test_time_to_goal_follows_from_the_pace():
     run = MadeUpRun(RunView("run", goal_epochs=10), 3)
     run.pass_second()
     assert math.isnan(run.view.summary.left)
@@ -392,7 +392,7 @@ def test_the_time_to_a_goal_follows_from_the_pace():
     ]
 
 
-def test_a_run_that_stands_still_does_not_come_nearer_to_its_goal():
+def test_stalled_run_gets_no_nearer_to_its_goal():
     run = MadeUpRun(RunView("run", goal_epochs=10), 3)
     for _ in range(105):
         run.pass_second()
@@ -406,7 +406,7 @@ def test_a_run_that_stands_still_does_not_come_nearer_to_its_goal():
     assert run.view.summary.left >= before
 
 
-def test_a_run_that_goes_back_has_no_pace_from_before():
+def test_run_that_goes_back_forgets_its_pace():
     run = MadeUpRun(RunView("run", goal_epochs=1000), 3)
     for _ in range(200):
         run.pass_second()
@@ -438,7 +438,7 @@ def test_epochs_do_not_push_out_what_is_rare(made_up, monkeypatch):
     assert numbers == sorted(set(numbers))
 
 
-def test_a_figure_that_comes_now_and_then_stays_for_a_while(made_up):
+def test_occasional_figures_stay_for_a_while(made_up):
     view, peer = made_up.view, made_up.peers[0]
     made_up.now += 1
     report_of(made_up, peer, metrics={"loss": 1.0, "test": 5.0})
@@ -454,7 +454,7 @@ def test_a_figure_that_comes_now_and_then_stays_for_a_while(made_up):
     assert view.peers[peer.peer].figures == {"loss": 0.9}
 
 
-def test_a_peer_that_makes_up_names_of_figures_fills_little(made_up):
+def test_invented_figure_names_are_bounded(made_up):
     for turn in range(10):
         made_up.now += 1
         figures = {f"{turn} {number}": 1.0 for number in range(20)}

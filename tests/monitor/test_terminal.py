@@ -19,7 +19,7 @@ def shown(view: RunView, height: int = 30, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-def test_it_shows_the_swarm_its_peers_and_what_has_happened():
+def test_it_shows_swarm_peers_and_events():
     run = MadeUpRun(RunView("run [bold]"), 30)
     assert "no peer has been seen yet" in shown(run.view)
     for _ in range(65):
@@ -38,7 +38,7 @@ def test_it_shows_the_swarm_its_peers_and_what_has_happened():
 
 
 @pytest.mark.parametrize(("width", "last"), [(160, "version"), (80, "link"), (40, "epoch"), (10, None)])
-def test_where_there_is_little_room_some_columns_are_shown_whole(width, last):
+def test_narrow_terminal_shows_fewer_columns(width, last):
     run = MadeUpRun(RunView("run"), 3)
     run.pass_second()
     liar = msgspec.structs.replace(run.peers[0].report(run.now + 1, run.began, 0), version="x" * 32)
@@ -55,7 +55,7 @@ def test_where_there_is_little_room_some_columns_are_shown_whole(width, last):
     assert len(cut) == (width == 160), "nothing is cut but the version of a liar"
 
 
-def test_a_run_that_is_over_is_not_one_that_was_never_seen():
+def test_ended_run_differs_from_unseen_run():
     run = MadeUpRun(RunView("run"), 1)
     for _ in range(65):
         run.pass_second()
@@ -73,7 +73,7 @@ def test_peers_that_do_not_report_are_shown_too():
     assert "direct" in shown(run.view)
 
 
-def test_what_looks_like_markup_in_texts_of_peers_is_none():
+def test_markup_in_peer_texts_is_escaped():
     run = MadeUpRun(RunView("run"), 1)
     run.pass_second()
     report = msgspec.structs.replace(run.peers[0].report(run.now + 1, run.began, 0), link="[red]x", version="[/]")
@@ -81,7 +81,7 @@ def test_what_looks_like_markup_in_texts_of_peers_is_none():
     assert "[red]x" in shown(run.view)
 
 
-def test_peers_are_shown_by_the_names_that_they_give_themselves():
+def test_peers_are_shown_by_name():
     run = MadeUpRun(RunView("run"), 4)
     names = ["laptop-4711", "twin", "twin", "\x1b[31m[red]evil\n"]
     run.view.is_complete = True

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shoal import DHT, GradScaler, MultiProcessDiLoCo, MultiProcessOptimizer, Optimizer
+from shoal import DHT, GradScaler, MultiProcessOptimizer, Optimizer
 from shoal.errors import ProcessGroupError
 from shoal.optim.ranks import processes
 from tests.optim.conftest import wait_until
@@ -181,13 +181,17 @@ def train(
             scaler.update()
 
 
-def run_guide(hybrid: bool = False) -> None:
+def run_guide(hybrid: bool = False, over_slow_lines: bool = False) -> None:
     """The program in docs/sharded.md, with all processes as one peer. Its group exists already."""
-    program, change, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    if hybrid:
-        program, count = re.subn(r"^mesh = .*\n", lambda _: change, program, flags=re.MULTILINE)
+    program, mesh, diloco, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    changes = [(r"^mesh = .*?\n", mesh)] if hybrid else [(r"^dht = .*?^\)\n", diloco)] if over_slow_lines else []
+    for place, change in changes:
+        program, count = re.subn(place, lambda _, change=change: change, program, flags=re.MULTILINE | re.DOTALL)
         assert count == 1
-    program, nothing = program.replace("4096", "256"), mock.DEFAULT
+    program, nothing = program.replace("4096", "256").replace("sync_every=50", "sync_every=2"), mock.DEFAULT
+    program = (
+        program.replace("if dht is not None:\n    dht.shutdown()", "dht.shutdown()") if over_slow_lines else program
+    )
     without_group = mock.patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing)
     with without_group, mock.patch("sys.argv", ["train.py"]):
         exec(compile(program, GUIDE, "exec"), {"__name__": "__main__"})
@@ -412,7 +416,5 @@ def wrong_use(group: Any, mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             MultiProcessOptimizer(**{**options, **wrong})
-    with pytest.raises(ValueError, match="parameter 0 is a DTensor"):
-        MultiProcessDiLoCo(optimizer=make_adamw(parameters), dht=None, run_id="run", sync_every=2, process_group=group)
     with pytest.raises(ValueError if dist.get_rank() == 0 else ProcessGroupError, match="needs a DHT"):
         MultiProcessOptimizer(**options)

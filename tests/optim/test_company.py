@@ -10,8 +10,16 @@ import msgspec
 import pytest
 
 from shoal.errors import SettingsMismatch
-from shoal.optim.progress.company import MAX_PEERS, PATIENCE, SETTLING, Company, _joined, check_on_mismatch
-from shoal.optim.progress.run_settings import TENSORS, RunSettings
+from shoal.optim.progress.run_settings import (
+    MAX_PEERS,
+    PATIENCE,
+    SETTLING,
+    TENSORS,
+    Company,
+    RunSettings,
+    _joined,
+    check_on_mismatch,
+)
 from shoal.p2p import Identity
 
 RNG = random.Random(0)

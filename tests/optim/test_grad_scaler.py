@@ -45,8 +45,6 @@ def make_optimizer(make_dhts, closing):
             training = {"optimizer": sgd, "params": model.parameters()}
         defaults = {"run_id": "run", "target_batch_size": 16, "matchmaking_time": 10.0, "averaging_timeout": 20.0}
         opt = closing(Optimizer(dht=dht, **{**defaults, **training, **options}))
-        opt._synchronization.is_needed()
-        opt.tracker.board.introduced = True  # there is nobody to be introduced to
         opt.tracker.performance_ema.update = lambda *_: 0.0  # epochs end by count, however slow this machine is
         return opt
 

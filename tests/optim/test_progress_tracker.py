@@ -15,8 +15,7 @@ from shoal.base.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
 from shoal.optim.history.journal import BEGINNING, ForkPoint, Lineage
-from shoal.optim.progress.exchange import ProgressExchange
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import ProgressExchange, ProgressMessage
 from shoal.optim.progress.records import parse_record
 from shoal.optim.progress.schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker

@@ -85,7 +85,7 @@ class Talker:
         self._mood, self._mood_until = 1.0, 0.0
         self.samples = 0
         signatures = SignatureValidator(PrivateKey())
-        node.protocol.record_validator.extend([signatures])  # type: ignore[union-attr]
+        node.protocol.record_validator.extend([signatures])
         loop = asyncio.get_running_loop()
         self.ema = PerformanceEMA(alpha=0.1, clock=loop.time)
         self.board = ProgressBoard(

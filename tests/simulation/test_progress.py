@@ -13,8 +13,7 @@ from shoal.base.clock import get_dht_time
 from shoal.guard.open import OpenGuard
 from shoal.guard.policy import Members
 from shoal.optim.progress.board import ProgressBoard
-from shoal.optim.progress.exchange import DIAL_ATTEMPTS, ProgressExchange
-from shoal.optim.progress.message import ProgressMessage
+from shoal.optim.progress.exchange import DIAL_ATTEMPTS, ProgressExchange, ProgressMessage
 from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.p2p import P2P, P2PContext, PeerID
 from shoal.testing import Host, Link, Network, run

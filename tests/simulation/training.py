@@ -160,7 +160,7 @@ class Trainer:
         # From the seed, like all else: the place of a record follows from its owner's key.
         key = PrivateKey.from_bytes(hashlib.sha256(node.peer_id.to_bytes()).digest())
         signatures = SignatureValidator(key)
-        node.protocol.record_validator.extend([signatures])  # type: ignore[union-attr]
+        node.protocol.record_validator.extend([signatures])
         ema = PerformanceEMA(alpha=0.1, clock=loop.time)
         board = ProgressBoard(
             node.peer_id.to_bytes(),
@@ -382,7 +382,7 @@ class Trainer:
         self.record.held += loop.time() - began
 
     def _is_awaited(self) -> bool:
-        newcomers = self.averager.state_sharing.places.on_their_way(asyncio.get_running_loop().time())
+        newcomers = self.averager.state_sharing.slots.on_their_way(asyncio.get_running_loop().time())
         return awaits_newcomers(self.tracker, self.epoch, self.epoch, newcomers)
 
     def begin_round_if_awaited(self) -> None:

@@ -29,7 +29,7 @@ def archived(archiver: Peer) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
-def test_an_archiver_that_is_told_to_end_keeps_the_state_first(tmp_path: Path) -> None:
+def test_interrupted_archiver_writes_a_last_archive(tmp_path: Path) -> None:
     signals = {"interrupted": signal.SIGINT, "terminated": signal.SIGTERM}
     started = list[Peer]()
     try:
@@ -60,7 +60,7 @@ def test_an_archiver_that_is_told_to_end_keeps_the_state_first(tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
-def test_a_run_goes_on_from_its_archive_when_all_its_peers_were_killed(tmp_path: Path) -> None:
+def test_killed_run_continues_from_its_archive(tmp_path: Path) -> None:
     folder, started = tmp_path / "kept", list[Peer]()
 
     def start(*arguments: object) -> Peer:

@@ -11,7 +11,7 @@ ROUNDS = 6
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_reset_connection_costs_nobody_its_part_of_the_round() -> None:
+def test_reset_connection_loses_no_part() -> None:
     with Swarm("average_over_breaks.py", 3, "--rounds", ROUNDS) as swarm:
         for peer in swarm.peers:
             peer.wait_for("done", 200)

@@ -61,15 +61,13 @@ def wait_until_disconnected(port: int) -> None:
         time.sleep(0.02)
 
 
-def test_death_of_a_peer_with_workers_is_noticed_at_once(own_port: tuple[str, int], peer_with_worker: Peer) -> None:
+def test_death_of_peer_with_workers_is_noticed(own_port: tuple[str, int], peer_with_worker: Peer) -> None:
     assert connections_of(own_port[1]) > 0
     peer_with_worker.process.send_signal(signal.SIGKILL)
     wait_until_disconnected(own_port[1])
 
 
-def test_closed_connections_and_ports_of_a_peer_with_workers_are_free(
-    own_port: tuple[str, int], peer_with_worker: Peer
-) -> None:
+def test_workers_do_not_hold_closed_ports(own_port: tuple[str, int], peer_with_worker: Peer) -> None:
     peer_with_worker.tell("close")
     peer_with_worker.wait_for("closed", START_LIMIT_SECONDS)
     wait_until_disconnected(own_port[1])
@@ -79,7 +77,7 @@ def test_closed_connections_and_ports_of_a_peer_with_workers_are_free(
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_child_that_exits_while_its_parent_talks_does_not_crash(loop: str, tmp_path: Path) -> None:
+def test_exiting_child_does_not_crash(loop: str, tmp_path: Path) -> None:
     """It has the exit status that it has chosen, and the connections of the parent go on."""
     ways = {"exit": 3, "in a thread": 0, "multiprocessing": 3, "own nodes": 3}  # sys.exit only ends that thread
     results = tmp_path / "results"

@@ -44,7 +44,7 @@ def reaches(caller: Host, address: str, seconds: float = 20.0) -> bool:
     return answer == "open"
 
 
-def test_hosts_have_addresses_of_their_own_and_cables_that_can_be_pulled(network: Network) -> None:
+def test_hosts_have_addresses_and_cables(network: Network) -> None:
     first, second, third = network.hosts
     for address in (first.address, first.address_6):
         echo = first.start("-c", ECHO, address)

@@ -94,7 +94,7 @@ def test_all_come_back_after_all_cables_were_out(trainers: Trainers) -> None:
     trainers.wait_until_together(SECONDS_UNTIL_BACK)
 
 
-def test_a_laptop_that_slept_and_woke_up_elsewhere_comes_back(trainers: Trainers) -> None:
+def test_laptop_waking_in_another_network_comes_back(trainers: Trainers) -> None:
     laptop, peer = trainers.hosts[1], trainers.peers[1]
     peer.process.send_signal(signal.SIGSTOP)
     laptop.set_address(77)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow_drill
-def test_one_run_with_the_same_bits_while_peers_are_killed_and_replaced() -> None:
+def test_models_stay_equal_while_peers_are_killed() -> None:
     churn = outer_churn.run(peers=3, seconds=9, kill_every=3, pause=0.02)
     assert len(churn.victims) == 3
     assert churn.agreed is not None

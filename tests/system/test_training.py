@@ -27,12 +27,12 @@ def epoch_of(peer: Peer) -> int:
 
 @pytest.mark.slow_drill
 @pytest.mark.parametrize("delay_state_averaging", [False, True], ids=["synchronous", "delayed state averaging"])
-def test_four_peers_make_five_global_steps_and_leave_nothing_behind(delay_state_averaging: bool) -> None:
+def test_four_peers_make_five_global_steps(delay_state_averaging: bool) -> None:
     smoke(delay_state_averaging)
 
 
 @needs_signals
-def test_others_go_on_when_one_of_four_is_killed() -> None:
+def test_others_continue_when_one_is_killed() -> None:
     with Swarm("train.py", 4, "--epochs", MANY_EPOCHS, "--averaging-timeout", 10) as swarm:
         victim, *others = swarm.peers[1:] + swarm.peers[:1]
         for peer in swarm.peers:
@@ -66,7 +66,7 @@ def interrupt(peer: Peer) -> int:
 
 @pytest.mark.slow_drill
 @needs_signals
-def test_ctrl_c_during_training_ends_a_script_that_catches_it_without_a_word() -> None:
+def test_ctrl_c_ends_a_script_that_catches_it() -> None:
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt") as swarm:
         for peer in swarm.peers:
             peer.wait_for("epoch", LIMIT_SECONDS, lambda event: len(event["group"]) == 2)
@@ -77,7 +77,7 @@ def test_ctrl_c_during_training_ends_a_script_that_catches_it_without_a_word() -
 
 
 @needs_signals
-def test_ctrl_c_during_training_ends_a_script_that_knows_nothing_of_it() -> None:
+def test_ctrl_c_ends_a_script_that_ignores_it() -> None:
     """Python itself then prints where the script was; nothing of shoal's threads or exit handlers may come on top."""
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS) as swarm:
         for peer in swarm.peers:
@@ -90,7 +90,7 @@ def test_ctrl_c_during_training_ends_a_script_that_knows_nothing_of_it() -> None
 
 
 @needs_signals
-def test_ctrl_c_ends_a_script_that_waits_for_a_stalled_peer() -> None:
+def test_ctrl_c_ends_a_waiting_script() -> None:
     """The other peer is stopped, so that this one waits in the middle of averaging when Ctrl-C comes."""
     patience = ["--matchmaking-time", 30, "--averaging-timeout", 40]
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt", "--report-steps", *patience) as swarm:
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_script_that_waits_for_a_stalled_peer() -> None:
 
 @needs_signals
 @pytest.mark.parametrize("sleeping", mostly_drills([1, 0]))
-def test_a_laptop_that_sleeps_holds_the_other_up_for_less_than_a_silent_member_may(sleeping: int) -> None:
+def test_sleeping_laptop_delays_others_briefly(sleeping: int) -> None:
     """It sleeps until the other has gone on alone; then both go on together."""
     matchmaking_time, averaging_timeout = 2.0, 60.0
     options = ["--matchmaking-time", matchmaking_time, "--averaging-timeout", averaging_timeout]

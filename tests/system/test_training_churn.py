@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.slow_drill
-def test_training_goes_on_while_peers_are_killed_and_replaced() -> None:
+def test_training_continues_while_peers_are_killed() -> None:
     churn = training_churn.run(peers=3, seconds=12, kill_every=3, pause=0.04)
     assert churn.killed == 4
     assert churn.last_epoch >= training_churn.LEAST_EPOCHS

@@ -48,7 +48,7 @@ def start_seed(host: Host, *options: str) -> tuple[Peer, list[str]]:
     return seed, printed
 
 
-def test_seed_of_one_machine_and_peers_of_both_through_every_address_that_is_printed(hosts: list[Host]) -> None:
+def test_every_printed_address_works(hosts: list[Host]) -> None:
     here, there = hosts
     seed, printed = start_seed(here)
     best = seed.wait_for_line(f"shoal dht --initial-peers ({ADDRESS})$", LIMIT)[1]
@@ -66,7 +66,7 @@ def test_seed_of_one_machine_and_peers_of_both_through_every_address_that_is_pri
     assert pasted.wait_for("addresses", START_LIMIT_SECONDS)["addresses"][0].startswith(f"/ip4/{there.address}/")
 
 
-def test_printed_address_still_works_after_the_seed_was_started_again(hosts: list[Host]) -> None:
+def test_printed_address_survives_a_restart(hosts: list[Host]) -> None:
     here, there = hosts
     seed, printed = start_seed(here)
     seed.process.send_signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_printed_address_still_works_after_the_seed_was_started_again(hosts: lis
     assert there.start("keep_in_touch.py", printed[0]).wait_for("addresses", START_LIMIT_SECONDS)
 
 
-def test_the_short_line_that_is_printed_first_works_on_the_other_machine(hosts: list[Host]) -> None:
+def test_printed_short_line_works_elsewhere(hosts: list[Host]) -> None:
     here, there = hosts
     seed, _ = start_seed(here)
     short = f"{here.address}:31337"
@@ -85,7 +85,7 @@ def test_the_short_line_that_is_printed_first_works_on_the_other_machine(hosts: 
     assert there.start("keep_in_touch.py", f"'{short}',\n").wait_for("addresses", START_LIMIT_SECONDS)
 
 
-def test_machines_of_one_network_find_each_other_without_an_address(hosts: list[Host]) -> None:
+def test_local_machines_find_each_other_without_addresses(hosts: list[Host]) -> None:
     """In any order; one that was alone joins when another one appears, and one that has moved is found again."""
     pytest.importorskip("zeroconf")
     here, there = hosts
@@ -108,7 +108,7 @@ def test_machines_of_one_network_find_each_other_without_an_address(hosts: list[
 DEAF = {"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"}
 
 
-def test_who_listens_on_loopback_alone_is_called_through_the_seed(hosts: list[Host]) -> None:
+def test_loopback_peer_is_called_through_the_seed(hosts: list[Host]) -> None:
     here, there = hosts
     first = here.start("keep_in_touch.py")
     [address, *_] = first.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
@@ -117,7 +117,7 @@ def test_who_listens_on_loopback_alone_is_called_through_the_seed(hosts: list[Ho
     assert f"{address}/p2p-circuit" in [each.rpartition("/p2p/")[0] for each in own]
 
 
-def test_who_listens_on_loopback_alone_and_wants_no_relay_is_told_what_to_do(hosts: list[Host]) -> None:
+def test_loopback_peer_without_relay_is_told_the_fix(hosts: list[Host]) -> None:
     here, there = hosts
     first = here.start("keep_in_touch.py")
     [address, *_] = first.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
@@ -146,7 +146,7 @@ while True:
 
 
 @pytest.mark.slow_drill
-def test_peers_of_one_run_that_cannot_call_each_other_say_so_once(hosts: list[Host]) -> None:
+def test_unreachable_pair_warns_once(hosts: list[Host]) -> None:
     here, there = hosts
     _, [address, *_] = start_seed(here)
     deaf = here.start("-c", TRAIN, address, environment=DEAF)
@@ -190,7 +190,7 @@ def first_block(document: str) -> str:
 
 
 @pytest.mark.slow_drill
-def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> None:
+def test_two_laptops_run_the_training_guide(hosts: list[Host]) -> None:
     laptops = []
     addresses: list[str] = []
     for host in hosts:
@@ -205,7 +205,7 @@ def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> N
 
 
 @pytest.mark.slow_drill
-def test_two_computers_run_the_first_program_of_the_readme(hosts: list[Host]) -> None:
+def test_two_computers_run_the_readme_s_program(hosts: list[Host]) -> None:
     program = first_block("README.md")
     assert "initial_peers=[]" in program
     first = hosts[0].start("-c", program)

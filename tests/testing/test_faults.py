@@ -82,7 +82,7 @@ def test_connections_are_broken_on_purpose():
     run(main())
 
 
-def test_crash_ends_connections_and_tasks_and_refuses_new_ones():
+def test_crash_ends_connections_and_tasks():
     async def main():
         a, b = two_hosts(Link(delay=0.1))
         listener = await Listener(b).start()
@@ -138,7 +138,7 @@ def test_powered_off_host_is_merely_silent():
     run(main())
 
 
-def test_what_waits_to_be_sent_dies_with_the_machine():
+def test_unsent_data_dies_with_the_machine():
     async def main():
         for death in ("crash", "power_off"):
             a, b = two_hosts(uplink=1000.0)

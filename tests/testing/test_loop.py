@@ -50,7 +50,7 @@ def test_clock_of_a_machine_may_be_off():
     run(main())
 
 
-def test_a_machine_that_is_frozen_goes_on_later_in_the_same_order():
+def test_thawed_machine_continues_in_order():
     async def main():
         frozen, other, order = Machine(), Machine(), []
         asked: asyncio.Queue[str] = asyncio.Queue()
@@ -96,7 +96,7 @@ def test_callbacks_run_in_order():
     run(main())
 
 
-def test_timers_that_are_due_run_beside_what_is_ready():
+def test_due_timers_run_with_ready_callbacks():
     async def main():
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         loop.call_later(0, event.set)
@@ -212,7 +212,7 @@ def test_what_is_left_is_cancelled_in_order():
     assert ended == list(range(50))
 
 
-def test_tasks_that_refuse_to_end_do_not_hold_up_the_rest():
+def test_stubborn_tasks_do_not_block_the_end():
     async def stubborn():
         while True:
             try:

@@ -54,7 +54,7 @@ async def rings(listener: Listener, host: Host, address: Multiaddr | None = None
 
 
 @simulated
-async def test_a_host_behind_a_router_is_seen_at_the_router_and_cannot_be_called() -> None:
+async def test_host_behind_a_router_cannot_be_called() -> None:
     network = internet()
     public, private = network.add_host(), network.add_host(nat=Nat())
     server, client = await Listener(public).start(), await Listener(private).start()
@@ -101,7 +101,7 @@ async def test_a_router_that_rejects_says_so_at_once() -> None:
 
 
 @simulated
-async def test_neighbours_meet_in_their_own_network_and_outside_only_with_a_hairpin() -> None:
+async def test_neighbours_need_a_hairpin_for_outer_addresses() -> None:
     for hairpin in (False, True):
         network = internet()
         home = Nat(hairpin=hairpin)
@@ -123,7 +123,7 @@ async def test_neighbours_meet_in_their_own_network_and_outside_only_with_a_hair
 
 
 @simulated
-async def test_two_routers_in_a_row_and_firewalls_without_translation() -> None:
+async def test_two_routers_in_a_row_and_plain_firewalls() -> None:
     network = internet()
     server = await Listener(network.add_host()).start()
     carrier = Nat(hairpin=True)
@@ -141,7 +141,7 @@ async def test_two_routers_in_a_row_and_firewalls_without_translation() -> None:
 
 
 @simulated
-async def test_easy_routers_keep_a_port_for_all_and_hard_ones_do_not() -> None:
+async def test_only_easy_routers_reuse_ports() -> None:
     network = internet()
     places = [("101.0.0.1", 80), ("101.0.1.1", 80)]
     for mapping in ("easy", "hard"):
@@ -155,7 +155,7 @@ async def test_easy_routers_keep_a_port_for_all_and_hard_ones_do_not() -> None:
 
 
 @simulated
-async def test_a_restarted_router_silences_old_connections_and_gives_new_ports() -> None:
+async def test_restarted_router_silences_old_connections() -> None:
     network = internet()
     server = await Listener(network.add_host()).start()
     private = network.add_host(nat=Nat())
@@ -273,9 +273,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 @pytest.mark.parametrize("late", [0.0, 0.02, 0.2])
-def test_punches_come_to_what_they_do_through_real_routers(
-    first: Callable[[], Nat], second: Callable[[], Nat], late: float
-) -> None:
+def test_punches_end_as_through_real_routers(first: Callable[[], Nat], second: Callable[[], Nat], late: float) -> None:
     async def main() -> None:
         network = internet()
         circuit = await Circuit(network, network.add_host(nat=first()), network.add_host(nat=second())).open()
@@ -290,7 +288,7 @@ def test_punches_come_to_what_they_do_through_real_routers(
 
 
 @simulated
-async def test_a_punch_takes_one_round_trip_if_both_begin_together() -> None:
+async def test_simultaneous_punch_takes_one_round_trip() -> None:
     network = internet()
     circuit = await Circuit(network, *(network.add_host(nat=Nat()) for _ in range(2))).open()
     began, moments = now(), []
@@ -309,7 +307,7 @@ async def test_a_punch_takes_one_round_trip_if_both_begin_together() -> None:
 
 
 @simulated
-async def test_sessions_that_are_joined_pass_both_lines_of_the_relay() -> None:
+async def test_joined_sessions_use_both_relay_lines() -> None:
     network = internet(uplink=1e6, downlink=1e6)
     circuit = await Circuit(network, *(network.add_host(nat=Nat()) for _ in range(2))).open()
     circuit.relay.uplink = 1e5

@@ -29,7 +29,7 @@ def test_needs_virtual_time():
     asyncio.run(main())
 
 
-def test_messages_take_the_delay_and_connecting_three_round_trips():
+def test_messages_and_connecting_take_their_time():
     async def main():
         a, b = two_hosts(Link(delay=0.1))
         near, far = await connect(a, b)
@@ -46,7 +46,7 @@ def test_messages_take_the_delay_and_connecting_three_round_trips():
     run(main())
 
 
-def test_every_pair_of_hosts_has_a_delay_of_its_own():
+def test_each_pair_of_hosts_has_its_own_delay():
     async def main():
         network = Network(Link(delay=(0.02, 0.15)))
         hosts = [network.add_host() for _ in range(30)]
@@ -91,7 +91,7 @@ def test_links_can_be_changed():
 
 
 @pytest.mark.parametrize("side", ["uplink", "downlink"])
-def test_rate_of_a_host_limits_what_it_sends_and_receives(side):
+def test_host_rate_limits_both_directions(side):
     async def main():
         a, b = two_hosts(Link(delay=0.05), **{side: MEGABYTE})
         near, far = await connect(a, b)
@@ -103,7 +103,7 @@ def test_rate_of_a_host_limits_what_it_sends_and_receives(side):
     run(main())
 
 
-def test_slow_lines_at_both_ends_work_at_the_same_time():
+def test_slow_lines_at_both_ends_overlap():
     async def main():
         a, b = two_hosts(Link(delay=0.05), uplink=MEGABYTE, downlink=MEGABYTE)
         near, far = await connect(a, b)
@@ -193,7 +193,7 @@ def test_writer_waits_for_a_slow_reader():
     run(main())
 
 
-def test_abort_drops_what_was_not_sent_and_close_does_not():
+def test_abort_drops_unsent_data_and_close_keeps_it():
     async def main():
         for end, arrives in (("close", 100_000), ("abort", 10_000)):
             a, b = two_hosts(Link(delay=0.01), uplink=100_000.0)

@@ -29,7 +29,7 @@ from shoal.testing import (
 from tests.testing.pipes import now
 
 
-def test_peers_are_on_hosts_of_their_own_and_follow_from_the_seed():
+def test_each_peer_has_its_own_host():
     async def main():
         network = Network()
         peers = await start_peers(network, 5, idle_timeout=7)
@@ -188,7 +188,7 @@ def test_state_is_shared():
     run(main())
 
 
-def test_a_node_on_a_host_that_was_prepared_joins_the_others():
+def test_node_on_a_prepared_host_joins():
     async def main():
         network = Network()
         nodes = await start_dht_nodes(network, 3)
@@ -203,7 +203,7 @@ def test_a_node_on_a_host_that_was_prepared_joins_the_others():
     run(main())
 
 
-def test_a_node_whose_host_has_died_is_not_started_again():
+def test_node_on_a_dead_host_is_not_restarted():
     async def main():
         network = Network(Link(delay=0.1))
         nodes = await start_dht_nodes(network, 2)
@@ -217,7 +217,7 @@ def test_a_node_whose_host_has_died_is_not_started_again():
     run(main())
 
 
-def test_a_swarm_of_nodes_in_memory_follows_from_its_seed():
+def test_in_memory_swarm_follows_from_its_seed():
     async def main():
         swarm = DHTSwarm(seed=3, delay=0.01)
         first, *others = await swarm.grow(5)

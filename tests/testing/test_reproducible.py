@@ -24,7 +24,7 @@ def hashes_in_another_process(seed: int, hash_seed: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_same_events_with_other_hashes_and_in_other_processes():
+def test_events_do_not_depend_on_hash_seeds():
     seed = 1
     here = hashes(seed)
     assert here.keys() == {program.__name__ for program in PROGRAMS}

@@ -36,13 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A donor is given up after this many seconds of silence.
-SILENCE_SECONDS = 30.0
-# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun.
+# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun. Chosen.
 SECONDS_BETWEEN_LOOKS = 2.0
-# If no donor serves the state, the next attempt comes this many seconds later, or when it is due if that is sooner.
-SECONDS_TO_RETRY = 10.0
-# How many donors may give a bad state in one attempt.
+# How many donors may give a bad state in one attempt. Chosen.
 MOST_BAD = 3
 LEAST_RATE = 1e5
 """Bytes per second: a donor would take a slower archiver for a dead one."""
@@ -118,7 +114,7 @@ class Archiver:
                     self._say(f"no archive: {e}")
                 # It was downloaded but could not be written: donors should not have to serve it over and over.
                 is_cheap = isinstance(e, _NobodyGives)
-                told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
+                told, due = str(e), began_at + (min(self._every, 10.0) if is_cheap else self._every)
                 continue
             self._tell_written(latest, time.monotonic() - began_at)
             told, due = "", began_at + self._every
@@ -242,7 +238,7 @@ def downloads_of(
     prefix = PREFIXES[kind].format(run_id)
     options = DownloadOptions(
         max_bytes=memory_of_this_machine(),
-        chunk_timeout=SILENCE_SECONDS,
+        chunk_timeout=30.0,  # of silence, before a donor is given up
         is_one_state=False,  # this peer does not know how the run averages
         trains=False,
         rate=rate,

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
-# Peers may still be downloading when another donor appears: they have this many seconds to finish.
-SECONDS_TO_END = 600.0
-_ANSWER_SECONDS = 30.0
 
 
 class Donor(DecentralizedAverager):
@@ -168,7 +165,7 @@ class Revival(Facade):
             stub = AveragerNode.get_stub(self._dht.p2p, peer, namespace=self._donor.prefix)
             async with stub.rpc_download_state() as call:
                 await call.send(DownloadRequest(trains=False))
-                header, _ = await open_state(call, memory_of_this_machine(), _ANSWER_SECONDS)
+                header, _ = await open_state(call, memory_of_this_machine(), 30.0)
                 await call.send_end()
                 if not isinstance(header, StateHeader):
                     return False
@@ -178,9 +175,9 @@ class Revival(Facade):
             return False
 
     def _let_end(self, stop: threading.Event) -> None:
-        """Wait for downloads in flight."""
-        places, ends_at = self._donor.node.state_sharing.places, time.monotonic() + SECONDS_TO_END
-        while places.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
+        """Wait for downloads in flight, for ten minutes at most."""
+        slots, ends_at = self._donor.node.state_sharing.slots, time.monotonic() + 600.0
+        while slots.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
             pass
 
     def shutdown(self) -> None:

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 VALUES, DATA = "state.msgpack", "data.msgpack"
 # A remote file is copied in memory before it is written, so a large state is split into several files. Chosen.
 MOST_BYTES_OF_FILE = 2**28
-_WRITERS = 4
 _PIECE_BYTES = 2**20
+# No manifest is larger: it has a hundred bytes for each file. Chosen.
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -205,7 +205,7 @@ class Store:
         values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order, "private": is_private})
         folder = self._make_folder(epoch)
         try:
-            with ThreadPoolExecutor(_WRITERS) as pool:
+            with ThreadPoolExecutor(4) as pool:
                 parts = list(_files(pieces))
                 sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
                 files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 ARCHIVE = """\
-Downloads the state of a run now and then, as a newcomer does, and writes it to a folder or to any address that fsspec
-can open. Takes no part in the training, and nobody waits for it. If all peers of the run are lost, `shoal revive`
-brings it back. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token that allows to train.
+Downloads the state of a run from time to time, as a newcomer does, and writes it to a folder or to any address that
+fsspec can open. Takes no part in the training, and nobody waits for it. If all peers of the run are lost, `shoal
+revive` brings it back. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token with the role train.
 """
 REVIVE = """\
-Gives the newest good archive of a run to the peers that come, which then train on from there. Start it before them, on
-a machine that they can reach. It ends by itself when one of them can give the state to the others.
+Serves the newest good archive of a run to peers, which continue training from it. Start it before them, on a machine
+that they can reach. It ends by itself when one of them can give the state to the others.
 """
 
 
@@ -57,7 +57,7 @@ def add_parsers(subparsers: Any) -> None:
         type=whole("a number from 1 on", 1, sys.maxsize),
         default=5,
         metavar="N",
-        help="how many archives stay, and the furthest one (default: 5)",
+        help="how many archives to keep, besides the one of the highest epoch (default: 5)",
     )
     archive.add_argument(
         "--rate", type=rate_of, default=math.inf, metavar="RATE", help="most bytes per second to download, such as 5M"

@@ -39,8 +39,6 @@ ALWAYS_ON = ("use-auto-relay",)
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
-# How long and how often to retry the port of the last start: the process that has it may be about to end. Chosen.
-PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
 
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
@@ -178,13 +176,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--name",
         metavar="WORD",
-        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME}); other "
+        help=f"keep key and port under this name, to run several on one machine (default: {DEFAULT_NAME}); other "
         "peers see it, too",
     )
     parser.add_argument(
         "--ephemeral",
         action="store_true",
-        help="keep nothing: be another peer, with another address, at each start",
+        help="keep nothing: be a new peer, with a new address, at each start",
     )
     add_option(
         parser,
@@ -282,7 +280,7 @@ def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
     if kept is not None and _asks_for_any_port(hosts):
         port = kept.port or free_port()
         hosts = [host[: -len(ANY_PORT)] + f"/tcp/{port}" if host.endswith(ANY_PORT) else host for host in hosts]
-    deadline = time.monotonic() + PORT_PATIENCE_SECONDS
+    deadline = time.monotonic() + 3.0  # the process that has the port may be about to end
     while True:
         try:
             dht = DHT(
@@ -306,7 +304,7 @@ def _start(arguments: argparse.Namespace, kept: SavedIdentity | None) -> DHT:
                     f"{error}\nIt is the port of the last time, a part of the address that others know: stop what has "
                     "it now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
                 ) from error
-            time.sleep(PORT_PAUSE_SECONDS)
+            time.sleep(0.2)
     if kept is not None and port:
         kept.keep_port(port)
     return dht

@@ -28,8 +28,8 @@ It joins as an observer that nobody waits for, and changes nothing.
 EPILOG = """\
 Peers report their own figures with optimizer.report(loss=loss). Without that, only their progress is seen.
 """
+# Unassigned, and below the ports that systems choose themselves. Chosen.
 WEB_PORT = 7463
-SECONDS_BETWEEN_LOOKS = 1.0
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     pause = threading.Event()
     while True:
         # Short waits, because a wait for an event ignores Ctrl-C on Windows.
-        pause.wait(SECONDS_BETWEEN_LOOKS)
+        pause.wait(1.0)
         monitor.check()
         for exporter in exporters:
             exporter.note(monitor.view)

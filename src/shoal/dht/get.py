@@ -55,7 +55,7 @@ class KeySearch:
         self,
         key_id: DHTID,
         sufficient_expiration_time: DHTExpiration,
-        validator: RecordValidatorBase | None,
+        validator: RecordValidatorBase,
         is_refresh: bool = False,
         keep_copies: bool = True,
         most_entries: int = 0,
@@ -159,8 +159,7 @@ class KeySearch:
 
     def _decode_value(self, subkey: bytes, value: bytes, expiration_time: DHTExpiration) -> tuple[Any] | None:
         """The value for the application, or ``None`` if it cannot be decoded."""
-        if self._validator is not None:
-            value = self._validator.strip_value(DHTRecord(self.key_id.to_bytes(), subkey, value, expiration_time))
+        value = self._validator.strip_value(DHTRecord(self.key_id.to_bytes(), subkey, value, expiration_time))
         try:
             return (MSGPackSerializer.loads(value),)
         except ValueError as e:

@@ -365,7 +365,7 @@ class LocalRecords:
         """Records that this node was chosen to hold."""
         self.cache = DHTLocalStorage(maxsize=cache_size)
         """Copies of records that others hold."""
-        self.record_validator = record_validator
+        self.record_validator = CompositeValidator.of(record_validator)
         self.ledger = Ledger(room, own_id, self._drop)
         self._metrics = metrics or Metrics()
         for in_cache, storage in ((False, self.storage), (True, self.cache)):
@@ -404,7 +404,7 @@ class LocalRecords:
             if is_entry:
                 subkey = MSGPackSerializer.loads(packed_subkey)
                 check_subkey(subkey, packed_subkey)
-                is_owned = self.record_validator is not None and self.record_validator.is_owned(checked)
+                is_owned = self.record_validator.is_owned(checked)
             elif self._has_owned_entries(key_id, self.storage) or self._has_owned_entries(key_id, self.cache):
                 return Outcome(Reason.OWNED)
         except (ValueError, TypeError) as e:
@@ -503,11 +503,7 @@ class LocalRecords:
 
     def _refusal(self, record: DHTRecord, brought_by: PeerID | None = None) -> Outcome | None:
         """The validator's refusal of a record, if it refuses it."""
-        validator = self.record_validator
-        if isinstance(validator, CompositeValidator):
-            validator = validator.refused_by(record, brought_by)
-        elif validator is not None and validator.validate(record):
-            return None
+        validator = self.record_validator.refused_by(record, brought_by)
         if validator is None:
             return None
         return Outcome(validator.reason, type(validator).__name__ if validator.reason is Reason.INVALID else "")
@@ -522,14 +518,14 @@ class LocalRecords:
         The connection has proved who the owner is. Other nodes need the signature, so it is checked before any of them
         gets the entry. Most entries are replaced before that, such as declarations of peers that soon find a group.
         """
-        validator = self.record_validator
-        if payer is None or not isinstance(payer.peer, PeerID) or not isinstance(validator, CompositeValidator):
+        if payer is None or not isinstance(payer.peer, PeerID):
             return False
         of_peer, of_host = self.ledger.counts_of(payer)
         # Otherwise a peer could bring thousands and have them all checked at once.
         if of_peer >= MOST_RECORDS_OF_THE_TRUSTED or of_host >= MOST_RECORDS_OF_A_TRUSTED_HOST:
             return False
-        return validator.is_proven_by_peer(record, payer.peer) and self._refusal(record, payer.peer) is None
+        is_proven = self.record_validator.is_proven_by_peer(record, payer.peer)
+        return is_proven and self._refusal(record, payer.peer) is None
 
     def prove(self, key_id: DHTID, value: StoredValue) -> None:
         """Check all signatures in a value that have not been checked yet, and drop entries whose signature is wrong.
@@ -681,7 +677,7 @@ class LocalRecords:
                     raise ValueError(f"entry {quoted(subkey)} of a dictionary is not bytes")
                 record = DHTRecord(key_id.to_bytes(), packed_subkey, item.value, expiration_time)
                 if self._refusal(record) is not None:
-                    if self.record_validator is not None and self.record_validator.is_forged(record):
+                    if self.record_validator.is_forged(record):
                         raise RecordError(Reason.WRONG_SIGNATURE, f"entry {quoted(subkey)} of a dictionary is forged")
                     left_out.append(subkey)
         if left_out:

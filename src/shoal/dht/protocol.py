@@ -43,7 +43,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.routing import DHTID, RoutingTable, id_of
 from shoal.dht.storage import DHTLocalStorage
-from shoal.dht.validation import Outcome, RecordValidatorBase
+from shoal.dht.validation import CompositeValidator, Outcome, RecordValidatorBase
 from shoal.errors import (
     DHTError,
     DialError,
@@ -111,9 +111,10 @@ class Blacklist:
         for record in self._book.values():
             record.unanswered, record.avoided_until = 0, -math.inf
 
-    def __contains__(self, peer: object) -> bool:
-        record = self._book.get(peer) if isinstance(peer, PeerID) else None
-        return record is not None and get_dht_time() < record.avoided_until
+    def __contains__(self, peer: PeerID) -> bool:
+        record = self._book.get(peer)
+        # Walks ask this of each node that they know, and nearly all of them have answered.
+        return record is not None and record.unanswered > 0 and get_dht_time() < record.avoided_until
 
     def __len__(self) -> int:
         now = get_dht_time()
@@ -274,9 +275,6 @@ NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
 # What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
-# The fraction of the waiting time after which a walk continues without waiting for a node that has not answered yet.
-# Chosen: three quarters of a second, a few round trips around the world.
-STALL_SHARE = 0.25
 # Attempts of one call, and to call a newcomer back. Only a broken connection leads to another one, because it may be
 # chance. Chosen, like the pause.
 ATTEMPTS = 3
@@ -346,7 +344,7 @@ class DHTProtocol(ServicerBase):
     @property
     def stall_after(self) -> float:
         """Seconds after which a walk suspects that a node it has asked is gone."""
-        return self.config.wait_timeout * STALL_SHARE
+        return self.config.wait_timeout / 4  # three quarters of a second: a few round trips around the world
 
     @property
     def storage(self) -> DHTLocalStorage:
@@ -359,7 +357,7 @@ class DHTProtocol(ServicerBase):
         return self.records.cache
 
     @property
-    def record_validator(self) -> RecordValidatorBase | None:
+    def record_validator(self) -> CompositeValidator:
         """Decides which records may be stored and believed."""
         return self.records.record_validator
 
@@ -614,7 +612,7 @@ class DHTProtocol(ServicerBase):
         for batch in split_into_requests(records):
             request = StoreRequest.of_records(batch, self._announced_id)
             response = await self._call(peer, "rpc_store", request, StoreResponse, self.config.wait_timeout)
-            if len(response.accepted) != len(batch):
+            if len(response.refusals) != len(batch):
                 self._note_nonsense(peer, is_walk=True)
                 raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, and tells of others")
             self.note_alive(response.node_id, peer)

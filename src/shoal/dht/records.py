@@ -21,7 +21,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -46,10 +46,7 @@ from shoal.dht.validation import (
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
     Outcome,
-    Reason,
-    check_expiration,
 )
-from shoal.errors import ProtocolError
 from shoal.net.addresses import is_private
 from shoal.net.transport import Moment, PeerIDBytes
 from shoal.p2p import P2P, PeerID
@@ -102,53 +99,38 @@ class PingResponse(AuthorizedResponse):
     """The address from which the sender of the request came, if it is known."""
 
 
-class StoreRequest(AuthorizedRequest):
-    """Parallel lists, one item for each record."""
+class SentRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A record on its way."""
 
-    keys: Annotated[list[IDBytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    subkeys: Annotated[
-        list[Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]], Meta(max_length=MAX_RECORDS_PER_STORE)
-    ]
+    key: IDBytes
+    subkey: Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]
     """In msgpack form, or one of the two markers of ``shoal.dht.validation``."""
-    values: Annotated[list[bytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    expirations: Annotated[list[float], Meta(max_length=MAX_RECORDS_PER_STORE)]
-    in_cache: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    value: Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
+    expiration: Moment
+    in_cache: bool
+
+
+class StoreRequest(AuthorizedRequest):
+    records: Annotated[list[SentRecord], Meta(max_length=MAX_RECORDS_PER_STORE)]
     node_id: NodeIDBytes = None
 
     @classmethod
-    def of_records(cls, records: Sequence[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
+    def of_records(cls, records: Iterable[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
         """A request to keep records; :func:`split_into_requests` makes sure that they fit."""
-        return cls(
-            keys=[record.key_id.to_bytes() for record in records],
-            subkeys=[record.subkey for record in records],
-            values=[record.value for record in records],
-            expirations=[record.expiration_time for record in records],
-            in_cache=[record.in_cache for record in records],
-            node_id=node_id,
-        )
+        sent = [
+            SentRecord(each.key_id.to_bytes(), each.subkey, each.value, each.expiration_time, each.in_cache)
+            for each in records
+        ]
+        return cls(records=sent, node_id=node_id)
 
     def unpack(self) -> list[NewRecord]:
-        """The records.
-
-        Raises:
-            ProtocolError: the lists do not fit together, or a record is impossible.
-        """
-        columns: list[list[Any]] = [self.keys, self.subkeys, self.values, self.expirations, self.in_cache]
-        lengths = [len(column) for column in columns]
-        if len(set(lengths)) != 1:
-            raise ProtocolError(f"a store request with lists of different lengths: {lengths}")
-        try:
-            for expiration_time in self.expirations:
-                check_expiration(expiration_time)
-        except ValueError as e:
-            raise ProtocolError(f"a store request with an impossible expiration: {e}") from None
-        largest = max(map(len, self.values), default=0)
-        if largest > MAX_VALUE_BYTES:
-            raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
-        return [NewRecord(*row) for row in zip(map(id_of, self.keys), *columns[1:], strict=True)]
+        """The records."""
+        return [
+            NewRecord(id_of(each.key), each.subkey, each.value, each.expiration, each.in_cache) for each in self.records
+        ]
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True):
+class NotKept(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
     reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
@@ -157,25 +139,19 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreResponse(AuthorizedResponse):
-    accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    refusals: Annotated[list[NotKept | None], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    """One for each record; ``None``: the node keeps it."""
     node_id: NodeIDBytes = None
-    refusals: Annotated[list[Refusal], Meta(max_length=MAX_RECORDS_PER_STORE)] = msgspec.field(default_factory=list)
-    """One for each record that was not accepted, in order; earlier versions give none."""
 
     @classmethod
-    def of_outcomes(cls, outcomes: Sequence[Outcome], node_id: NodeIDBytes) -> StoreResponse:
+    def of_outcomes(cls, outcomes: Iterable[Outcome], node_id: NodeIDBytes) -> StoreResponse:
         """The answer that a node gives."""
-        refusals = [Refusal(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes if not each]
-        return cls(accepted=[bool(each) for each in outcomes], node_id=node_id, refusals=refusals)
+        refusals = [None if each else NotKept(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes]
+        return cls(refusals=refusals, node_id=node_id)
 
     def outcomes(self) -> list[Outcome]:
         """What the node did with each record."""
-        refusals = iter(self.refusals)
-        return [KEPT if accepted else _outcome_of(next(refusals, None)) for accepted in self.accepted]
-
-
-def _outcome_of(refusal: Refusal | None) -> Outcome:
-    return Outcome(Reason.UNNAMED) if refusal is None else Outcome.named(refusal.reason, refusal.detail)
+        return [KEPT if each is None else Outcome.named(each.reason, each.detail) for each in self.refusals]
 
 
 class FindRequest(AuthorizedRequest):

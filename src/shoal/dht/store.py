@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from shoal.base.bounded import Bounded
 from shoal.base.clock import DHTExpiration, get_dht_time
@@ -36,63 +36,23 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
-StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["tuple[PeerID, list[Outcome]] | None"]]
-"""Asks a node to keep records; returns its peer and what it did with each, or ``None`` if its peer is not known."""
 
+@dataclass
+class _Publication:
+    """The records of one key, on their way to the nodes that are to keep them."""
 
-class Publication:
-    """The records of one key, on their way to ``num_replicas`` nodes.
+    key_id: DHTID
+    records: list[NewRecord] = field(default_factory=list)
+    outcomes: dict[PeerID, list[Outcome]] = field(default_factory=dict)
+    """What each node did with each record."""
+    answers: int = 0
+    """How many nodes have answered."""
+    has_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when one node has answered, or none will."""
+    is_finished: asyncio.Event = field(default_factory=asyncio.Event)
 
-    Args:
-        key_id: id of the key.
-        num_replicas: number of nodes that should answer; silent ones are replaced by the next nearest ones.
-    """
-
-    def __init__(self, key_id: DHTID, num_replicas: int) -> None:
-        self.key_id = key_id
-        self.records: list[NewRecord] = []
-        self.outcomes: dict[PeerID, list[Outcome]] = {}
-        """What each node did with each record."""
-        self.answers = 0
-        """How many nodes have answered."""
-        self.has_answer = asyncio.Event()
-        """Set when one replica has answered, or none will."""
-        self.is_finished = asyncio.Event()
-        self._num_replicas = num_replicas
-
-    def add(self, record: NewRecord) -> int:
-        """Add a record; returns its position."""
-        self.records.append(record)
-        return len(self.records) - 1
-
-    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> bool:
-        """Store at nodes in the given order, with no more attempts in flight than replicas are missing.
-
-        Returns:
-            Whether all nodes that were asked have answered.
-        """
-        waiting, all_answered = deque(nodes), True
-        in_flight: dict[asyncio.Task[tuple[PeerID, list[Outcome]] | None], None] = {}
-        try:
-            while True:
-                while waiting and self.answers + len(in_flight) < self._num_replicas:
-                    attempt = asyncio.ensure_future(store_at(waiting.popleft(), self.records))
-                    in_flight[attempt] = None
-                if not in_flight:
-                    return all_answered
-                await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in [attempt for attempt in in_flight if attempt.done()]:
-                    del in_flight[attempt]
-                    all_answered &= self._note(attempt.result())
-        finally:
-            for attempt in in_flight:
-                attempt.cancel()
-
-    def _note(self, answer: tuple[PeerID, list[Outcome]] | None) -> bool:
+    def note(self, peer: PeerID, outcomes: list[Outcome]) -> bool:
         """Note what a node did; returns whether it has answered."""
-        if answer is None:
-            return False
-        peer, outcomes = answer
         self.outcomes[peer] = outcomes
         if not outcomes[0].answered:
             return False
@@ -106,25 +66,14 @@ class Publication:
         self.is_finished.clear()
 
     def end(self) -> None:
-        """Nobody will answer any more, also if :meth:`run` was cancelled before it began."""
+        """Nobody will answer any more."""
         self.has_answer.set()
         self.is_finished.set()
-
-    def report(self, position: int, on_the_way: Mapping[PeerID, Outcome]) -> StoreReport:
-        """What came of one record.
-
-        Args:
-            position: that of the record.
-            on_the_way: the outcomes of nodes that gave no answer on the walk to the key.
-        """
-        return StoreReport({**on_the_way, **{peer: each[position] for peer, each in self.outcomes.items()}})
 
 
 # The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
 # trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
-# A trainer writes to about ten keys.
-MAX_WALKS = 64
 
 
 @dataclass
@@ -151,7 +100,7 @@ class Writer:
 
     def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
         self._protocol, self._config, self._refresh_queue = protocol, config, refresh_queue
-        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
+        self._walks: Bounded[DHTID, _Walk] = Bounded(64)  # a trainer writes to about ten keys
 
     async def store(
         self,
@@ -162,11 +111,12 @@ class Writer:
         num_workers: int | None = None,
     ) -> list[StoreReport]:
         """Store records at the nodes nearest to their keys, and return what came of each."""
-        publications: dict[DHTID, Publication] = {}
+        publications: dict[DHTID, _Publication] = {}
         places = []
         for record in records:
-            publication = publications.setdefault(record.key_id, Publication(record.key_id, self._config.num_replicas))
-            places.append((publication, publication.add(record)))
+            publication = publications.setdefault(record.key_id, _Publication(record.key_id))
+            places.append((publication, len(publication.records)))
+            publication.records.append(record)
         # Other nodes cannot fetch records from a client.
         without_self = exclude_self or not self._protocol.is_node
 
@@ -194,7 +144,10 @@ class Writer:
             )
         for publication in publications.values():
             await (publication.is_finished if await_all_replicas else publication.has_answer).wait()
-        reports = [publication.report(position, lookup.failures) for publication, position in places]
+        reports = [
+            StoreReport({**lookup.failures, **{peer: each[position] for peer, each in publication.outcomes.items()}})
+            for publication, position in places
+        ]
         for record, report in zip(records, reports, strict=True):
             for outcome in report.nodes.values():
                 if not outcome:
@@ -211,25 +164,44 @@ class Writer:
         nearest = self._protocol.routing_table.get_nearest_neighbors(key_id, self._config.num_replicas)
         return walk if {node_id for node_id, _ in nearest} <= set(walk.nearest) else None
 
-    async def _publish(self, publication: Publication, nodes: Sequence[DHTID], walk: _Walk) -> None:
-        """Store the records of one key at the first of these nodes that answer."""
+    async def _publish(self, publication: _Publication, nodes: Iterable[DHTID], walk: _Walk) -> None:
+        """Store the records of one key at the first of these nodes that answer.
 
-        async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> tuple[PeerID, list[Outcome]] | None:
-            if node_id == self._protocol.node_id:
-                return self._protocol.p2p.peer_id, [self._protocol.records.keep(record) for record in batch]
-            peer = walk.lookup.peer_of(node_id)
-            return None if peer is None else (peer, await self._store_at(peer, batch))
-
-        if await publication.run(nodes, store_at) and walk.nearest:
+        No more attempts are in flight than replicas are missing.
+        """
+        waiting, all_answered = deque(nodes), True
+        in_flight: dict[asyncio.Task[bool], None] = {}
+        try:
+            while True:
+                while waiting and publication.answers + len(in_flight) < self._config.num_replicas:
+                    attempt = asyncio.ensure_future(self._store_at(waiting.popleft(), publication, walk.lookup))
+                    in_flight[attempt] = None
+                if not in_flight:
+                    break
+                await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in [attempt for attempt in in_flight if attempt.done()]:
+                    del in_flight[attempt]
+                    all_answered &= attempt.result()
+        finally:
+            for attempt in in_flight:
+                attempt.cancel()
+        if all_answered and walk.nearest:
             self._walks[publication.key_id] = walk
 
-    async def _store_at(self, peer: PeerID, batch: Sequence[NewRecord]) -> list[Outcome]:
+    async def _store_at(self, node_id: DHTID, publication: _Publication, lookup: Lookup) -> bool:
+        """Store the records of one key at a node; returns whether it has answered."""
+        protocol, records = self._protocol, publication.records
+        if node_id == protocol.node_id:
+            return publication.note(protocol.p2p.peer_id, [protocol.records.keep(record) for record in records])
+        peer = lookup.peer_of(node_id)
+        if peer is None:
+            return False
         try:
-            return await self._protocol.store_at(peer, batch)
+            return publication.note(peer, await protocol.store_at(peer, records))
         except NoAccessTokenError:
             raise
         except NO_ANSWER as e:
-            return [outcome_of_failure(e)] * len(batch)
+            return publication.note(peer, [outcome_of_failure(e)] * len(records))
 
     def _update_cache(self, record: NewRecord, *, was_accepted: bool) -> None:
         """Update or refresh the cached record that this store has changed."""
@@ -263,7 +235,7 @@ def make_record(
     subkey: Subkey | None,
     value: DHTValue,
     expiration_time: DHTExpiration,
-    validator: RecordValidatorBase | None,
+    validator: RecordValidatorBase,
 ) -> NewRecord:
     """Pack and sign a value that the application wants to store.
 
@@ -276,9 +248,7 @@ def make_record(
         packed_subkey = MSGPackSerializer.dumps(subkey)
         check_subkey(subkey, packed_subkey)
     expires = _within_a_day(key, check_expiration(expiration_time))
-    packed = MSGPackSerializer.dumps(value)
-    if validator is not None:
-        packed = validator.sign_value(DHTRecord(key_id.to_bytes(), packed_subkey, packed, expires))
+    packed = validator.sign_value(DHTRecord(key_id.to_bytes(), packed_subkey, MSGPackSerializer.dumps(value), expires))
     if len(packed) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the value for key {key!r} takes {len(packed)} bytes, over the limit of {MAX_VALUE_BYTES}: "

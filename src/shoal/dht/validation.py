@@ -295,6 +295,13 @@ class CompositeValidator(RecordValidatorBase):
         """In the order of their priorities."""
         self.extend(validators)
 
+    @classmethod
+    def of(cls, validator: RecordValidatorBase | None) -> CompositeValidator:
+        """A composite as it is, and another validator, or none, as a composite of its own."""
+        if isinstance(validator, CompositeValidator):
+            return validator
+        return cls([] if validator is None else [validator])
+
     def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
         """Add validators. Each is merged into an existing one if possible, otherwise inserted by its priority."""
         extended = list(self.validators)
@@ -343,9 +350,9 @@ class CompositeValidator(RecordValidatorBase):
         return any(validator.is_owned(record) for validator in self.validators)
 
 
-def has_owned_entries(validator: RecordValidatorBase | None, key: bytes, value: StoredValue) -> bool:
+def has_owned_entries(validator: RecordValidatorBase, key: bytes, value: StoredValue) -> bool:
     """Whether a value is a dictionary with an entry that has an owner."""
-    if validator is None or isinstance(value, bytes):
+    if isinstance(value, bytes):
         return False
     return any(
         validator.is_owned(DHTRecord(key, MSGPackSerializer.dumps(subkey), item.value, item.expiration_time))

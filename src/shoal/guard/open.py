@@ -13,13 +13,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.bounded import Bounded
-from shoal.guard.policy import Members
-
-if TYPE_CHECKING:
-    from shoal.optim.progress.records import Companion, LocalTrainingProgress
+from shoal.guard.policy import KnownPeer, Members, PeerT, ReportT
 
 # A claim may be this many times what was delivered: speeds and shares vary from round to round.
 _GENEROSITY = 4.0
@@ -88,24 +85,24 @@ class OpenGuard(Members):
     def largest_weight(self, peer: bytes) -> float:
         return math.inf if peer == self._own else self._weights.most(peer)
 
-    def limited(self, records: Collection[LocalTrainingProgress], now: float) -> list[LocalTrainingProgress]:
+    def limited(self, records: Collection[ReportT], now: float) -> list[ReportT]:
         return [self._limited(record) for record in super().limited(records, now)]
 
-    def _limited(self, record: LocalTrainingProgress) -> LocalTrainingProgress:
+    def _limited(self, record: ReportT) -> ReportT:
         most = self._samples.most(record.peer_id)
         return record if most == math.inf else record.at_most(most, most / self._seconds)
 
-    def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
+    def called_end(self, companions: Mapping[bytes, KnownPeer], epoch: int, own_estimate: float, now: float) -> float:
         called = super().called_end(companions, epoch, own_estimate, now)
         return max(called, self._earliest_end(own_estimate))
 
     def may_be_over(
         self,
-        companions: Mapping[bytes, Companion],
-        ahead: Mapping[bytes, Companion],
+        companions: Mapping[bytes, PeerT],
+        ahead: Mapping[bytes, PeerT],
         own: int,
         now: float,
-        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+        own_estimate: Callable[[Mapping[bytes, PeerT]], float],
     ) -> bool:
         before = {peer: c.as_at_the_beginning(own, self.epoch_began_at) for peer, c in ahead.items()}
         return now >= self._earliest_end(own_estimate({**companions, **before}))

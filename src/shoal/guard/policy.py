@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from shoal.averaging.majorities import votes_by_host
 from shoal.base.bounded import Bounded
@@ -27,9 +27,6 @@ from shoal.base.logs import Seldom, counted
 from shoal.guard.budget import Budget
 from shoal.peers.book import SHARE_WASTED
 from shoal.peers.identity import PeerID
-
-if TYPE_CHECKING:
-    from shoal.optim.progress.records import Companion, LocalTrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +44,41 @@ _ROUNDS_ALONE = 2
 _WORTH_TELLING = 2
 # The latest epochs tell how long one usually takes.
 _EPOCHS_TIMED = 16
+
+
+class ReportedProgress(Protocol):
+    """What a peer says of its progress, as far as it is judged here."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def client_mode(self) -> bool: ...
+    @property
+    def is_donor(self) -> bool: ...
+    def at_most(self: ReportT, samples: float, samples_per_second: float) -> ReportT:
+        """The same, cut to these limits."""
+        ...
+
+
+class KnownPeer(Protocol):
+    """What this peer knows of another one of the run, likewise."""
+
+    known_since: float
+    end: float | None
+
+    @property
+    def record(self) -> ReportedProgress: ...
+    @property
+    def is_heard(self) -> bool: ...
+    def is_reachable(self, now: float) -> bool: ...
+    def epoch_by_now(self, now: float, seconds_per_epoch: float) -> int: ...
+    def as_at_the_beginning(self: PeerT, epoch: int, began_at: float) -> PeerT: ...
+
+
+ReportT = TypeVar("ReportT", bound=ReportedProgress)
+PeerT = TypeVar("PeerT", bound=KnownPeer)
 
 
 def epoch_of_most(votes: Sequence[int], own: int) -> int:
@@ -140,7 +172,7 @@ class Members:
         self,
         samples: Mapping[bytes, float],
         now: float,
-        companions: Mapping[bytes, Companion] | None = None,
+        companions: Mapping[bytes, KnownPeer] | None = None,
         own: int = 0,
         seconds: float = 0.0,
         waits: Mapping[bytes, float] | None = None,
@@ -316,7 +348,12 @@ class Members:
         return comes and (not self._met or peer in self._met or not self._meets_everybody)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
-        """Whether a peer may join or lead a group: it has cost no time that is not paid for."""
+        """Whether a peer may join or lead a group: it has cost no time that is not paid for.
+
+        A peer that is left out itself joins and leads nobody. Newcomers do not know yet that it is too slow.
+        """
+        if not self.budget.allows(self._own, now, is_stranger=False, joins=True):
+            return False
         is_stranger = bool(self._met) and peer not in self._met
         return self.budget.allows(peer, now, is_stranger=is_stranger, joins=True)
 
@@ -328,7 +365,7 @@ class Members:
         """Of several peers that claim to come, those that this peer should wait for."""
         return {peer for peer in peers if self.counts(peer, now)}
 
-    def limited(self, records: Collection[LocalTrainingProgress], now: float) -> list[LocalTrainingProgress]:
+    def limited(self, records: Collection[ReportT], now: float) -> list[ReportT]:
         """The records of all peers, as far as they are believed."""
         return [record if self.counts(record.peer_id, now) else record.at_most(0, 0.0) for record in records]
 
@@ -336,7 +373,7 @@ class Members:
         """How much a member may weigh in what this peer reduces."""
         return math.inf
 
-    def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
+    def called_end(self, companions: Mapping[bytes, KnownPeer], epoch: int, own_estimate: float, now: float) -> float:
         """The earliest DHT time at which this epoch ends according to others; infinite if none says so.
 
         Args:
@@ -348,11 +385,11 @@ class Members:
 
     def credible(
         self,
-        companions: Mapping[bytes, Companion],
+        companions: Mapping[bytes, PeerT],
         own: int,
         now: float,
-        own_estimate: Callable[[Mapping[bytes, Companion]], float],
-    ) -> dict[bytes, Companion]:
+        own_estimate: Callable[[Mapping[bytes, PeerT]], float],
+    ) -> dict[bytes, PeerT]:
         """The peers whose epoch the run can have reached; the others are left out.
 
         Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
@@ -380,34 +417,34 @@ class Members:
 
     def may_be_over(
         self,
-        companions: Mapping[bytes, Companion],
-        ahead: Mapping[bytes, Companion],
+        companions: Mapping[bytes, PeerT],
+        ahead: Mapping[bytes, PeerT],
         own: int,
         now: float,
-        own_estimate: Callable[[Mapping[bytes, Companion]], float],
+        own_estimate: Callable[[Mapping[bytes, PeerT]], float],
     ) -> bool:
         """Whether this epoch can be over already, if a member says so."""
         return True
 
-    def are_most_beyond(self, companions: Mapping[bytes, Companion], own: int, now: float) -> bool:
+    def are_most_beyond(self, companions: Mapping[bytes, KnownPeer], own: int, now: float) -> bool:
         """Whether most hosts have ended this epoch. One peer alone may have failed to meet the others."""
         return self._epoch_of_run(self._voters(companions, now), own, now) > own
 
-    def _voters(self, companions: Mapping[bytes, Companion], now: float) -> dict[bytes, Companion]:
+    def _voters(self, companions: Mapping[bytes, PeerT], now: float) -> dict[bytes, PeerT]:
         """The peers whose epochs decide which one the run is at."""
         return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
 
-    def _epoch_of_run(self, voters: Mapping[bytes, Companion], own: int, now: float) -> int:
+    def _epoch_of_run(self, voters: Mapping[bytes, KnownPeer], own: int, now: float) -> int:
         # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
         usual = statistics.median(self._epochs) if self.is_large and self._epochs else math.inf
         votes = votes_by_host({peer: c.epoch_by_now(now, usual) for peer, c in voters.items()}, self._host_of)
         return epoch_of_most(sorted([*votes, own]) if now < self._counts_itself_until else votes, own)
 
-    def _unheard(self, companions: Mapping[bytes, Companion]) -> set[bytes]:
+    def _unheard(self, companions: Mapping[bytes, KnownPeer]) -> set[bytes]:
         """The peers of which this one knows nothing but a record in the DHT."""
         return {peer for peer, c in companions.items() if not c.is_heard and not self.has_met(peer)}
 
-    def _name_impossible_epoch(self, companion: Companion, run: int) -> None:
+    def _name_impossible_epoch(self, companion: KnownPeer, run: int) -> None:
         """Warn of a peer that claims to be far beyond the run, if this one has heard from it.
 
         Otherwise it may be dead, and its record that of a run that has begun again since.

@@ -16,8 +16,6 @@ from shoal.errors import ShoalError
 from shoal.metrics import PrometheusEndpoint, start_prometheus
 from shoal.monitor.run import PeerState, RunView, Summary
 
-SECONDS_BETWEEN_POINTS = 30.0
-
 
 def figures_of(summary: Summary) -> dict[str, float]:
     """The state of the swarm as numbers by name; those that are not known are missing."""
@@ -50,7 +48,7 @@ class _ByEpoch:
         if summary is None or not summary.peers:
             return
         if summary.epoch != self._epoch or summary.time >= self._next:
-            self._epoch, self._next = summary.epoch, summary.time + SECONDS_BETWEEN_POINTS
+            self._epoch, self._next = summary.epoch, summary.time + 30.0
             self.write(summary, figures_of(summary))
 
     def write(self, summary: Summary, figures: dict[str, float]) -> None:

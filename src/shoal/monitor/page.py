@@ -49,9 +49,6 @@ LOOPBACK = "127.0.0.1"
 # Browsers that may follow a run at the same time.
 MAX_STREAMS = 64
 SECONDS_BETWEEN_NEWS = 1.0
-# Of epochs, and of all other events.
-EVENTS_AT_FIRST = 200
-STOP_SECONDS = 5.0
 # How long a connection lives that does not follow the run, and how many of these there are at most. Chosen.
 VISIT_SECONDS, MOST_VISITORS = 60.0, 256
 # Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
@@ -203,7 +200,7 @@ class Page:
             "columns": COLUMNS,
             "spans": view.history.spans,
             "rows": view.rows_since(0),
-            "events": view.events.latest(EVENTS_AT_FIRST),
+            "events": view.events.latest(200),
             "summary": view.summary,
             "point": None if view.summary is None else view.summary.values(),
         }
@@ -345,5 +342,5 @@ class PageServer:
     def close(self) -> None:
         """Stop serving. Idempotent."""
         self._page.closing = self._server.should_exit = True
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(5.0)
         self._socket.close()

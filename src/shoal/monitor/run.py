@@ -29,16 +29,10 @@ SILENT_SECONDS = 45.0
 SECONDS_SHOWN = 300.0
 # A report older than this says nothing about the present.
 REPORT_SECONDS = 90.0
+# Bounds, because anybody can invent peers, names and events. Chosen, as the seconds above.
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
-# How many of the user's figures, besides the loss, are remembered over time.
-MAX_FIGURES_OVER_TIME = 12
-# How many peers' samples are remembered after they are gone.
-MAX_COUNTED = 50_000
-# For how long it is remembered when the swarm reached which epoch. The pace of the run is that of the same time.
-SECONDS_OF_EPOCHS = 600.0
-# Of one kind in one second.
-MAX_EVENTS_AT_ONCE = 8
-MOST_TIMES_THE_MEDIAN = 100.0
+# How many of the user's figures, besides the loss, are remembered over time; and events of one kind in one second.
+MAX_FIGURES_OVER_TIME, MAX_EVENTS_AT_ONCE = 12, 8
 
 SERIES = (
     *("throughput", "loss", "loss_median", "peers", "gone", "epoch"),
@@ -380,7 +374,7 @@ class RunView:
         if samples < latest:  # it was started again
             earlier, latest = earlier + latest, 0
         self._samples[peer] = earlier, samples
-        while len(self._samples) > MAX_COUNTED:
+        while len(self._samples) > 50_000:  # also of peers that are gone
             del self._samples[next(iter(self._samples))]
 
     def _leave(self, view: PeerView, state: PeerState, text: str, now: float) -> None:
@@ -422,7 +416,7 @@ class RunView:
             known.clear()
         if not known or epoch > known[-1][1]:
             known.append((now if known else -math.inf, epoch))
-        while len(known) > 2 and known[1][0] < now - SECONDS_OF_EPOCHS:
+        while len(known) > 2 and known[1][0] < now - 600.0:  # the pace of the run is that of ten minutes
             del known[0]
 
     def _epoch_at(self, time: float) -> int:
@@ -607,7 +601,7 @@ def _limited(values: list[float]) -> list[float]:
     positive = [value for value in values if value > 0]
     if not positive:
         return values
-    limit = MOST_TIMES_THE_MEDIAN * median(positive)
+    limit = 100.0 * median(positive)
     return [min(value, limit) for value in values]
 
 

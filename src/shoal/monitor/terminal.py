@@ -34,8 +34,6 @@ BY_IMPORTANCE = (
     *("peer", "state", "epoch", "samples/s", "loss", "failed", "step", "link", "sent", "received"),
     *("averaging", "version"),
 )
-WIDEST_COLUMN, SPACE_BETWEEN_COLUMNS = 12, 3
-WIDEST_NAME = 20
 USUAL_WIDTH = 160
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
@@ -48,9 +46,6 @@ EVENT_COLOURS = {
     **{"lost": "red", "failed": "red", "trouble": "yellow"},
     **{"joined": "green", "returned": "green", "goal": "bold green"},
 }
-# Lines that are not rows of the table, and the most of them that are events.
-LINES_AROUND, EVENT_LINES = 8, 8
-LEAST_ROWS = 3
 MOST_FIGURES = 6
 """In the line of the swarm; the page has them all."""
 
@@ -153,7 +148,7 @@ def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     fitting, left = list[int](), width
     for index in map(COLUMNS.index, BY_IMPORTANCE):
-        left -= min(widths[index], widest(COLUMNS[index])) + SPACE_BETWEEN_COLUMNS
+        left -= min(widths[index], widest(COLUMNS[index])) + 3  # with the space between columns
         if left < 0:
             break
         fitting.append(index)
@@ -162,7 +157,7 @@ def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
 
 def widest(column: str) -> int:
     """The most characters that a column takes."""
-    return WIDEST_NAME if column == "peer" else WIDEST_COLUMN
+    return 20 if column == "peer" else 12
 
 
 def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
@@ -199,8 +194,8 @@ def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDT
     from rich.text import Text
 
     with view.lock:
-        events = view.events.rare[-EVENT_LINES:]
-        rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
+        events = view.events.rare[-8:]
+        rows = max(3, height - 8 - len(events))  # eight lines are around the table
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
         parts: list[RenderableType] = [
             Text(headline(view.run, view.summary), style="bold"),

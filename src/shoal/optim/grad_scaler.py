@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -30,7 +30,7 @@ class SwarmOptimizer(Facade, torch.optim.Optimizer):
     """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
     only these."""
 
-    steps_each_batch: ClassVar[bool] = False
+    steps_each_batch: bool = False
     """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
 
 

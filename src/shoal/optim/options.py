@@ -7,11 +7,12 @@ whole. ``docs/training.md`` must have it, too.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 from shoal.averaging.aggregation import Aggregation, check_aggregation
 from shoal.averaging.groups.settings import FROZEN_BASE
@@ -20,11 +21,13 @@ from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, check_peer_momentum
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.progress.company import check_on_mismatch
 from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress.run_settings import check_on_mismatch
 from shoal.optim.setup.optimizer_state import TorchOptimizer
 from shoal.optim.setup.schedules import LRSchedulerBase
 from shoal.optim.setup.training_setup import default_silence
+
+P = ParamSpec("P")
 
 # Averages gradients exactly, unless the user chooses another averager. What one of low rank leaves out depends on the
 # ratio of its rank to the width of a layer: any fixed rank would ruin wide models.
@@ -173,12 +176,17 @@ def resolve_shared(given: Mapping[str, Any]) -> dict[str, Any]:
         "averaging_timeout": patience,
         "allreduce_timeout": patience if allreduce is None else allreduce,
         "next_chunk_timeout": default_silence(matchmaking, patience) if silence is None else silence,
-        "client_mode": bool(given["client_mode"]),
+        "client_mode": _is_client(given),
         "averager_opts": dict(given["averager_opts"] or {}),
         "tracker_opts": dict(given["tracker_opts"] or {}),
         "status_loglevel": logging.INFO if given["verbose"] else logging.DEBUG,
         "on_mismatch": check_on_mismatch(given["on_mismatch"]),
     }
+
+
+def _is_client(given: Mapping[str, Any]) -> bool:
+    own = given["client_mode"]
+    return bool(getattr(given.get("dht"), "client_mode", False) if own is None else own)
 
 
 def check_run_id(run_id: object) -> None:
@@ -192,6 +200,29 @@ def check_run_id(run_id: object) -> None:
     if not run_id:
         raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
     assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
+
+
+def resolved_by(options: type[Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """A constructor that finds its arguments resolved in ``self.options``, so that it need not spell them again.
+
+    Args:
+        options: the class of that object.
+    """
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(construct)
+
+        @functools.wraps(construct)
+        def resolve_and_construct(*args: P.args, **kwargs: P.kwargs) -> None:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            optimizer: Any = given.arguments["self"]
+            optimizer.options = options.resolve(**{n: each for n, each in given.arguments.items() if n != "self"})
+            construct(*args, **kwargs)
+
+        return resolve_and_construct
+
+    return decorate
 
 
 def with_defaults(optimizer: type, given: Mapping[str, Any]) -> dict[str, Any]:

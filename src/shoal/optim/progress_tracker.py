@@ -30,7 +30,6 @@ from shoal.guard.policy import Members
 from shoal.optim.history.fork_choice import ForkChoice, weights_of
 from shoal.optim.history.journal import Lineage
 from shoal.optim.progress.board import EpochRule, ProgressBoard
-from shoal.optim.progress.company import Company
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import (
     GlobalTrainingProgress,
@@ -41,6 +40,7 @@ from shoal.optim.progress.records import (
     count_of_samples,
 )
 from shoal.optim.progress.run_list import RunList
+from shoal.optim.progress.run_settings import Company
 from shoal.p2p import PeerID
 from shoal.peers.book import SHARE_WASTED
 
@@ -135,6 +135,8 @@ class GuardedTrust(TrackedTrust):
 class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
+    Half of its fields are options that programs read under their inherited names.
+
     Args:
         dht: connected DHT of this peer.
         prefix: name of the training run; its records stand under ``{prefix}_progress``.
@@ -211,14 +213,15 @@ class ProgressTracker(Facade):
             functools.partial(make_guard(guard), share=waiting_share),
             rule,
         )
-        # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
-        parse = weakref.WeakMethod(self._parse_swarm_progress_data)
+        if type(self)._parse_swarm_progress_data is not ProgressTracker._parse_swarm_progress_data:
+            # Weak, because the board is in use in the event loop, which must not keep the tracker alive.
+            parse = weakref.WeakMethod(self._parse_swarm_progress_data)
 
-        def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
-            method = parse()
-            return records.summarize() if method is None else method(records)
+            def parse_records(records: SwarmRecords) -> GlobalTrainingProgress:
+                method = parse()
+                return records.usual if method is None else method(records)
 
-        self.board.parse_records = parse_records
+            self.board.parse_records = parse_records
         self._private_key, self._in_pause = private_key, False
         self._has_looked_at_company = False
         self.exchange: ProgressExchange | None = None
@@ -275,15 +278,7 @@ class ProgressTracker(Facade):
         """List the run, if its settings are compared. Called before the start and after it."""
         exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
         if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
-            exchange.runs = self._make_run_list()
-
-    def _make_run_list(self) -> RunList:
-        board = self.board
-
-        def num_peers() -> int:
-            return board.global_progress(get_dht_time()).num_peers
-
-        return RunList(self.dht.node, self.dht.p2p, self.prefix, num_peers, lambda: not board.present(get_dht_time()))
+            exchange.runs = RunList(self.dht.node, self.dht.p2p, self.prefix, self.board)
 
     def is_alive(self) -> bool:
         """Whether the tracker works in the background."""
@@ -324,7 +319,7 @@ class ProgressTracker(Facade):
             metadata: the records by peer, each as plain values with its expiration, this peer's own among them once it
                 is published. Only peers that count are there, with what is believed of them.
         """
-        return metadata.summarize()
+        return metadata.usual
 
     @property
     def training_progress_key(self) -> str:
@@ -602,8 +597,7 @@ class ProgressTracker(Facade):
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
         self.board.guard.full_group = averager.config.target_group_size
-        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
-        averager.believe(trust)
+        averager.believe((GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples))
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,6 @@ from shoal.p2p import P2P, Multiaddr
 from shoal.testing.network import Host, Network
 from shoal.testing.swarm import INITIAL_PEERS, Swarm
 
-# How many times a newcomer tries to join: links may fail.
-JOIN_ATTEMPTS = 5
-
 
 async def start_peers(network: Network, count: int, **options: Any) -> list[P2P]:
     """Start peers that do not know each other.
@@ -81,7 +78,7 @@ async def start_dht_node(network: Network, host: Host, swarm: Sequence[DHTNode],
     Raises:
         BootstrapError, ValidationError: it could not join in any of its attempts, or the host has died.
     """
-    attempts_left = JOIN_ATTEMPTS
+    attempts_left = 5  # links may fail
     while True:
         addresses = await _some_addresses(network, swarm)
         create = DHTNode.create(initial_peers=addresses, transport=host.transport(), rng=host.rng, **options)

@@ -39,16 +39,11 @@ START_OF_TIME = 1_700_000_000.0
 
 # A simulation that takes longer in virtual time counts as hanging.
 DEFAULT_TIME_LIMIT = 7 * 86400.0
-# Virtual seconds that tasks have to end after they were cancelled at the end.
-CLEANING_UP_SECONDS = 60.0
-# Thresholds of the garbage collector; with the usual ones it takes up to a third of a large simulation's time.
-RARE_COLLECTIONS = (2_000_000, 50, 100)
 # How many tasks that have ended are remembered, besides as many as are running.
 MOST_ENDED_TASKS = 64
 # Most rounds of callbacks in a row without any time passing; more count as an endless loop.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
 
-_MAX_CANCELLED_TIMERS = 1000
 _MAX_LINES = 20
 
 _machine: contextvars.ContextVar[Machine | None] = contextvars.ContextVar("machine", default=None)
@@ -262,7 +257,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
         # Removing one timer from a heap is slow: they stay until they are many.
-        if self._cancelled_timers > max(_MAX_CANCELLED_TIMERS, len(self.timers) // 2):
+        if self._cancelled_timers > max(1000, len(self.timers) // 2):
             self.timers = [entry for entry in self.timers if not entry[2].cancelled()]
             heapq.heapify(self.timers)
             self._cancelled_timers = 0
@@ -411,7 +406,8 @@ def run(
         raise RuntimeError("shoal.testing.run() cannot be called from inside a running event loop")
     loop = VirtualTimeLoop(seed=seed, start_time=start_time, time_limit=time_limit)
     thresholds = gc.get_threshold()
-    gc.set_threshold(*RARE_COLLECTIONS)
+    # With the usual thresholds, the garbage collector takes up to a third of a large simulation's time.
+    gc.set_threshold(2_000_000, 50, 100)
     try:
         result: T = loop.run_until_complete(main)
     except BaseException:
@@ -442,7 +438,7 @@ def _end_everything(loop: VirtualTimeLoop) -> None:
 async def _finish(tasks: list[asyncio.Task[Any]]) -> None:
     """Wait until cancelled tasks have ended, but not forever if one refuses to."""
     if tasks:
-        await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLEANING_UP_SECONDS)
+        await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=60.0)
 
 
 def _abandon_tasks(loop: VirtualTimeLoop) -> None:

@@ -115,7 +115,7 @@ class _Forgetful:
         self._protocol, self.rpc_ping = protocol, protocol.rpc_ping
 
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
-        return StoreResponse(accepted=[True] * len(request.keys), node_id=self._protocol.node_id.to_bytes())
+        return StoreResponse(refusals=[None] * len(request.records), node_id=self._protocol.node_id.to_bytes())
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         nothing = [FindResult(Found.NOTHING, b"", 0.0, []) for _ in request.keys]

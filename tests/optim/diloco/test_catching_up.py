@@ -193,16 +193,21 @@ def no_updates(part, timeout):
 def rounds_of(peer, ask):
     """What catching up needs of rounds."""
     tracker = SimpleNamespace(
-        pause_updates=nullcontext, believe_as_a_newcomer=lambda: None, global_epoch=3, is_first=lambda: False
+        pause_updates=nullcontext,
+        global_epoch=3,
+        is_first=lambda: False,
+        fetched_global_progress_this_epoch=threading.Event(),
     )
+    tracker.fetched_global_progress_this_epoch.set()
     return SimpleNamespace(
         fragments=[peer.updates],
         has_trained=True,
+        begin_run=lambda: None,
         end_flights=lambda: None,
         tracker=tracker,
         counter=SimpleNamespace(slot=3, position=0, schedule=Schedule(1, 2)),
         settings=replace(peer.updates.settings, load_state_timeout=1.0, share_inner_state=False),
-        averager=SimpleNamespace(load_part_from_peers=ask, donor=giving(peer)),
+        averager=SimpleNamespace(load_part_from_peers=ask, donor=giving(peer), is_giving=False),
         go_to=lambda slot: None,
         inner=SimpleNamespace(move_schedules=lambda position: None),
     )
@@ -452,7 +457,7 @@ def check_known_bits(*trainers):
         assert all(known.setdefault(version, bits) == bits for version, bits in trainer.seen.items())
 
 
-def test_who_misses_a_slot_downloads_only_its_update(make_dhts, make, monkeypatch):
+def test_a_missed_slot_costs_only_its_update(make_dhts, make, monkeypatch):
     dhts = make_dhts(3)
     options = {"fragments": 2, "straggler_patience": 0.3, "compression": NoCompression(), "matchmaking_time": 1.0}
     trainers = [make(dht, **options) for dht in dhts]

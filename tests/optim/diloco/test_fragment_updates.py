@@ -14,12 +14,10 @@ from shoal.averaging.message_means import mean_of_messages
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, CompressionInfo, TopKCompression
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.contribution import Effort, usual_staleness
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragment_updates import FragmentUpdates
-from shoal.optim.diloco.fragments import Fragment
-from shoal.optim.diloco.messages import answer, parse_answer
-from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.diloco.fragments import Fragment, OuterState, default_outer_optimizer
+from shoal.optim.diloco.messages import Effort, answer, parse_answer, usual_staleness
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.journal import MOST
 from shoal.optim.history.window import Relation
@@ -441,7 +439,7 @@ def test_a_member_behind_does_not_count():
     assert torch.equal(c.outer, a.outer)
 
 
-def test_who_trains_another_model_adopts_that_of_most():
+def test_a_peer_adopts_the_model_of_most():
     a, b, c = Peer(A), Peer(B), Peer(B, (5.0, 5.0))
     alone(0, c)
     weights, mean = begin(0, (a, b, c))
@@ -598,7 +596,7 @@ def test_what_has_not_counted_leaves_nothing_out(how):
     assert torch.equal(b.updates.contribution.error, before)
 
 
-def test_who_is_alone_leaves_nothing_out():
+def test_a_lone_message_leaves_nothing_out():
     a, b = (Peer(target, codec=SPARSE) for target in (A, B))
     a.train()
     b.train()
@@ -614,7 +612,7 @@ def test_who_is_alone_leaves_nothing_out():
     assert b.updates.contribution.error is None
 
 
-def test_who_begins_anew_has_left_nothing_out():
+def test_starting_over_forgets_the_error():
     a, b = (Peer(target, codec=SPARSE) for target in (A, B))
     a.train()
     b.train()
@@ -627,7 +625,7 @@ def test_who_begins_anew_has_left_nothing_out():
 # --- the same updates, but other bits ---------------------------------------------------------------------------------
 
 
-def test_who_has_other_bits_takes_those_of_most(caplog):
+def test_a_peer_adopts_the_bits_of_most(caplog):
     a, b, c = Peer(A), Peer(B), Peer(B)
     for slot in range(3):
         if slot == 2:
@@ -651,7 +649,7 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
     assert c.updates.standing is Relation.WITH
 
 
-def test_bits_are_compared_every_so_many_updates():
+def test_bits_are_compared_every_few_updates():
     a, b = Peer(A), Peer(B)
     told = []
     for slot in range(5):

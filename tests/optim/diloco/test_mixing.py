@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.diloco.fragments import Fragment, Fragments, MergePolicy, shift
-from shoal.optim.diloco.outer_state import OuterState, default_outer_optimizer
+from shoal.optim.diloco.fragments import Fragment, Fragments, MergePolicy, OuterState, default_outer_optimizer, shift
 from shoal.optim.diloco.slots import Schedule
 from tests.optim.diloco.quadratic import A, B, near, train
 

@@ -34,7 +34,7 @@ from typing import Any
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.group import bytes_of_member, describe_group, learn, read_group, record_of
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.memory import FormerMembers, Refusals
+from shoal.averaging.groups.memory import TOO_SLOW, FormerMembers, Refusal, Refusals
 from shoal.averaging.groups.search import (
     Accepts,
     Action,
@@ -49,18 +49,15 @@ from shoal.averaging.groups.search import (
     Follower,
     GroupSearch,
     InvitationEnds,
-    InvitationFails,
     Invite,
     Joins,
     Judge,
     Leaves,
-    Misleads,
     OfferEnds,
     Offers,
     Release,
     Remembered,
     Reply,
-    SearchEnds,
     Seen,
     Sent,
     Start,
@@ -160,7 +157,6 @@ class Surroundings:
     get_stub: GetStub
     """Makes a stub of the averager protocol."""
     trust: Trust
-    refusals: Refusals
     members: FormerMembers
     background: TaskSet
     """Withdrawals and invitations, which may outlive a search."""
@@ -281,7 +277,10 @@ class SearchShell:
 
     def _end(self) -> None:
         """Answer all that wait. Nobody may join from now on."""
-        self.on(SearchEnds())
+        for action in self.search.end():
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
         has_group = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         members = self.group.result().peer_ids if has_group else ()
         end_invitations(self._calls.invitations, members)
@@ -429,7 +428,7 @@ class SearchShell:
                 return
             around.p2p.metrics.members_untrue += 1
             self.left.append(reply.group.group_id)
-            self.on(Misleads(leader))
+            self.on(Fails(leader, AskFailure.UNTRUE))
             return
         if reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             around.warn_seldom("peer %s refuses to average with this one: %s", leader, words, about=leader)
@@ -482,7 +481,7 @@ class SearchShell:
             logger.debug("could not invite %s: %r", peer, e)
             if (promised := search.looking().get(peer)) is not None:
                 self._note_uncalled(peer, e, promised)
-            self.on(InvitationFails(peer))
+            self.on(InvitationEnds(peer, arrived=False))
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
         """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""
@@ -538,7 +537,7 @@ class SearchShell:
             answers.put_nowait(e)
 
     def _refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
-        refusal = self.search.refusal_of(peer, request, nbytes, self._around.refusals.reason_of)
+        refusal = self.search.refusal_of(peer, request, nbytes)
         if refusal is not None and refusal.code is Code.SETTINGS_DIFFER:
             seen_here = difference_of(request.settings, self.search.settings.agreed)
             self._around.warn_seldom("peer %s cannot average with this one: %s", peer, seen_here, about=peer)
@@ -623,8 +622,8 @@ class Matchmaking:
     ) -> None:
         self.keys, self.settings, self._leave_group = keys, settings, leave_group
         self.refusals, self.former_members, self.background = Refusals(), FormerMembers(), TaskSet()
-        warn, known = Seldom(logger.warning), (self.refusals, self.former_members, self.background)
-        self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, warn)
+        known = self.former_members, self.background
+        self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, Seldom(logger.warning))
         self._one_at_a_time = asyncio.Lock()
         self.current: SearchShell | None = None
         """The search in progress."""
@@ -683,9 +682,9 @@ class Matchmaking:
         )
         scores = around.p2p.behaviour
         search = GroupSearch(around.p2p.peer_id, settings, around.trust, scores.may_lead, key, terms, promise, now)
-        refused = {**dict.fromkeys(scores.find_too_slow(), True), **self.refusals.next_search()}
-        for peer, counts in refused.items():
-            search.refuse(peer, counts=counts)
+        too_slow = dict.fromkeys(scores.find_too_slow(), Refusal(TOO_SLOW))
+        for peer, refusal in {**too_slow, **self.refusals.next_search()}.items():
+            search.refuse(peer, refusal)
         return SearchShell(search, around, control, next(self._numbers))
 
     def explain_failure(self) -> str:

@@ -16,13 +16,13 @@ ring of peers that wait for each other can form::
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.memory import NO_GROUP, Refusal
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
@@ -36,8 +36,8 @@ RETURN_SHARE = 2 / 3
 # A candidate that could not be reached rests for this many seconds, twice as long after each further failure. The
 # others that can reach it follow it within a few round trips, and name it again.
 RETRY_PAUSE, MAX_RETRY_PAUSE = 0.5, 2.0
-# A candidate that has given this many answers within ``min_matchmaking_time``, and led nobody, rests for as long. An
-# honest one has news two or three times: it promises anew, it follows another, it lost its leader.
+# A candidate that has given this many answers, and led nobody, rests for ``min_matchmaking_time``, and again after as
+# many. An honest one has news two or three times: it promises anew, it follows another, it lost its leader.
 MOST_ANSWERS = 4
 # A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
 # may be in the middle of a batch.
@@ -66,6 +66,8 @@ class AskFailure(Enum):
 
     NONSENSE = auto()
     """It answered, but not with an answer."""
+    UNTRUE = auto()
+    """Its last answer was a group that cannot be."""
     SILENT = auto()
     BROKEN = auto()
     """The connection broke, perhaps by chance."""
@@ -124,8 +126,8 @@ class Candidate:
     """The promise is a guess. Then this peer cannot lead, and the other one was in a recent group."""
     asked: float | None = None
     """The promise with which it was asked in vain. It is not asked again as long as it promises the same."""
-    answers: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
-    """The times of its last answers, in order. It could name another time, or another leader, each time."""
+    answers: int = 0
+    """How often it has answered without a group. It could name another time, or another leader, each time."""
     failures: int = 0
     """Calls to it that failed since it last accepted this peer or called itself."""
     rests_until: float = -math.inf
@@ -138,8 +140,8 @@ class Candidate:
     offer: Offering = Offering.NONE
     follower: Follower | None = None
     """It follows this peer, or did until its connection broke. Never while this peer follows another one."""
-    refused: bool | None = None
-    """Whether others count it as an expected member, if this peer refuses it; ``None``: it does not. A refused peer is
+    refused: Refusal | None = None
+    """Why this peer refuses it, and whether others count it as an expected member. A refused peer is
     never asked, invited, or a follower."""
     is_outbid: bool = False
     """This peer has moved its own promise before that of this unfit leader."""
@@ -156,10 +158,6 @@ class Candidate:
         """Note why it does not lead this peer. What it said itself is not replaced by how a later call ended."""
         if words or self.cause is None or not self.cause.words:
             self.cause = Cause(absence, words)
-
-    def talks_too_much(self, since: float) -> bool:
-        """Whether it has given the most answers since then."""
-        return len(self.answers) == MOST_ANSWERS and self.answers[0] > since
 
 
 @dataclass
@@ -264,10 +262,9 @@ class InvitationEnds(NamedTuple):
     peer: PeerID
     leader: PeerID | None = None
     promised: float = 0.0
-
-
-class InvitationFails(NamedTuple):
-    peer: PeerID
+    arrived: bool = True
+    """``False``: there is no answer. The group does not wait for it a second time, because this peer keeps the time of
+    the first call."""
 
 
 class Sent(NamedTuple):
@@ -295,21 +292,11 @@ class Answers(NamedTuple):
     promised: float = 0.0
 
 
-class Misleads(NamedTuple):
-    """The candidate's last answer is a group that cannot be."""
-
-    peer: PeerID
-
-
 class Fails(NamedTuple):
     """The call to the candidate failed."""
 
     peer: PeerID
     failure: AskFailure
-
-
-class SearchEnds(NamedTuple):
-    """The search is over, with a group or without. Nothing is left without an answer."""
 
 
 Event = (
@@ -322,13 +309,10 @@ Event = (
     | Offers
     | OfferEnds
     | InvitationEnds
-    | InvitationFails
     | Sent
     | Accepts
     | Answers
-    | Misleads
     | Fails
-    | SearchEnds
 )
 
 
@@ -336,7 +320,7 @@ Event = (
 
 
 class Ask(NamedTuple):
-    """Ask a peer to lead this one. It ends with :class:`Answers`, :class:`Misleads` or :class:`Fails`."""
+    """Ask a peer to lead this one. It ends with :class:`Answers` or :class:`Fails`."""
 
     peer: PeerID
     on_offer: bool
@@ -348,7 +332,7 @@ class StopAsking(NamedTuple):
 
 
 class Invite(NamedTuple):
-    """Call a peer. It ends with :class:`InvitationEnds` or :class:`InvitationFails`."""
+    """Call a peer. It ends with :class:`InvitationEnds`."""
 
     peer: PeerID
 
@@ -418,7 +402,6 @@ _ABSENCE_OF_CODE: dict[int, Absence] = {
     Code.GROUP_DISBANDED: Absence.DISBANDED,
 }
 _ABSENCE_OF_FAILURE = {
-    AskFailure.NONSENSE: Absence.BROKEN,
     AskFailure.SILENT: Absence.SILENT,
     AskFailure.BROKEN: Absence.BROKEN,
     AskFailure.UNREACHABLE: Absence.UNREACHABLE,
@@ -450,15 +433,11 @@ class GroupSearch:
     """When a leader was lost or did not answer. Its other followers are going to look for another leader then."""
     starts_at: float = -math.inf
     """This peer does not start earlier, although it has moved its promise forward to outbid others."""
-    is_outdated: bool = False
-    """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     is_over: bool = False
-    """No action follows any more, but for what :class:`SearchEnds` still has to answer."""
+    """No action follows any more, but for what :meth:`end` still has to answer."""
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
-        if isinstance(event, SearchEnds):
-            return list(self._end())
         if self.is_over:
             return []
         actions = list(self._take_up(event, now))
@@ -485,18 +464,15 @@ class GroupSearch:
                 yield from self._note_offer(peer, promised)
             case OfferEnds(peer):
                 self._at(peer).offer = Offering.NONE
-            case InvitationEnds(peer, leader, promised):
-                self._at(peer).outcall = Outcall.NONE
+            case InvitationEnds(peer, leader, promised, arrived):
+                self._at(peer).outcall = Outcall.NONE if arrived else Outcall.UNREACHED
                 if leader is not None:
                     self._note_candidate(leader, promised)
-            case InvitationFails(peer):
-                # The group does not wait for it a second time: ``invited`` keeps the time of the first call.
-                self._at(peer).outcall = Outcall.UNREACHED
             case Sent(peer) if self._asks(peer) and self.asking is not None:
                 self.asking.is_sent = True
             case Accepts(peer, promised) if self._asks(peer) and self.asking is not None:
                 yield from self._follow(self.asking, promised, now)
-            case Answers(peer) | Misleads(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
+            case Answers(peer) | Fails(peer) if self._asks(peer) and self.asking is not None:
                 asking, self.asking = self.asking, None
                 yield from self._judge(asking, event, now)
                 yield from self._learn_from(asking, event, now)
@@ -533,14 +509,9 @@ class GroupSearch:
     def _pending(self) -> list[Candidate]:
         return [each for each in self.peers.values() if each.outcall is Outcall.PENDING]
 
-    def refuse(self, peer: PeerID, *, counts: bool) -> None:
-        """Refuse a peer for the rest of this search.
-
-        Args:
-            peer: the peer.
-            counts: whether others count it as an expected member.
-        """
-        self._at(peer).refused = counts
+    def refuse(self, peer: PeerID, refusal: Refusal) -> None:
+        """Refuse a peer for the rest of this search."""
+        self._at(peer).refused = refusal
 
     def _note_candidate(self, peer: PeerID, promised: float) -> None:
         """Note that a peer looks for a group. A known candidate is better than guesses."""
@@ -566,7 +537,6 @@ class GroupSearch:
                 each.explain(Absence.NOT_LOOKING)
         for peer, promised in found:
             self._note_candidate(peer, promised)
-        self.is_outdated = False
 
     def sees_group(self, now: float) -> bool:
         """Whether this peer sees enough others for a full group."""
@@ -575,7 +545,7 @@ class GroupSearch:
 
     def longest_pause(self, usual: float, now: float) -> float:
         """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
-        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) and not self.is_outdated else usual
+        return PATIENCE_IN_COMPANY * usual if self.sees_group(now) else usual
 
     def may_move(self, key: str) -> bool:
         """Whether to look under another key that has more peers: this peer neither follows nor leads others."""
@@ -781,7 +751,7 @@ class GroupSearch:
         for each in self.peers.values():
             each.has_accepted = False
         leader = self._at(asking.leader)
-        leader.has_accepted, leader.failures, leader.cause = True, 0, None
+        leader.has_accepted, leader.failures, leader.answers, leader.cause = True, 0, 0, None
         yield from self._send_away(asking)
         for peer, each in list(self.peers.items()):
             if each.offer is Offering.OPEN:
@@ -789,7 +759,8 @@ class GroupSearch:
 
     def _judge(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
         """Say whether a leader that had accepted has started the group, and what it has cost if not."""
-        if not asking.follows or asking.starts_by is None:
+        is_untrue = isinstance(event, Fails) and event.failure is AskFailure.UNTRUE  # that is judged elsewhere
+        if not asking.follows or asking.starts_by is None or is_untrue:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
@@ -802,7 +773,7 @@ class GroupSearch:
         elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
         # Waiting costs nothing until this peer's own promised time is over.
-        if self.promise < now and not isinstance(event, Misleads):
+        if self.promise < now:
             yield Waste(asking.leader, now - asking.accepted_at)
 
     def _waited_for_nobody(self, asking: Asking, event: Answers) -> bool:
@@ -822,8 +793,8 @@ class GroupSearch:
         """Note the end of a call to a candidate."""
         each = self._at(asking.leader)
         match event:
-            case Misleads():
-                self.refuse(asking.leader, counts=True)
+            case Fails(_, AskFailure.UNTRUE):
+                self.refuse(asking.leader, Refusal(NO_GROUP))
             case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
                 each.explain(Absence.BROKEN)
@@ -854,18 +825,18 @@ class GroupSearch:
     def _note_answer(self, each: Candidate, asking: Asking, answer: Answers, now: float) -> None:
         """Note an answer without a group. The candidate is not asked again as long as it promises the same time."""
         each.asked = asking.promised
-        each.answers.append(now)
+        each.answers += 1
         if (absence := _ABSENCE_OF_CODE.get(answer.code)) is not None:
             each.explain(absence, answer.words)
-        since = now - self.settings.min_matchmaking_time
-        if each.talks_too_much(since):
+        if each.answers % MOST_ANSWERS == 0:
             each.rests_until = now + self.settings.min_matchmaking_time
-        self.is_outdated = self.is_outdated or answer.code == Code.NOT_LOOKING_FOR_GROUP
+        if answer.code == Code.NOT_LOOKING_FOR_GROUP:
+            each.promised = None
         if answer.leader is not None and answer.leader != self.own:
             named = self._at(answer.leader)
             # The one that names it follows it, so it can probably be reached after all.
             is_silent = named.cause is not None and named.cause.absence is Absence.SILENT
-            if not is_silent and not named.talks_too_much(since):
+            if not is_silent and named.answers < MOST_ANSWERS:
                 named.rests_until = -math.inf
             self._note_candidate(answer.leader, answer.promised)
         elif answer.code == Code.BAD_EXPIRATION_TIME:
@@ -873,16 +844,13 @@ class GroupSearch:
 
     # --- leading ------------------------------------------------------------------------------------------------------
 
-    def refusal_of(
-        self, peer: PeerID, request: JoinRequest, nbytes: int, words: Callable[[PeerID], str]
-    ) -> Reply | None:
+    def refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
         """Why a peer cannot join now; ``None``: it can.
 
         Args:
             peer: it asks to join.
             request: with this request.
             nbytes: the bytes that it takes in the description of the group.
-            words: says why a peer is refused.
         """
         each = self.peers.get(peer, Candidate())
         if not self.settings.leads:
@@ -890,7 +858,7 @@ class GroupSearch:
         if self.is_over or request.group_key != self.key:
             return Reply(peer, Code.NOT_LOOKING_FOR_GROUP)
         if each.refused is not None:
-            return Reply(peer, Code.REFUSED, words=words(peer))
+            return Reply(peer, Code.REFUSED, words=each.refused.reason)
         if difference := difference_of(self.settings.agreed, request.settings):
             return Reply(peer, Code.SETTINGS_DIFFER, words=difference)
         if self.asking is not None and self.asking.starts_by is not None:
@@ -940,7 +908,7 @@ class GroupSearch:
         followers = self.followers
         modes = {self.own: self.settings.mode, **{peer: f.request.mode for peer, f in followers.items()}}
         here = [peer for peer, mode in modes.items() if mode != AveragingMode.AUX]
-        here += [peer for peer, each in self.peers.items() if each.refused and each.promised is not None]
+        here += [peer for peer, each in self.peers.items() if each.refused and each.refused.counts and each.promised]
         others = (f.request.expected_group_size for f in followers.values())
         wanted = self.terms.expected or max((expected for expected in others if expected is not None), default=None)
         return wanted is not None and sum(map(self._counts, here)) >= wanted
@@ -1023,11 +991,8 @@ class GroupSearch:
             moments.append(self.start_time())
         return min(moments) if moments else None
 
-    def _end(self) -> Iterator[Action]:
-        """Answer all that wait for this peer."""
+    def end(self) -> list[Action]:
+        """The search is over, with a group or without. Returns what answers all that wait for this peer."""
         self.is_over, self.asking = True, None
-        yield from self._send_away()
-        for peer, each in self.peers.items():
-            if each.offer is Offering.OPEN:
-                each.offer = Offering.NONE
-                yield Release(peer)
+        open_offers = [peer for peer, each in self.peers.items() if each.offer is Offering.OPEN]
+        return [*self._send_away(), *(self._release(peer, None) for peer in open_offers)]

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.averaging.control import LossCause, RoundResult
 from shoal.averaging.finite import all_finite
@@ -265,10 +265,14 @@ class Round:
 
     Args:
         allreduce: the exchange of parts.
+        note_stuck: called with a coordinator that has not ended the round, and how many seconds this member waited;
+            perhaps after the result.
     """
 
-    def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self.state = allreduce, allreduce.state
+    def __init__(
+        self, allreduce: AllReduce, note_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
+    ) -> None:
+        self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
         self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
@@ -419,6 +423,7 @@ class Round:
                 others.sort(key=lambda member: member is not busy)
                 busy = await self._first_busy(others)
         self._has_given_up = True
+        self._note_stuck(coordinator.peer_id, limit)
         stuck = Loss(LossCause.STUCK, "does not end the round, for which all others wait")
         self.allreduce.emit(Lost(coordinator.index, stuck))
 

@@ -41,16 +41,8 @@ from shoal.cli.monitor import check_page, start_page
 from shoal.dht import DHT
 from shoal.errors import ShoalError, end_at_once, torch_is_missing
 
-# Seconds for each phase, many times what it takes, so that only a defect exceeds them. The first one includes loading
-# torch and reading the text from a cold disk. All are chosen.
-START_TIMEOUT, CONNECT_TIMEOUT, FINISH_TIMEOUT, LEAVE_TIMEOUT = 120.0, 30.0, 90.0, 10.0
-# The last epoch is announced this many epochs ahead, so that every peer hears of it in time.
-EPOCHS_TO_THE_END = 2
-
 # What ends the demo early.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-MAX_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class Demo:
             self._start()
             self._train()
             self._stop()
-            grace = LEAVE_TIMEOUT
+            grace = 10.0
         finally:
             try:
                 self._watching.close()
@@ -118,16 +110,16 @@ class Demo:
         self._viewer.say(f"Starting {self.config.peers} peers, each a process of its own ...")
         for number in range(1, self.config.peers + 1):
             self._start_peer(number)
-        self._wait(lambda: self._all_are(PeerActivity.READY), START_TIMEOUT, "load torch and read the text")
+        self._wait(lambda: self._all_are(PeerActivity.READY), 120.0, "load torch and read the text")
         self._viewer.say("Peer 1 starts the swarm; the others are given its address and nothing else.")
         self._processes[1].tell(JoinSwarm([]))
-        self._wait(lambda: bool(self._addresses), CONNECT_TIMEOUT, "start the swarm")
+        self._wait(lambda: bool(self._addresses), 30.0, "start the swarm")
         if self.config.web is not None:
             url = show_page(self._addresses, self.config.web, self._watching)
             self._viewer.say(f"An observer, which takes no part in training, shows the run at {url}")
         for number in range(2, self.config.peers + 1):
             self._processes[number].tell(JoinSwarm(self._addresses))
-        self._wait(lambda: self._all_are(PeerActivity.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
+        self._wait(lambda: self._all_are(PeerActivity.DOWNLOADING), 30.0, "join the swarm")
         shift = time.monotonic() - self._zero
         self._zero += shift
         for peer in self.story.peers.values():
@@ -162,14 +154,14 @@ class Demo:
 
     def _stop(self) -> None:
         self.story.stopped = self._now()
-        last = self.story.epoch + EPOCHS_TO_THE_END
+        last = self.story.epoch + 2  # so that every peer hears of it in time
         self._viewer.say(f"{self._clock()} Time is up: all peers stop after epoch {last} and compare parameters.")
         while True:
             for peer in self.story.living:
                 peer.finished = None
                 self._processes[peer.number].tell(Train(last))
-            self._wait(lambda: all(peer.finished for peer in self.story.living), FINISH_TIMEOUT, "finish")
-            if self.story.identical() or self.story.repeats == MAX_REPEATS:
+            self._wait(lambda: all(peer.finished for peer in self.story.living), 90.0, "finish")
+            if self.story.identical() or self.story.repeats == 3:
                 return
             self.story.repeats += 1
             last = max(peer.finished.epoch for peer in self.story.living if peer.finished) + 1
@@ -197,6 +189,7 @@ class Demo:
             self._listen(left)
 
     def _wait(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        """Listen until something is done. Timeouts are many times what it takes: only a defect exceeds them."""
         deadline = time.monotonic() + timeout
         while not done():
             left = deadline - time.monotonic()

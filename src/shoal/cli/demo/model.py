@@ -27,12 +27,6 @@ from torch.nn import functional
 # Possible values of a byte.
 VOCABULARY = 256
 
-LEARNING_RATE = 3e-3
-# Each row of a table is used rarely, so it takes larger steps. This halves the time to get below the bigram entropy.
-TABLE_LEARNING_RATE = 3e-2
-
-WARM_UP_EPOCHS = 5
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -117,12 +111,13 @@ def parameter_groups(model: ByteTransformer) -> list[dict[str, Any]]:
     tables = [*model.tables.parameters(), *model.positions.parameters()]
     of_tables = {id(parameter) for parameter in tables}
     others = [parameter for parameter in model.parameters() if id(parameter) not in of_tables]
-    return [{"params": others, "lr": LEARNING_RATE}, {"params": tables, "lr": TABLE_LEARNING_RATE}]
+    # Each row of a table is used rarely, so it takes larger steps: that halves the time to pass the bigram entropy.
+    return [{"params": others, "lr": 3e-3}, {"params": tables, "lr": 3e-2}]
 
 
 def warm_up(epoch: int) -> float:
     """Factor for the learning rate in an epoch."""
-    return min(1.0, (epoch + 1) / WARM_UP_EPOCHS)
+    return min(1.0, (epoch + 1) / 5)
 
 
 def loss_on(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ from shoal.compression import Blockwise4BitQuantization, CompressionBase, TopKCo
 from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.outer_state import OuterOptimizerFactory
+from shoal.optim.diloco.fragments import OuterOptimizerFactory
 
 # All of these are chosen for this model and text: a run of 90 seconds on two cores beats the bigram entropy.
 # Windows of text that the whole swarm gathers for a step.

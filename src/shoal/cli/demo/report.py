@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# A round that took this many times the median is slow.
-SLOW_ROUND_FACTOR = 3.0
-
 # Colour-blind readers can tell these apart, too.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
@@ -268,7 +265,7 @@ def findings(story: Story) -> Findings:
         epochs=max((peer.finished.epoch for peer in story.living if peer.finished), default=story.epoch),
         median_round=usual,
         slowest_after_kill=max(after_kill, default=None),
-        slow_after_kill=sum(seconds > SLOW_ROUND_FACTOR * usual for seconds in after_kill) if usual else 0,
+        slow_after_kill=sum(seconds > 3.0 * usual for seconds in after_kill) if usual else 0,
         median_pause=median(seconds for _, seconds in pauses) if pauses else None,
         longest_pause_after_kill=max(story.soon_after_kill(pauses), default=None),
         joiner_caught_up=caught_up,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,17 +21,31 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 
-# Peers, epochs, batches per peer and epoch, and samples per batch.
-PEERS, EPOCHS, BATCHES, SAMPLES = 2, 4, 3, 16
-# The middle layer has four megabytes: copying it takes so long that reading it too early gives wrong weights.
-INPUTS, WIDTH, OUTPUTS = 32, 1024, 8
 
-LEARNING_RATE, MOMENTUM = 0.05, 0.9
-# Tolerated difference of weights. Reading too early, or adding twice, makes a much larger one.
-RELATIVE, ABSOLUTE = 1e-2, 1e-3
-# Timeout for each training, which normally takes a few seconds.
-PATIENCE_SECONDS = 60.0
+@dataclass(frozen=True)
+class ShortTraining:
+    """The training that is tried. All numbers are chosen."""
 
+    peers: int = 2
+    epochs: int = 4
+    batches: int = 3
+    """Per peer and epoch."""
+    samples: int = 16
+    """Per batch."""
+    inputs: int = 32
+    width: int = 1024
+    """The middle layer has four megabytes: copying it takes so long that reading it too early gives wrong weights."""
+    outputs: int = 8
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    relative: float = 1e-2
+    """Tolerated difference of weights. Reading too early, or adding twice, makes a much larger one."""
+    absolute: float = 1e-3
+    patience: float = 60.0
+    """Seconds for each training, which normally takes a few."""
+
+
+TRIAL = ShortTraining()
 NAMES = ("cuda", "xpu", "mtia", "hpu", "npu")
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
@@ -138,7 +151,7 @@ def _try(device: torch.device, way: Way, expected: torch.Tensor) -> Iterator[Fin
 def _compared(way: Way, expected: torch.Tensor, found: list[torch.Tensor], seconds: float) -> Finding:
     worst = max(float((weights - expected).abs().max()) for weights in found)
     values = {"largest_difference": worst, "seconds": seconds}
-    if not all(torch.allclose(weights, expected, rtol=RELATIVE, atol=ABSOLUTE) for weights in found):
+    if not all(torch.allclose(weights, expected, rtol=TRIAL.relative, atol=TRIAL.absolute) for weights in found):
         text = f"{way.meaning}: the weights are not those from the CPU, they differ by up to {worst:.2g}"
         return fail(way.check, text, _what_to_do(way.instead), **values)
     if not all(torch.equal(weights, found[0]) for weights in found):
@@ -182,41 +195,27 @@ def _make_model(device: torch.device, seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(first, torch.nn.Tanh(), middle, torch.nn.Tanh(), last).to(device)
 
 
-_SIZES = ((INPUTS, WIDTH), (WIDTH, WIDTH), (WIDTH, OUTPUTS))
+_SIZES = ((TRIAL.inputs, TRIAL.width), (TRIAL.width, TRIAL.width), (TRIAL.width, TRIAL.outputs))
 
 
 def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+    return torch.optim.SGD(parameters, lr=TRIAL.learning_rate, momentum=TRIAL.momentum)
 
 
-class _Crew:
+class _Crew(ExitStack):
     """Two peers that train on one device, each in a thread."""
 
     def __init__(self, device: torch.device, way: Way) -> None:
+        super().__init__()
         self._device, self._way = device, way
-        self._stack = ExitStack()
         self._dhts: list[DHT] = []
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._deadline = 0.0
 
-    def __enter__(self) -> _Crew:
-        try:
-            for _ in range(PEERS):
-                self._add_peer(seed=0)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
     def _add_peer(self, seed: int) -> None:
         known = self._dhts[0].get_visible_maddrs() if self._dhts else None
-        dht = self._stack.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True, token=""))
+        dht = self.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True, token=""))
         model = _make_model(self._device, seed)
         training: dict[str, Any] = {"optimizer": _make_optimizer, "params": model.parameters()}
         if not self._way.is_offloaded:
@@ -224,9 +223,9 @@ class _Crew:
         optimizer = Optimizer(
             dht=dht,
             run_id="doctor",
-            target_batch_size=PEERS * BATCHES * SAMPLES,
-            matchmaking_time=PATIENCE_SECONDS / 4,
-            averaging_timeout=PATIENCE_SECONDS / 2,
+            target_batch_size=TRIAL.peers * TRIAL.batches * TRIAL.samples,
+            matchmaking_time=TRIAL.patience / 4,
+            averaging_timeout=TRIAL.patience / 2,
             **{
                 "grad_averager": GradientAverager.get_factory(),
                 "delay_state_averaging": False,
@@ -236,18 +235,20 @@ class _Crew:
         )
         self._dhts.append(dht)
         self._models.append(model)
-        self._optimizers.append(self._stack.enter_context(optimizer))
+        self._optimizers.append(self.enter_context(optimizer))
 
     def train(self) -> None:
         """Train for all epochs.
 
         Raises:
-            TimeoutError: it takes longer than ``PATIENCE_SECONDS``.
+            TimeoutError: it takes longer than :attr:`ShortTraining.patience`.
         """
+        for _ in range(TRIAL.peers):
+            self._add_peer(seed=0)
         self._synchronize()
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
-        with ThreadPoolExecutor(PEERS) as pool:
-            for future in [pool.submit(self._train_one, index) for index in range(PEERS)]:
+        self._deadline = time.monotonic() + TRIAL.patience
+        with ThreadPoolExecutor(TRIAL.peers) as pool:
+            for future in [pool.submit(self._train_one, index) for index in range(TRIAL.peers)]:
                 future.result()
         self._synchronize()
 
@@ -255,28 +256,28 @@ class _Crew:
         model, optimizer = self._models[index], self._optimizers[index]
         rng = torch.Generator().manual_seed(1 + index)
         with self._stream():
-            for epoch in range(EPOCHS):
-                for batch in range(BATCHES):
-                    inputs = torch.randn(SAMPLES, INPUTS, generator=rng, device="cpu").to(self._device)
+            for epoch in range(TRIAL.epochs):
+                for batch in range(TRIAL.batches):
+                    inputs = torch.randn(TRIAL.samples, TRIAL.inputs, generator=rng, device="cpu").to(self._device)
                     optimizer.zero_grad()
-                    loss = torch.nn.functional.mse_loss(model(inputs), inputs[:, :OUTPUTS].cos())
+                    loss = torch.nn.functional.mse_loss(model(inputs), inputs[:, : TRIAL.outputs].cos())
                     loss.backward()  # type: ignore[no-untyped-call]
-                    if batch < BATCHES - 1:
-                        optimizer.grad_averager.accumulate_grads_(SAMPLES)  # type: ignore[union-attr]
+                    if batch < TRIAL.batches - 1:
+                        optimizer.grad_averager.accumulate_grads_(TRIAL.samples)  # type: ignore[union-attr]
                     else:
                         # Step only with the last batch: an earlier step might end the epoch without the rest.
-                        optimizer.step(batch_size=SAMPLES)
+                        optimizer.step(batch_size=TRIAL.samples)
                 if epoch == 0:
-                    self._wait_until(lambda: optimizer.tracker.expected_group_size == PEERS, "find each other")
+                    self._wait_until(lambda: optimizer.tracker.expected_group_size == TRIAL.peers, "find each other")
                 self._wait_until(lambda epoch=epoch: _has_passed(optimizer, epoch), "average")  # type: ignore[misc]
                 _check_round(optimizer)
-            optimizer.state_averager.finish_jobs(PATIENCE_SECONDS)
+            optimizer.state_averager.finish_jobs(TRIAL.patience)
 
     def _wait_until(self, condition: Callable[[], bool], purpose: str) -> None:
         pause = threading.Event()
         while not condition():
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"the two peers could not {purpose} within {PATIENCE_SECONDS:g} s")
+                raise TimeoutError(f"the two peers could not {purpose} within {TRIAL.patience:g} s")
             pause.wait(0.005)
 
     def _stream(self) -> AbstractContextManager[Any]:
@@ -295,8 +296,8 @@ class _Crew:
         """Let a newcomer with different weights download the state; return its weights and momenta."""
         self._add_peer(seed=2)
         newcomer = self._optimizers[-1]
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
-        self._wait_until(lambda: newcomer.load_state_from_peers(timeout=PATIENCE_SECONDS / 2), "hand their state over")
+        self._deadline = time.monotonic() + TRIAL.patience
+        self._wait_until(lambda: newcomer.load_state_from_peers(timeout=TRIAL.patience / 2), "hand their state over")
         self._synchronize()
         return self.weights()[-1], self.momenta(-1)
 
@@ -325,7 +326,7 @@ def _check_round(optimizer: Optimizer) -> None:
     """
     assert optimizer.grad_averager is not None
     result = optimizer.grad_averager.last_round
-    if result is None or len(result.peers) != PEERS or result.failed_peers:
+    if result is None or len(result.peers) != TRIAL.peers or result.failed_peers:
         raise RuntimeError("the two peers did not average with each other: the machine is too busy, or has no loopback")
 
 

@@ -30,15 +30,12 @@ from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.peers.identity import split_peer_address
 from shoal.reach.checkup import describe_software
 
-MAX_CHARACTERS = 1000
-# Column where texts begin, after the verdict and the name of the check; the least width of the texts.
-INDENT, LEAST_WIDTH = 26, 30
+# Column where texts begin, after the verdict and the name of the check.
+INDENT = 26
 
 IDENTITY_FILE = "identity file"
 PROXY = "proxy"
 TOKEN = "token"
-# A token that ends sooner than this is worth a warning. Chosen.
-DAYS_TO_RENEW = 3
 # Connections and files that a peer of a large swarm may need to have open.
 ENOUGH_OPEN_FILES = 1024
 
@@ -99,8 +96,8 @@ def fail(check: str, text: str, fix: str, **values: Any) -> Finding:
 def _wrap(text: str, hanging: str = "") -> list[str]:
     """Wrap a text. Text from other peers may hold terminal control codes, so unprintable characters are replaced."""
     lines: list[str] = []
-    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - INDENT)
-    for paragraph in text[:MAX_CHARACTERS].split("\n"):
+    width = max(30, shutil.get_terminal_size().columns - INDENT)
+    for paragraph in text[:1000].split("\n"):
         paragraph = "".join(character if character.isprintable() else "?" for character in paragraph)
         lines += textwrap.wrap(
             paragraph, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
@@ -228,7 +225,7 @@ async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[
         return token, fail(TOKEN, f"revoked: {text}", ADVICE)
     if left <= 0:
         return token, fail(TOKEN, f"expired: {text}", ADVICE)
-    if left < DAYS_TO_RENEW * DAY:
+    if left < 3 * DAY:  # time to ask for a new one
         return token, warn(TOKEN, f"{text}, which is soon", "ask the person who invited you for a new one")
     return token, ok(TOKEN, text)
 

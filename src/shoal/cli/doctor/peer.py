@@ -42,11 +42,7 @@ from shoal.reach.checkup import (
 from shoal.reach.presence import check_identity_is_free
 
 ANSWER_SECONDS = 5.0
-ROUND_TRIPS = 5
-FIRST_BULK_BYTES = 2**16
-# An exchange that takes this long is enough to measure the bandwidth.
-ENOUGH_BULK_SECONDS = 0.2
-
+# Slower lines are worth a warning: averaging 100 MB takes minutes. Chosen, as all seconds here.
 SLOW_MEGABITS = 10.0
 NO_ANSWER = (ShoalError, OSError)
 
@@ -233,7 +229,7 @@ async def _table(p2p: P2P, peer: PeerID) -> Finding:
 
 async def _round_trip(p2p: P2P, peer: PeerID) -> tuple[float, Finding]:
     times = []
-    for _ in range(ROUND_TRIPS):
+    for _ in range(5):
         began = time.perf_counter()
         try:
             await _describe(p2p, peer)
@@ -289,7 +285,7 @@ async def _bandwidth(p2p: P2P, peer: PeerID, round_trip: float) -> Finding:
 
 async def measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -> float:
     """Measure megabits per second; the exchanges grow until one takes long enough."""
-    size, best = FIRST_BULK_BYTES, 0.0
+    size, best = 2**16, 0.0
     while True:
         began = time.perf_counter()
         async with (
@@ -303,7 +299,7 @@ async def measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -
             await call.receive(Bulk)
         seconds = time.perf_counter() - began
         best = max(best, size * 8e-6 / max(seconds - round_trip, 1e-4))
-        if seconds > ENOUGH_BULK_SECONDS or size >= MAX_BULK_BYTES:
+        if seconds > 0.2 or size >= MAX_BULK_BYTES:  # long enough to be measured
             return best
         size = min(4 * size, MAX_BULK_BYTES)
 

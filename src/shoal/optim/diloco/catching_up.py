@@ -18,9 +18,9 @@ import torch
 from shoal.averaging.state.download import State
 from shoal.base.logs import Seldom
 from shoal.errors import ShoalError
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.messages import (
     EXTRA,
+    PARAMETERS,
     STATISTICS,
     Wanted,
     parse_answer,
@@ -29,6 +29,7 @@ from shoal.optim.diloco.messages import (
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.history.journal import Update
 from shoal.optim.history.window import Relation, window_of
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 from shoal.optim.recovery.adopt import check, first_accepted, refusing_nonsense
 from shoal.optim.recovery.when import needs_state
 from shoal.optim.setup.training_state import OlderStateError
@@ -48,6 +49,7 @@ class CatchingUp:
 
     def __init__(self, rounds: OuterRounds) -> None:
         self._rounds, self._settings = rounds, rounds.settings
+        self._has_looked = False
         self._fetching: concurrent.futures.Future[State | None] | None = None
         # How many times in a row nobody had the updates that this peer lacks.
         self._in_vain = 0
@@ -100,7 +102,11 @@ class CatchingUp:
 
     def keep_up(self) -> None:
         """Get single updates that this peer lacks, while it trains. Called in each step."""
-        fragments = self._rounds.fragments
+        fragments, tracker = self._rounds.fragments, self._rounds.tracker
+        if not self._has_looked:
+            self._has_looked = True
+            self._rounds.begin_run()
+            tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
             missed = [each.number for each in fragments if each.may_lack_updates and not each.is_being_updated]
@@ -127,6 +133,7 @@ class CatchingUp:
                 with refusing_nonsense():
                     updates = parse_answer(found[0], found[1], len(fragments))
             for each in fragments:
+                each.journal.serves_newcomers = self._rounds.averager.is_giving
                 made += each.make_up(updates.get(each.number, ()))
         except ValueError as e:
             self._warn_seldom("the updates of another peer make no sense: %s", e)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shoal.averaging import RoundResult
-from shoal.optim.diloco.contribution import Contribution, Effort
 from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, GroupFinding, Outgoing
+from shoal.optim.diloco.messages import Contribution, Effort
 from shoal.optim.diloco.slots import Schedule, SlotCounter
 from shoal.optim.history.window import Relation
 from shoal.p2p import PeerID

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation
+from shoal.averaging import Aggregation, DecentralizedAverager
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
@@ -20,20 +20,26 @@ from shoal.dht.dht import check_dht
 from shoal.optim.consistency import OtherTensors
 from shoal.optim.diloco.catching_up import CatchingUp
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import Staleness
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
-from shoal.optim.diloco.fragments import ExtraTensors, Fragments
+from shoal.optim.diloco.fragments import (
+    ExtraTensors,
+    Fragments,
+    OuterOptimizerFactory,
+    OuterState,
+    default_outer_optimizer,
+    warn_of_momentum,
+)
 from shoal.optim.diloco.inner import InnerOptimizer, InnerOptimizers
+from shoal.optim.diloco.messages import Staleness
 from shoal.optim.diloco.outer_averager import OuterAverager, OuterDonor
-from shoal.optim.diloco.outer_state import OuterOptimizerFactory, OuterState, default_outer_optimizer, warn_of_momentum
 from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
-from shoal.optim.progress.company import Company
+from shoal.optim.options import resolved_by
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
-from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries
 from shoal.optim.report import Reporting
@@ -108,7 +114,7 @@ class DiLoCo(JointOptimizer):
             have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
             home: load the same in all peers.
         aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
-            It needs a codec whose averages are encoded anew: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
+            It needs a codec whose averages are encoded again: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
         frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
@@ -132,10 +138,10 @@ class DiLoCo(JointOptimizer):
     kind = "DiLoCo"
     steps_each_batch = True
     options: OuterSettings
-    _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
+    @resolved_by(OuterSettings)
     def __init__(
         self,
         *,
@@ -186,43 +192,7 @@ class DiLoCo(JointOptimizer):
     ) -> None:
         check_dht(dht)
         check_may_train(dht)
-        self.options = options = OuterSettings.resolve(
-            run_id=run_id,
-            sync_every=sync_every,
-            target_batch_size=target_batch_size,
-            batch_size_per_step=batch_size_per_step,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            compression=compression,
-            return_compression=return_compression,
-            error_feedback=error_feedback,
-            sparse_mean=sparse_mean,
-            average=average,
-            weighting=weighting,
-            straggler_patience=straggler_patience,
-            staleness=staleness,
-            max_staleness=max_staleness,
-            check_every=check_every,
-            matchmaking_time=matchmaking_time,
-            averaging_timeout=averaging_timeout,
-            allreduce_timeout=allreduce_timeout,
-            next_chunk_timeout=next_chunk_timeout,
-            load_state_timeout=load_state_timeout,
-            load_state_compression=load_state_compression,
-            client_mode=dht.client_mode if client_mode is None else client_mode,
-            auxiliary=auxiliary,
-            averager_opts=averager_opts,
-            tracker_opts=tracker_opts,
-            performance_ema_alpha=performance_ema_alpha,
-            shutdown_timeout=shutdown_timeout,
-            verbose=verbose,
-            aggregation=aggregation,
-            frozen_base=frozen_base,
-            guard=guard,
-            on_mismatch=on_mismatch,
-            share_inner_state=share_inner_state,
-            check_state=check_state,
-        )
+        options = self.options
         self.inner = InnerOptimizers(optimizer, params, scheduler)
         """The optimizers that make the inner steps."""
         parts = Fragments(self.inner.parameters, fragments, options.codec.block or 1)
@@ -239,12 +209,11 @@ class DiLoCo(JointOptimizer):
         self._batches, self._retries = BatchesAhead(self.inner.parameters), Retries(self._closing)
         # The model's own parameters, one vector for each fragment, while it holds the outer ones.
         self._set_aside: list[torch.Tensor] | None = None
-        self._has_looked = False
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=options.is_sparse)
         lock = threading.RLock()
         states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
         updates = [
-            FragmentUpdates(number, part, state, options, lock, dht.peer_id)
+            self._make_fragment(number, part, state, options, lock, dht.peer_id)
             for number, (part, state) in enumerate(zip(parts, states, strict=True))
         ]
         warn_of_momentum([state.optimizer for state in states], average, is_sparse=options.is_sparse)
@@ -255,7 +224,7 @@ class DiLoCo(JointOptimizer):
             rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
-        self.averager = OuterAverager(
+        self.averager = self._make_averager(
             OuterDonor(SlotCounter(schedule), updates, lock, self.inner, share_inner_state, extra),
             f"{average} of {schedule}, {parts.fingerprint}, weighting {weighting}",
             dht,
@@ -273,23 +242,18 @@ class DiLoCo(JointOptimizer):
         self._become_torch_optimizer({})
         self._begin()
 
-    def _begin(self) -> None:
-        """From now on others hear of this peer."""
-        try:
-            self.averager.run_in_background()
-            sharing = self.averager.node.state_sharing
-            for each in self._rounds.fragments:
-                each.journal.serves_newcomers = lambda: sharing.is_busy
-            self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
-            self.tracker.compare_settings(self._company)
-            self.tracker.run_in_background()
-        except BaseException:
-            self.shutdown()
-            raise
+    def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
+        return [(self.averager, True)]
+
+    # --- its parts, which are others where a process has only a part of the model -------------------------------------
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FragmentUpdates(*args)
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        return OuterAverager(*args, **options)
 
     def _describe(self) -> RunSettings:
-        """What other peers must have in common with this one."""
         options, schedule = self.options, self.schedule
         outer = self._rounds.fragments[0].state
         shared = {
@@ -335,11 +299,8 @@ class DiLoCo(JointOptimizer):
             RuntimeError: the model holds the outer parameters.
             SettingsMismatch: this peer's settings are not those of its run.
         """
-        self._check_open()
-        self.tracker.look_at_company()
-        batch_size = self.options.check_step(closure, batch_size, grad_scaler)
-        if self._auxiliary is not None:
-            self._help_others(self._auxiliary)
+        batch_size = self._begin_step(closure, batch_size, grad_scaler)
+        if batch_size is None:
             return None
         if self._set_aside is not None:
             raise RuntimeError(
@@ -431,10 +392,6 @@ class DiLoCo(JointOptimizer):
         return not is_behind and not self._catching_up.is_needed()
 
     def _catch_up(self) -> bool:
-        if not self._has_looked:
-            self._has_looked = True
-            self._rounds.begin_run()
-            self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
         self._catching_up.keep_up()
         if not self._catching_up.is_needed():
             return False
@@ -455,11 +412,8 @@ class DiLoCo(JointOptimizer):
         """
         return self._catching_up.download(**options)
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+    def _take_names(self, model: torch.nn.Module) -> None:
         self.inner.name_parameters(model)
-        if self._company is not None:
-            self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
         """Go on from a state as another peer would have given it, such as one from an archive.

@@ -23,17 +23,19 @@ from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
 from shoal.compression.base import bytes_of, copies_of
 from shoal.errors import AllreduceException
-from shoal.optim.diloco.contribution import PARAMETERS, Contribution, Effort, discount
-from shoal.optim.diloco.fragments import Fragment, shift
+from shoal.optim.diloco.fragments import Fragment, OuterState, shift
 from shoal.optim.diloco.messages import (
+    PARAMETERS,
+    Contribution,
+    Effort,
     OuterStatement,
+    discount,
     has_counted,
     has_other_bits,
     packed,
     unpacked,
     who_counted,
 )
-from shoal.optim.diloco.outer_state import OuterState
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.fork_choice import choose_version
 from shoal.optim.history.journal import MOST, Entry, Journal, Update, hash_of, parse_entries
@@ -118,7 +120,7 @@ class Outgoing:
     sent: torch.Tensor | None = None
     """The model's values when it was made; ``None``: they are not needed."""
     left_out: torch.Tensor | None = None
-    """See :attr:`~shoal.optim.diloco.contribution.Contribution.error`."""
+    """See :attr:`~shoal.optim.diloco.messages.Contribution.error`."""
 
 
 @dataclass

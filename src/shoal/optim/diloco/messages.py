@@ -1,4 +1,14 @@
-"""What peers tell each other about updates.
+"""What peers send each other about updates: messages, and how much they count; what they state and ask for.
+
+A lossy codec sends less than the peer wants to. With *error feedback* the rest is kept, shrinks by a factor, and is
+added to what the peer wants to send next time::
+
+    wanted = feedback * error + difference
+    sent = what others decode of the codec's bytes of ``wanted``
+    error = wanted - sent, but only where the message has counted
+
+Codecs work on a fixed grid of blocks, so the peer knows before a round begins what others will read, whichever group it
+finds, and however the group divides the vector. A round that fails changes nothing.
 
 Before a round each member states which versions it has (:class:`OuterStatement`). A peer that lacks a few updates asks
 others for their means, which are small beside the outer parameters with their momentum, and makes these updates itself.
@@ -8,28 +18,143 @@ A download that takes longer than a slot is made up for in the same way.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
-from shoal.base.logs import quoted
+from shoal.base.logs import words_of
 from shoal.base.serializer import MSGPackSerializer
-from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
+from shoal.compression import Blockwise4BitQuantization, CompressionBase, CompressionInfo, TensorRole
+from shoal.optim.history.journal import HASH_BYTES, MOST, Count, Entry, Hash, Update, hash_of, parse_entries
 
 STATISTICS = b"inner"
 """The name of the part of the state that has the statistics of the inner optimizers."""
 EXTRA = b"extra"
 """That of the part that has the extra tensors."""
+
+Staleness = Callable[[int], float]
+"""By how many versions a pseudo-gradient is old, the factor by which it is made smaller."""
+
+WEIGHTINGS = ("batch", "samples")
+
+PARAMETERS = "parameters"
+AVERAGES = ("pseudo_gradients", PARAMETERS)
+"""What rounds may average."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The inner steps behind a pseudo-gradient that have moved the model, and their samples."""
+
+    steps: int = 0
+    samples: int = 0
+
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(self.steps + other.steps, self.samples + other.samples)
+
+    def __sub__(self, other: Effort) -> Effort:
+        return Effort(self.steps - other.steps, self.samples - other.samples)
+
+    def weight(self, weighting: str) -> float:
+        """The weight in the mean.
+
+        A pseudo-gradient is a sum over steps. So every sample counts the same if the weight is the mean batch: samples
+        by steps. ``"samples"`` favours fast peers twice, as it is usual in federated averaging.
+        """
+        if self.steps == 0:
+            return 0.0
+        return self.samples / self.steps if weighting == "batch" else float(self.samples)
+
+
+def usual_staleness(versions: int) -> float:
+    """The discount unless the user has another one: one by the square root of one more than the age."""
+    return 1 / math.sqrt(1 + versions)
+
+
+def discount(staleness: Staleness, versions: int) -> float:
+    """The factor for a pseudo-gradient that is this many versions old; 1 for a fresh one.
+
+    Raises:
+        ValueError: the user's function returns no number from 0 to 1.
+    """
+    if versions == 0:
+        return 1.0
+    factor = float(staleness(versions))
+    if not 0 <= factor <= 1:
+        raise ValueError(f"staleness must return a factor from 0 to 1, but for {versions} versions it gave {factor}")
+    return factor
+
+
+def default_feedback(codec: CompressionBase) -> float:
+    """The factor that suits a codec. The fewer values it sends, the older grows what is left."""
+    if codec.sparse:
+        return 0.95
+    return 1.0 if isinstance(codec, Blockwise4BitQuantization) else 0.0
+
+
+@dataclass
+class Contribution:
+    """What this peer has done for the next update of a fragment, since its last message that has counted."""
+
+    codec: CompressionBase
+    """Of messages."""
+    feedback: float = 0.0
+    """The share of :attr:`error` that is added to the next message; 0: no error is kept."""
+    effort: Effort = Effort()
+    age: int = 0
+    """By how many versions the outer parameters have moved meanwhile."""
+    is_fresh: bool = False
+    """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
+    error: torch.Tensor | None = None
+    """What messages that have counted have left out; ``None``: nothing."""
+
+    def count(self, samples: int) -> None:
+        """An inner step has been made with this many samples; 0: it has not moved the model."""
+        if samples:
+            self.effort += Effort(1, samples)
+
+    @torch.no_grad()
+    def write(self, vector: torch.Tensor, factor: float = 1.0) -> torch.Tensor | None:
+        """Make a message of a difference. Nothing else changes until the message has counted.
+
+        Args:
+            vector: the difference, finite float32 values on the CPU. It becomes the message.
+            factor: the message is made smaller by this, because it is old. What others decode of it counts as the whole
+                of what is sent.
+
+        Returns:
+            What the message leaves out, to become :attr:`error` if it counts; ``None``: no error is kept.
+        """
+        if not self.feedback:
+            if factor != 1:
+                vector.mul_(factor)
+            return None
+        if self.error is not None:
+            # Rounded twice, as everywhere in rounds: fused operations differ between machines.
+            vector.add_(self.error * self.feedback)
+        left = vector.clone()
+        if factor != 1:
+            vector.mul_(factor)
+        _, sent = self.codec.compress_and_decode(vector, CompressionInfo.from_tensor(vector, role=TensorRole.GRADIENT))
+        return left.sub_(sent if factor in (0, 1) else sent.div(factor))
+
+    def forget(self) -> None:
+        """What this peer has done is lost."""
+        self.effort, self.age, self.error = Effort(), 0, None
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
 # Bytes of a hash that name a member of a round, and the most bytes of names in an update.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
-# The most bytes that name a round.
-_MOST_BYTES_OF_ROUND = 128
 
 
 def has_counted(update: Update, peer: bytes) -> bool:
@@ -92,52 +217,34 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 # --- before a round ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OuterStatement:
+class OuterStatement(msgspec.Struct, frozen=True):
     """What a member of a round says about its outer parameters."""
 
     entries: tuple[Entry, ...]
-    steps: int = 0
+    steps: Count = 0
     """Inner steps behind its contribution, and their samples."""
-    samples: int = 0
-    expected: int = 1
+    samples: Count = 0
+    expected: Count = 1
     """How many members it expects, itself included."""
-    digest: bytes = b""
+    digest: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
     """A hash of the bits of its outer parameters of the newest version; empty: it tells none this time."""
-    done: int = 0
+    done: Count = 0
     """What it has done in the slot: inner steps, or samples if slots are counted in these."""
     known: Entry | None = None
     """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> Any:
         """Plain values."""
-        return {
-            "links": [list(entry) for entry in self.entries],
-            "steps": self.steps,
-            "samples": self.samples,
-            "expected": self.expected,
-            "digest": self.digest,
-            "done": self.done,
-            "known": None if self.known is None else list(self.known),
-        }
+        return msgspec.to_builtins(self, builtin_types=(bytes,))
 
     @classmethod
     def parse(cls, value: object) -> OuterStatement | None:
         """Read what a member has said; ``None`` if it makes no sense."""
-        if not isinstance(value, Mapping):
-            return None
-        numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
-        if not all(isinstance(each, int) and 0 <= each <= MOST for each in numbers):
-            return None
-        digest = value.get("digest", b"")
-        if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
-            return None
         try:
-            steps, samples, expected, done = numbers
-            entries, heard = parse_entries(value.get("links")), value.get("known")
-            known = None if heard is None else parse_entries([heard])[0]
-            return cls(entries, steps, samples, expected, digest, done, known)  # type: ignore[arg-type]
-        except ValueError:
+            said = msgspec.convert(value, cls)
+            parse_entries(said.entries)
+            return said
+        except (msgspec.ValidationError, ValueError):
             return None
 
 
@@ -183,25 +290,35 @@ def request_for(wanted: Mapping[int, Wanted]) -> bytes:
 def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
     """Read what :func:`request_for` has made. A malformed request asks for nothing."""
     try:
-        listed = MSGPackSerializer.loads(part)
-    except ValueError:
+        listed = msgspec.convert(MSGPackSerializer.loads(part), list[tuple[Count, Count, Entry | None]])
+    except (msgspec.ValidationError, ValueError):
         return {}
-    wanted: dict[int, Wanted] = {}
-    for each in listed if isinstance(listed, (list, tuple)) else ():
-        match each:
-            case [int(fragment), int(version), heard] if 0 <= fragment < fragments and 0 <= version <= MOST:
-                try:
-                    wanted[fragment] = Wanted(version, None if heard is None else parse_entries([heard])[0])
-                except ValueError:
-                    continue
-    return wanted
+    return {fragment: Wanted(version, known) for fragment, version, known in listed if fragment < fragments}
+
+
+class _Described(NamedTuple):
+    """An update of a fragment, without its tensors."""
+
+    fragment: Count
+    version: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+    after: Hash
+    round_id: Annotated[bytes, msgspec.Meta(max_length=128)]  # a hash, or the id of a peer with two numbers
+    samples: Count
+    names: Annotated[bytes, msgspec.Meta(max_length=_MOST_BYTES_OF_NAMES)]
+    tensors: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    """How many tensors it has."""
+
+
+class _Answer(msgspec.Struct):
+    updates: list[_Described]
 
 
 def answer(found: Mapping[int, Iterable[Update]]) -> OwnedState:
     """Updates of some fragments as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
-    updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
-    return OwnedState({"updates": updates}, [tensor for _, each in listed for tensor in each.tensors])
+    updates = [_Described(n, *each[:4], each.names, len(each.tensors)) for n, each in listed]
+    tensors = [tensor for _, each in listed for tensor in each.tensors]
+    return OwnedState(msgspec.to_builtins(_Answer(updates), builtin_types=(bytes,)), tensors)
 
 
 def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int) -> dict[int, list[Update]]:
@@ -210,26 +327,16 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int)
     Raises:
         ValueError: it makes no sense.
     """
-    updates = metadata.get("updates") if isinstance(metadata, Mapping) else None
-    if not isinstance(updates, (list, tuple)):
-        raise ValueError(f"no updates: {quoted(metadata)}")
+    try:
+        described = msgspec.convert(metadata, _Answer).updates
+    except msgspec.ValidationError as e:
+        raise ValueError(f"no updates: {words_of(e)}") from e
     left, found = list(tensors), dict[int, list[Update]]()
-    for each in updates:
-        match each:
-            case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
-                0 <= fragment < fragments
-                and 0 < version <= MOST
-                and 0 <= samples <= MOST
-                and len(of) <= _MOST_BYTES_OF_ROUND
-                and len(after) == HASH_BYTES
-                and len(names) <= _MOST_BYTES_OF_NAMES
-                and count <= len(left)
-            ):
-                kept = Update(version, after, of, samples, tuple(left[:count]), names)
-                del left[:count]
-                found.setdefault(fragment, []).append(kept)
-            case _:
-                raise ValueError(f"no update: {quoted(each)}")
+    for n, version, after, round_id, samples, names, count in described:
+        if n >= fragments or count > len(left):
+            raise ValueError(f"no update of {fragments} fragments, with {count} of {len(left)} tensors: fragment {n}")
+        found.setdefault(n, []).append(Update(version, after, round_id, samples, tuple(left[:count]), names))
+        del left[:count]
     for kept_of_one in found.values():
         if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
             raise ValueError("updates must follow each other")

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from shoal.base.clock import get_dht_time
 from shoal.errors import AllreduceException
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
-from shoal.optim.diloco.contribution import PARAMETERS
 from shoal.optim.diloco.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.outer_averager import OuterAverager, tag_of
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Attendance, group_of
@@ -197,6 +197,7 @@ class OuterRounds:
         if has_met_others:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
             self.attendance.note(flight, time.monotonic() - began_at)
+        each.journal.serves_newcomers = self.averager.is_giving
         done = each.land(flight.result)
         if not flight.message.is_finite:
             logger.warning("this peer's parameters were not finite: it continues from those of the swarm")

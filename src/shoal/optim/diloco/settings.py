@@ -18,7 +18,8 @@ from shoal.compression import (
 )
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
-from shoal.optim.diloco.contribution import (
+from shoal.optim.diloco.fragments import MergePolicy
+from shoal.optim.diloco.messages import (
     AVERAGES,
     PARAMETERS,
     WEIGHTINGS,
@@ -26,7 +27,6 @@ from shoal.optim.diloco.contribution import (
     default_feedback,
     usual_staleness,
 )
-from shoal.optim.diloco.fragments import MergePolicy
 from shoal.optim.options import SwarmOptions, resolve_shared
 from shoal.optim.recovery.adopt import CheckState
 
@@ -46,9 +46,9 @@ class OuterSettings(SwarmOptions):
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
     merge: MergePolicy
     average: str
-    """One of :data:`~shoal.optim.diloco.contribution.AVERAGES`."""
+    """One of :data:`~shoal.optim.diloco.messages.AVERAGES`."""
     weighting: str
-    """See :meth:`~shoal.optim.diloco.contribution.Effort.weight`."""
+    """See :meth:`~shoal.optim.diloco.messages.Effort.weight`."""
     staleness: Staleness
     """Makes old contributions smaller."""
     max_staleness: int

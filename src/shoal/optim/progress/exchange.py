@@ -15,43 +15,43 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from shoal.averaging.groups.keys import Table
-from shoal.base.backoff import Backoffs
+from shoal.base.backoff import Backoffs, TokenBuckets
 from shoal.base.bounded import Bounded
-from shoal.base.clock import get_dht_time
+from shoal.base.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait, wait_at_most
 from shoal.dht.key_sharding import TOO_MANY, KeySharding, key_at
 from shoal.dht.validation import is_short_lived
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError, set_the_clock
-from shoal.optim.history.journal import Lineage
+from shoal.net.transport import Count, Moment
+from shoal.optim.history.journal import MAX_LINEAGE_BYTES, Lineage
 from shoal.optim.progress.board import ProgressBoard
-from shoal.optim.progress.message import CLOCK_IS_AHEAD, FROM_THE_FUTURE, ProgressMessage, check_time
 from shoal.optim.progress.records import (
     HOLDERS_READ,
     MAX_ADDRESSES,
     MAX_CALLED,
     LocalTrainingProgress,
     ProgressRecord,
+    Speed,
     is_endorsed,
     parse_record,
 )
 from shoal.optim.progress.run_list import RunList
-from shoal.optim.progress.run_settings import RunSettings
-from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
+from shoal.optim.progress.run_settings import DIGEST_BYTES, RunSettings
+from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 
 logger = logging.getLogger(__name__)
 
 # More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
 MOST_READ = 3 * TOO_MANY // 2
-# The most peers that are told this peer's settings within this number of seconds. Settings may take several hundred
-# kilobytes.
+# How many peers are told this peer's settings at once, and again as many in this number of seconds. Settings may take
+# several hundred kilobytes.
 SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
@@ -80,6 +80,73 @@ NEWS_PERIOD = 10.0
 # So many readings in a row may be repeated soon, because they have led to other keys, or have brought GROWTH times as
 # many records as the one before. More would serve peers that make up records.
 MAX_MOVES, GROWTH = 8, 5 / 4
+
+
+class ProgressMessage(Header, array_like=True):
+    """A peer's progress, told in a call. Every peer tells it to every other one, so it is an array, without names."""
+
+    epoch: Count
+    samples_accumulated: Count
+    samples_per_second: Speed
+    time: Moment
+    client_mode: bool
+    taking_part: bool = True
+    """False while the sender has no samples: its numbers then say nothing about the swarm."""
+    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
+    """The sender has declared its epoch over and begins no more batches. By its estimate the others may go on for this
+    many seconds; ``None`` if it still trains."""
+    leaving: bool = False
+    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
+    """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
+    is_donor: bool = False
+    """The sender only has a state for others, and comes to no round."""
+    settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
+    """A hash of the sender's settings, for a receiver whose own it does not know; see
+    :mod:`~shoal.optim.progress.run_settings`."""
+    in_advance: bool = False
+    """The sender waits elsewhere, and has contributed to the round of gradients that ends its epoch in advance. It does
+    not end the epoch before it is back."""
+
+    @classmethod
+    def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
+        """A message with this progress; ``more`` are the remaining fields."""
+        return cls(
+            progress.epoch,
+            progress.samples_accumulated,
+            progress.samples_per_second,
+            progress.time,
+            progress.client_mode,
+            is_donor=progress.is_donor,
+            **more,
+        )
+
+    def progress_of(self, peer: PeerID) -> LocalTrainingProgress:
+        """The progress of the sender, whom the connection names: nobody can speak for another peer."""
+        return LocalTrainingProgress(
+            peer.to_bytes(),
+            self.epoch,
+            self.samples_accumulated,
+            self.samples_per_second,
+            self.time,
+            self.client_mode,
+            self.is_donor,
+        )
+
+
+FROM_THE_FUTURE = "progress from the future"
+"""Says why progress is refused; the sender looks for it in the answer."""
+CLOCK_IS_AHEAD = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s), or there"
+"""What the sender's user is told: the peer, and how to set the clock."""
+
+
+def check_time(progress: LocalTrainingProgress, now: float) -> None:
+    """Refuse a record from the future: no honest record could replace it.
+
+    Raises:
+        ValueError: it is from the future, by more than clocks may differ.
+    """
+    if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        raise ValueError(f"{FROM_THE_FUTURE}, by {progress.time - now:.1f} s")
 
 
 class ProgressExchange(ServicerBase):
@@ -133,7 +200,7 @@ class ProgressExchange(ServicerBase):
         self._call_again: set[PeerID] = set()
         self.runs: RunList | None = None
         """The list of all runs in the swarm; ``None``: this run is not listed."""
-        self._answers: deque[float] = deque(maxlen=SETTINGS_AT_ONCE)  # when this peer last told its settings
+        self._answers = TokenBuckets(SETTINGS_AT_ONCE / SETTINGS_SECONDS, SETTINGS_AT_ONCE, most=1)
         self.recent_peers: Bounded[PeerID, None] = Bounded(MAX_RECENT_PEERS, seconds=MEMORY_SECONDS, now=get_dht_time)
         """Peers that can be called and that this one has heard lately. They are called even without a record."""
         self._lost = Backoffs(SECONDS_BETWEEN_CALLS, SECONDS_BETWEEN_CALLS, get_dht_time)
@@ -148,7 +215,6 @@ class ProgressExchange(ServicerBase):
     async def start(self) -> None:
         await self.add_p2p_handlers(self._p2p, namespace=self.key)
         loop = asyncio.get_running_loop()
-        self._board.tell_change = self._tell_change
         self._tasks = [
             loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
         ]
@@ -157,7 +223,7 @@ class ProgressExchange(ServicerBase):
 
     def _tell_change(self) -> None:
         """Call the watchers, who look at all peers: in a large swarm not at every message."""
-        if self._board.own.client_mode or not self._board.relies_on_records:
+        if self._board.own.client_mode or not self._board.relies_on_records or not self._tasks:
             self._board.call_watchers()
         elif self._telling is None:
             self._telling = asyncio.get_running_loop().call_later(SECONDS_BETWEEN_CHANGES, self._tell_all_changes)
@@ -175,7 +241,6 @@ class ProgressExchange(ServicerBase):
         if not self._tasks:
             return
         tasks, self._tasks = [*self._tasks, *self._calls.values()], []
-        self._board.tell_change = self._board.call_watchers
         # The handlers go first: the next tracker of this run may be about to register its own.
         await self.remove_p2p_handlers(self._p2p, namespace=self.key)
         await cancel_and_wait(*tasks)
@@ -291,6 +356,7 @@ class ProgressExchange(ServicerBase):
         self._peers_by_tag = seen
         self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
+        self._tell_change()
         rng = self._p2p.rng
         lost = [peer for peer in self.recent_peers if self._lost.is_due(peer) and not self._is_known(peer)]
         for peer in rng.sample(lost, min(len(lost), LOST_AT_ONCE)):
@@ -469,6 +535,7 @@ class ProgressExchange(ServicerBase):
             await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
             return
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
+        self._tell_change()
 
     def _message(self, to: PeerID, leaving: bool = False, *, is_asked: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
@@ -504,6 +571,7 @@ class ProgressExchange(ServicerBase):
             self.recent_peers.pop(peer, None)
             self._p2p.book[peer].goodbye_at = progress.time
             self._board.forget(progress.peer_id, math.inf, progress.time)
+            self._tell_change()
         elif message.taking_part:
             goodbye_at = self._p2p.book.find(peer).goodbye_at
             if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
@@ -516,6 +584,7 @@ class ProgressExchange(ServicerBase):
             self._board.hear(
                 progress, now + self._metadata_expiration, now, end=end, lineage=lineage, in_advance=message.in_advance
             )
+            self._tell_change()
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress, and gets this one's in return."""
@@ -549,10 +618,8 @@ class ProgressExchange(ServicerBase):
         """
         if self._board.company is None:
             raise ShoalError("this peer compares no settings")
-        now = asyncio.get_running_loop().time()
-        if len(self._answers) == SETTINGS_AT_ONCE and now - self._answers[0] < SETTINGS_SECONDS:
+        if not self._answers.take("all", asyncio.get_running_loop().time()):
             raise BusyError("too many peers ask for settings")
-        self._answers.append(now)
         self._hear_settings(context.remote_id, request)
         return self._board.company.own.shown_to(request)
 

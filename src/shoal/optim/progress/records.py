@@ -304,64 +304,16 @@ class GlobalTrainingProgress:
 
 
 class SwarmRecords(dict[bytes, ValueWithExpiration[PlainValues]]):
-    """The records of the peers that count, by peer id, for a summary of them all.
-
-    It is filled at first use: most summaries need no plain values, and large swarms have many records. It is a
-    dictionary because subclasses of the tracker ask whether it is one.
+    """The records of the peers that count, by peer id, for subclasses of the tracker that sum them up themselves.
 
     Args:
-        read: gives what is believed of each peer, and until which DHT time.
-        summarize: makes the usual summary.
+        records: what is believed of each peer, and until which DHT time.
+        usual: the usual summary.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Iterable[tuple[LocalTrainingProgress, float]]],
-        summarize: Callable[[], GlobalTrainingProgress],
-    ) -> None:
-        super().__init__()
-        self._read, self._summarize = read, summarize
-
-    def summarize(self) -> GlobalTrainingProgress:
-        """The usual summary."""
-        return self._summarize()
-
-    def _fill(self) -> None:
-        read, self._read = self._read, tuple
-        for record, until in read():
-            super().__setitem__(record.peer_id, ValueWithExpiration(record.dict(), until))
-
-    def __len__(self) -> int:
-        self._fill()
-        return super().__len__()
-
-    def __iter__(self) -> Iterator[bytes]:
-        self._fill()
-        return super().__iter__()
-
-    def __contains__(self, peer_id: object) -> bool:
-        self._fill()
-        return super().__contains__(peer_id)
-
-    def __getitem__(self, peer_id: bytes) -> ValueWithExpiration[PlainValues]:
-        self._fill()
-        return super().__getitem__(peer_id)
-
-    def get(self, peer_id: bytes, default: Any = None) -> Any:
-        self._fill()
-        return super().get(peer_id, default)
-
-    def keys(self) -> Any:
-        self._fill()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._fill()
-        return super().values()
-
-    def items(self) -> Any:
-        self._fill()
-        return super().items()
+    def __init__(self, records: Iterable[tuple[LocalTrainingProgress, float]], usual: GlobalTrainingProgress) -> None:
+        super().__init__({each.peer_id: ValueWithExpiration(each.dict(), until) for each, until in records})
+        self.usual = usual
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ class Command(enum.IntEnum):
     GIVE_GRADIENTS = enum.auto()
     CARRY_ON = enum.auto()
     """Continue with the next batch."""
+    OBEY = enum.auto()
+    """A call of the first process follows, which the others carry out."""
     GIVE_UP = enum.auto()
     """A process has failed; its error message follows."""
 
@@ -37,10 +39,10 @@ class ProcessMessage:
     """A message of the first process to the others. It holds only numbers, so it can travel as one small tensor."""
 
     command: int
-    unit: int = 1
-    """Gradients must be given in units of a mean over this many samples."""
     forgets_gradients: bool = False
     sends_parameters: bool = False
+    unit: int = 1
+    """Gradients must be given in units of a mean over this many samples."""
     epoch: int = 0
     """Number of global steps that this peer has made."""
     position: int = 0
@@ -133,6 +135,13 @@ class Processes:
             dist.all_gather(told, own, group=self._control)
         return [each.tolist() for each in told]
 
+    def tell_all(self, value: Any) -> list[Any]:
+        """What each process tells, by rank."""
+        told: list[Any] = [None] * self.size
+        with self._failing_clearly():
+            dist.all_gather_object(told, value, group=self._control)
+        return told
+
     def tell(self, word: ProcessMessage) -> None:
         """Send a word from the first process to all others."""
         self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64, device="cpu"))
@@ -174,13 +183,64 @@ class Processes:
         """
         numbers = torch.zeros(len(astuple(ProcessMessage(0))), dtype=torch.float64, device="cpu")
         self._broadcast(numbers)
-        command, unit, forgets, sends, epoch, position, global_epoch, peers, speed, culprit = numbers.tolist()
+        command, forgets, sends, unit, epoch, position, global_epoch, peers, speed, culprit = numbers.tolist()
         if command == Command.GIVE_UP:
             raise self._learn_reason(int(culprit), error)
         return ProcessMessage(
-            *(int(command), int(unit), bool(forgets), bool(sends)),
+            *(int(command), bool(forgets), bool(sends), int(unit)),
             *(int(epoch), int(position), int(global_epoch), int(peers), speed),
         )
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, name: str, *arguments: Any) -> None:
+        """Called in the first process: let all others do something. :meth:`end_call` must follow."""
+        self.tell(ProcessMessage(Command.OBEY))
+        with self._failing_clearly():
+            dist.broadcast_object_list([(name, arguments)], self._first, group=self._control)
+
+    def end_call(self) -> list[Any]:
+        """Wait until all others have done that, and return what came of it.
+
+        Raises:
+            ProcessGroupError: another process has failed.
+        """
+        return self._exchange_answers(None, None)[1:]
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Let all others do something, and return what came of it, by rank."""
+        self.begin_call(name, *arguments)
+        return self.end_call()
+
+    def obey(self, handle: Callable[..., Any]) -> None:
+        """Carry out a call of the first process, after :attr:`Command.OBEY`.
+
+        Args:
+            handle: takes the name of the call and its arguments.
+
+        Raises:
+            ProcessGroupError: another process has failed.
+            Exception: what ``handle`` raises.
+        """
+        called: list[Any] = [None]
+        with self._failing_clearly():
+            dist.broadcast_object_list(called, self._first, group=self._control)
+        name, arguments = called[0]
+        answer, error = None, None
+        try:
+            answer = handle(name, *arguments)
+        except Exception as e:
+            error = e
+        self._exchange_answers(answer, error)
+
+    def _exchange_answers(self, answer: Any, error: Exception | None) -> list[Any]:
+        told = self.tell_all((answer, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, reason) in enumerate(told):
+            if reason is not None:
+                raise ProcessGroupError(f"process {rank} of {self.size} of this peer has failed: {reason}")
+        return [each for each, _ in told]
 
     def _broadcast(self, numbers: torch.Tensor, sender: int = 0) -> None:
         with self._failing_clearly():

@@ -108,8 +108,15 @@ class SeveralProcesses(SwarmOptimizer):
             else:
                 self._accumulator = self._shards.accumulator
             self._follow()
-        # The first process' optimizer has stand-ins for the parameters that are shared.
-        self._main_groups = None if self._shards is None else main_groups(self.opt, main)
+        self._become_torch_optimizer(has_others=self._shards is not None)
+
+    def _become_torch_optimizer(self, *, has_others: bool) -> None:
+        """The last thing of a constructor.
+
+        Args:
+            has_others: :attr:`opt` has other tensors than the user's parameters, which are shared.
+        """
+        self._main_groups = main_groups(self.opt, self._parameters) if has_others else None
         self._groups_under_construction: list[dict[str, Any]] | None = []
         super().__init__([{**group} for group in self._own_groups()], dict(self.opt.defaults))
         self._groups_under_construction = None
@@ -226,6 +233,15 @@ class SeveralProcesses(SwarmOptimizer):
             if scaler is not None:
                 scaler.note_overflow(self)
             return 0, None
+        self._warn_of_sizes(counts)
+        try:
+            shards.accumulate(sum(counts), 1.0 if scaler is None else scaler.get_scale())
+        except Exception as e:
+            return 0, e
+        return samples, None
+
+    def _warn_of_sizes(self, counts: Sequence[int]) -> None:
+        """Warn once, in the first process, if batches whose gradients weigh the same differ in size."""
         if len(set(counts) - {0}) > 1 and not self._has_told_of_sizes and self._processes.is_first:
             self._has_told_of_sizes = True
             logger.warning(
@@ -233,11 +249,6 @@ class SeveralProcesses(SwarmOptimizer):
                 "parameters. Give all processes batches of one size",
                 counts,
             )
-        try:
-            shards.accumulate(sum(counts), 1.0 if scaler is None else scaler.get_scale())
-        except Exception as e:
-            return 0, e
-        return samples, None
 
     def _fetch_gradients(self) -> None:
         """Called in the first process: sum the gradients of all processes here."""
@@ -276,12 +287,10 @@ class SeveralProcesses(SwarmOptimizer):
             with contextlib.suppress(ProcessGroupError):  # this error says more
                 self._processes.give_up(0, e)
             raise
-        followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
-        tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [tensor._version for tensor in followed])
+        tracker = self.swarm.tracker
         self.news = ProcessMessage(
             Command.CARRY_ON,
-            forgets_gradients=self._accumulator.samples == 0,
-            sends_parameters=state != self._known,
+            *self._what_changed(),
             epoch=self.swarm.local_epoch,
             position=self.position,
             global_epoch=max(tracker.global_epoch, self.swarm.local_epoch),
@@ -289,11 +298,23 @@ class SeveralProcesses(SwarmOptimizer):
             samples_per_second=self._speed,
         )
         self._processes.tell(self.news)
-        if self.news.forgets_gradients and self._shards is not None:
-            self._shards.accumulator.reset()
+        self._use_news()
+
+    def _what_changed(self) -> tuple[bool, bool]:
+        """In the first process: whether gradients are to be forgotten, and whether parameters are sent."""
+        followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
+        before, self._known = self._known, (self.swarm.local_epoch, [tensor._version for tensor in followed])
+        return self._accumulator.samples == 0, before != self._known
+
+    def _use_news(self) -> None:
+        """In all processes, when the first one has decided."""
+        if self.news.forgets_gradients:
+            if self._shards is not None:
+                self._shards.accumulator.reset()
+            elif self.swarm is None:
+                self._accumulator.reset()
         if self.news.sends_parameters:
             self._spread_parameters()
-            self._known = state
 
     def _spread_parameters(self) -> None:
         """Called in all processes: the first one sends what has changed."""
@@ -312,23 +333,24 @@ class SeveralProcesses(SwarmOptimizer):
         Args:
             error: the error of this process if it has failed; the first process knows of it.
         """
-        while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
-            if self._shards is None:
-                self._accumulator.change_unit(word.unit)
-                self._processes.sum_at_first([*self._accumulator.buffers, self._accumulator.marks()])
-                self._accumulator.reset()
-            else:
-                self._processes.sum_at_first([self._shards.accumulator.marks()])
-                self._shards.gather_gradients()
-            if scaler is not None:
-                scaler.note_global_step()
+        while (word := self._processes.hear(error)).command != Command.CARRY_ON:
+            self._obey(word, scaler)
         self.news = word
-        if word.forgets_gradients:
-            self._accumulator.reset()
-        if word.sends_parameters:
-            self._spread_parameters()
+        self._use_news()
         for scheduler in self._followed_schedules():
             catch_up(scheduler, word.position)
+
+    def _obey(self, word: ProcessMessage, scaler: GradScaler | None) -> None:
+        """In all processes but the first one: give the first one the gradients."""
+        if self._shards is None:
+            self._accumulator.change_unit(word.unit)
+            self._processes.sum_at_first([*self._accumulator.buffers, self._accumulator.marks()])
+            self._accumulator.reset()
+        else:
+            self._processes.sum_at_first([self._shards.accumulator.marks()])
+            self._shards.gather_gradients()
+        if scaler is not None:
+            scaler.note_global_step()
 
     def _followed_schedules(self) -> Sequence[Any]:
         """Called in all processes but the first one: the schedules that follow those of the first one."""

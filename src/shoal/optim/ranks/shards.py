@@ -108,7 +108,32 @@ def box_of_part(parameter: torch.Tensor) -> Box:
     return tuple(spans)
 
 
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def held_boxes(processes: several.Processes, parameters: Sequence[torch.Tensor]) -> list[list[Box]]:
+    """For each parameter, the boxes of all processes by rank.
+
+    Raises:
+        ValueError: the processes of this peer together do not hold a whole parameter.
+        ProcessGroupError: another process has ended.
+    """
+    own = [box_of_part(parameter) for parameter in parameters]
+    told = processes.hear_all([number for box in own for span in box for number in span])
+    held, start = list[list[Box]](), 0
+    for index, parameter in enumerate(parameters):
+        stop = start + 2 * parameter.dim()
+        boxes = [tuple(zip(numbers[start:stop:2], numbers[start + 1 : stop : 2], strict=True)) for numbers in told]
+        start = stop
+        found = sum(map(volume, set(boxes)))
+        if found != parameter.numel():
+            raise ValueError(
+                f"the {len(told)} processes of this peer hold {found} of the {parameter.numel()} values of "
+                f"parameter {index}: give process_group= all processes that it is sharded over"
+            )
+        held.append(boxes)
+    return held
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The part of the gradient that is in this process."""
     if parameter.grad is None or not is_dtensor(parameter.grad):
         return parameter.grad
     layout: Any = parameter
@@ -116,6 +141,12 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if tuple(gradient.placements) != tuple(layout.placements):  # tensor parallelism leaves sums that are not made yet
         gradient = gradient.redistribute(placements=layout.placements)
     return local_part(gradient)
+
+
+def sharded_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The modules around these parameters for which ``fully_shard`` was called."""
+    _, around = owners_of(parameters, None)
+    return [module for module in around if is_sharded_module(module)]
 
 
 class Shards:
@@ -144,30 +175,17 @@ class Shards:
                 layout = parameters[index]
                 empty = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
                 self.whole[index] = torch.nn.Parameter(empty, layout.requires_grad)
-        _, around = owners_of(parameters, None)
-        self._modules: list[Any] = [module for module in around if is_sharded_module(module)]
+        self._modules = sharded_modules(parameters)
         # They share memory with the parameters, and get their gradients for a moment.
         self._leaves = [local_part(parameters[index]).requires_grad_() for index in self._trained]
         self.accumulator = GradientAccumulator(self._leaves)
         """Sums of the gradients of this process' parts, and of parameters that are not shared."""
 
     def _find_shares(self) -> list[Share]:
-        boxes = [box_of_part(parameter) for parameter in self._parameters]
-        told = self._processes.hear_all([number for box in boxes for span in box for number in span])
-        shares, start = [], 0
-        for index, (parameter, box) in enumerate(zip(self._parameters, boxes, strict=True)):
-            stop = start + 2 * len(box)
-            held = [tuple(numbers[start:stop]) for numbers in told]
-            start = stop
-            volume = sum(math.prod(b - a for a, b in zip(one[::2], one[1::2], strict=True)) for one in set(held))
-            if volume != parameter.numel():
-                raise ValueError(
-                    f"the {len(told)} processes of this peer hold {volume} of the {parameter.numel()} values of "
-                    f"parameter {index}: give process_group= all processes that it is sharded over"
-                )
-            own = held[self._processes.rank]
-            holders = tuple(rank for rank, one in enumerate(held) if one == own)
-            shares.append(Share(tuple(parameter.shape), box, holders))
+        shares, rank = [], self._processes.rank
+        for parameter, boxes in zip(self._parameters, held_boxes(self._processes, self._parameters), strict=True):
+            holders = tuple(other for other, box in enumerate(boxes) if box == boxes[rank])
+            shares.append(Share(tuple(parameter.shape), boxes[rank], holders))
         return shares
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -212,7 +230,7 @@ class Shards:
             loss_scale: see :meth:`GradientAccumulator.add`.
         """
         for leaf, index in zip(self._leaves, self._trained, strict=True):
-            leaf.grad = _local_gradient(self._parameters[index])
+            leaf.grad = local_gradient(self._parameters[index])
         try:
             self.accumulator.add(samples, loss_scale)
         finally:
@@ -255,7 +273,7 @@ class Shards:
                 for box in _boxes(share.shape, limit)
             ]
             for group in _grouped(boxes, limit):
-                sizes = [_volume(box) for _, box in group]
+                sizes = [volume(box) for _, box in group]
                 bucket = torch.zeros(sum(sizes), dtype=dtype, device=self._processes.device)
                 rooms = [
                     flat.view([stop - start for start, stop in box])
@@ -269,11 +287,11 @@ def _grouped(boxes: Sequence[tuple[int, Box]], limit: int) -> Iterator[list[tupl
     group: list[tuple[int, Box]] = []
     size = 0
     for number, box in boxes:
-        if group and size + _volume(box) > limit:
+        if group and size + volume(box) > limit:
             yield group
             group, size = [], 0
         group.append((number, box))
-        size += _volume(box)
+        size += volume(box)
     if group:
         yield group
 
@@ -292,7 +310,8 @@ def _boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
             yield (first, *rest)
 
 
-def _volume(box: Box) -> int:
+def volume(box: Box) -> int:
+    """How many values a box has."""
     return math.prod(stop - start for start, stop in box)
 
 

@@ -26,7 +26,6 @@ from shoal.errors import ShoalError
 from shoal.optim.history.fork_choice import ForkChoice
 from shoal.optim.history.journal import Lineage
 from shoal.optim.history.window import is_behind, window_of
-from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 
 if TYPE_CHECKING:
     from shoal.optim.global_step import GlobalStep
@@ -136,9 +135,7 @@ class Synchronization:
         self._tracker, self._global_step = tracker, global_step
         self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
         self._closing, self._overlaps = closing, global_step.options.mode.overlaps
-        self._usual_lag = int(window_of(overlaps=self._overlaps).behind)
         self._strict_check_due = True
-        self._has_looked = False
         self._has_told_what_is_lost = False
         self.retries = Retries(closing)
         """When the next download may begin."""
@@ -147,16 +144,13 @@ class Synchronization:
 
     def is_needed(self) -> bool:
         """Whether this peer must download the state before it continues."""
-        tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
-        if not self._has_looked:
-            self._has_looked = True
-            fetched.wait(FIRST_LOOK_SECONDS)
+        tracker = self._tracker
         if tracker.gives_way_to is not None:
             return True
         # If the run is split again, the user is warned again.
         self._has_told_what_is_lost = False
         own, starts_at = self._state_averager.local_epoch, 0
-        if self._strict_check_due and fetched.is_set():
+        if self._strict_check_due and tracker.fetched_global_progress_this_epoch.is_set():
             starts_at = self._epoch_to_begin_with()
             # Until others have called it, a newcomer knows only records, which may be seconds old: look again.
             self._strict_check_due = own < starts_at or not tracker.is_introduced
@@ -211,16 +205,13 @@ class Synchronization:
         began_at = get_dht_time()
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
-            loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
+            loaded = self._try_to_download(options) if other_side is None else self._give_way_to(other_side, options)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
                 return False
-            if other_side is not None:
-                self.start_over()
-                return True
             epoch = self._tracker.global_epoch
-            lacks_a_step = self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1
+            lacks_a_step = other_side is None and not self._overlaps and self._state_averager.local_epoch == epoch - 1
             if lacks_a_step:
                 # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
@@ -274,30 +265,23 @@ class Synchronization:
             self.retries.note(succeeded=True)
         if self._withholds_state:
             self._state_averager.allow_state_sharing, self._withholds_state = True, False
-        self._strict_check_due = self._usual_lag == 0
+        self._strict_check_due = not self._overlaps
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
     def _give_way_to(self, other_side: ForkChoice, options: Mapping[str, Any]) -> bool:
         """Take over the state of the winning side, even if it is at an earlier epoch."""
         self._tell_what_is_lost(other_side)
-        averager, pause = self._state_averager, FIRST_LOAD_PAUSE
+        averager = self._state_averager
         shares_state = averager.allow_state_sharing
         if shares_state:
             # Two sides may both believe that they give way. Then neither may get the other's state: both look again.
             averager.allow_state_sharing = False
         try:
-            for _ in range(LOAD_ATTEMPTS):
-                if self._load(accept_older=True, **options):
-                    return True
-                self._tracker.look_after_others()
-                if self._closing.wait(pause) or self._tracker.gives_way_to is None:
-                    break
-                pause *= 2
+            return self._try_to_download({**options, "accept_older": True}, gives_way=True)
         finally:
             if shares_state:
                 averager.allow_state_sharing = True
-        return False
 
     def _tell_what_is_lost(self, other_side: ForkChoice) -> None:
         if self._has_told_what_is_lost:
@@ -314,23 +298,22 @@ class Synchronization:
             epochs,
         )
 
-    def _load(self, **options: Any) -> bool:
-        try:
-            return bool(self._state_averager.load_state_from_peers(**options))
-        except (ShoalError, TimeoutError) as e:
-            logger.warning("could not download the training state: %s", words_of(e))
-            return False
-
-    def _try_to_download(self, **options: Any) -> bool:
+    def _try_to_download(self, options: Mapping[str, Any], *, gives_way: bool = False) -> bool:
         """Try a few times, with pauses, because donors may be between two epochs or about to leave."""
         loaded, pause = False, FIRST_LOAD_PAUSE
-        attempts = LOAD_ATTEMPTS if self._tracker.knows_others else 1
+        attempts = LOAD_ATTEMPTS if gives_way or self._tracker.knows_others else 1
         for attempt in range(attempts):
             if attempt > 0:
-                if self._closing.wait(pause):
+                if self._closing.wait(pause) or (gives_way and self._tracker.gives_way_to is None):
                     break
                 pause *= 2
-            loaded = self._load(**options) or loaded
-            if loaded and not is_behind(self._state_averager.local_epoch, self._tracker.global_epoch, self._usual_lag):
+            try:
+                loaded = bool(self._state_averager.load_state_from_peers(**options)) or loaded
+            except (ShoalError, TimeoutError) as e:
+                logger.warning("could not download the training state: %s", words_of(e))
+            own, usual_lag = self._state_averager.local_epoch, window_of(overlaps=self._overlaps).behind
+            if loaded and (gives_way or not is_behind(own, self._tracker.global_epoch, usual_lag)):
                 break
+            if gives_way:
+                self._tracker.look_after_others()
         return loaded

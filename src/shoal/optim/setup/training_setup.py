@@ -49,7 +49,7 @@ def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = 
             raise ValueError(
                 f"parameter {index} is a {type(parameter).__name__}, as fully_shard and tensor parallelism make them: "
                 "here each process must hold the whole model. For models that are sharded, or copied, over several "
-                "processes use shoal.MultiProcessOptimizer"
+                "processes use shoal.MultiProcessOptimizer; for sharded ones over slow lines shoal.MultiProcessDiLoCo"
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {index} has the layout {parameter.layout}: convert it with .to_dense()")

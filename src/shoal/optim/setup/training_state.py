@@ -25,7 +25,7 @@ from shoal.base.logs import Seldom, quoted
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of, room_for, stand_in
 from shoal.optim.history.journal import Lineage, LineageKeeper
-from shoal.optim.history.window import EPOCHS_AHEAD
+from shoal.optim.history.window import EPOCHS_AHEAD, is_behind
 from shoal.optim.setup.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.setup.optimizer_state import (
     check_optimizer_state,
@@ -420,9 +420,9 @@ def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | N
         OlderStateError: the state is older than this peer's own.
         ValueError: the run cannot have reached this epoch.
     """
-    if epoch < own and not accept_older:
+    if is_behind(epoch, own) and not accept_older:
         raise OlderStateError(f"it is of epoch {epoch}, older than this peer's epoch {own}")
-    if run is not None and epoch > max(own, run.global_epoch) + _EPOCHS_DURING_DOWNLOAD:
+    if run is not None and is_behind(max(own, run.global_epoch), epoch, _EPOCHS_DURING_DOWNLOAD):
         raise ValueError(f"it is of epoch {epoch}, where the run, at epoch {run.global_epoch}, cannot be yet")
 
 
