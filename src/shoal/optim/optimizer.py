@@ -17,7 +17,6 @@ from shoal.base import standby
 from shoal.base.closeable import at_the_door
 from shoal.base.logs import counted
 from shoal.compression import CompressionBase
-from shoal.dht.dht import check_dht
 from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import (
@@ -28,8 +27,8 @@ from shoal.optim.grad_averager import (
 )
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.gradient_accumulator import MissingGradients
-from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, check_may_train, option, uncompiled
-from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options
+from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, option, uncompiled
+from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options, resolved_by
 from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
     GROUPS,
@@ -160,6 +159,7 @@ class Optimizer(JointOptimizer):
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
+    @resolved_by(Options)
     def __init__(
         self,
         *,
@@ -206,50 +206,7 @@ class Optimizer(JointOptimizer):
         guard: str = "members",
         on_mismatch: str = "raise",
     ) -> None:
-        check_dht(dht)
-        check_may_train(dht)
-        params = listed(params)
-        self.options = options = Options.resolve(
-            run_id=run_id,
-            target_batch_size=target_batch_size,
-            batch_size_per_step=batch_size_per_step,
-            optimizer=optimizer,
-            params=params,
-            scheduler=scheduler,
-            matchmaking_time=matchmaking_time,
-            averaging_timeout=averaging_timeout,
-            allreduce_timeout=allreduce_timeout,
-            next_chunk_timeout=next_chunk_timeout,
-            load_state_timeout=load_state_timeout,
-            reuse_grad_buffers=reuse_grad_buffers,
-            offload_optimizer=offload_optimizer,
-            delay_optimizer_step=delay_optimizer_step,
-            delay_grad_averaging=delay_grad_averaging,
-            delay_state_averaging=delay_state_averaging,
-            average_state_every=average_state_every,
-            use_local_updates=use_local_updates,
-            client_mode=dht.client_mode if client_mode is None else client_mode,
-            auxiliary=auxiliary,
-            grad_compression=grad_compression,
-            grad_averager=grad_averager,
-            grad_averager_factory=grad_averager_factory,
-            use_ext_grad_buffer=use_ext_grad_buffer,
-            state_averaging_compression=state_averaging_compression,
-            load_state_compression=load_state_compression,
-            average_opt_statistics=average_opt_statistics,
-            averager_opts=averager_opts,
-            tracker_opts=tracker_opts,
-            performance_ema_alpha=performance_ema_alpha,
-            shutdown_timeout=shutdown_timeout,
-            verbose=verbose,
-            check_state=check_state,
-            aggregation=aggregation,
-            state_aggregation=state_aggregation,
-            peer_momentum=peer_momentum,
-            frozen_base=frozen_base,
-            guard=guard,
-            on_mismatch=on_mismatch,
-        )
+        params, options = listed(params), self.options
         main = main_parameters(optimizer, params)
         remainder = self._find_remainder(model, main, extra_tensors)
         if frozen_base is not None:
