@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.optim.diloco.messages import OuterStatement, has_other_bits
 from shoal.optim.history.fork_choice import choose_version, compare
@@ -85,7 +84,7 @@ def test_the_latest_updates_are_kept():
 
 def test_more_updates_are_kept_for_newcomers():
     journal = Journal.begin(torch.zeros(100), 64)
-    journal.serves_newcomers = lambda: True
+    journal.serves_newcomers = True
     for n in range(10):
         update(journal, bytes([n]))
     assert len(journal.since(2)) == 8
@@ -95,7 +94,7 @@ def test_more_updates_are_kept_for_newcomers():
 
 def test_updates_are_taken_in_order_of_version():
     source, journal = (Journal.begin(torch.zeros(100), 64) for _ in range(2))
-    source.serves_newcomers = lambda: True
+    source.serves_newcomers = True
     updates = [update(source, bytes([n])) for n in range(3)]
     journal.receive([updates[2], updates[1]])
     assert journal.take_next() is None
@@ -229,15 +228,15 @@ def test_malformed_statements_are_left_out():
     bad = [
         None,
         [],
-        {**good, "links": []},
-        {**good, "links": [[0, b"short", 0]]},
-        {**good, "links": [[0, bytes(16), -1]]},
-        {**good, "links": [[0, bytes(16), 0], [2, bytes(16), 0]]},
-        {**good, "links": [[-1, bytes(16), 0]]},
+        {**good, "entries": []},
+        {**good, "entries": [[0, b"short", 0]]},
+        {**good, "entries": [[0, bytes(16), -1]]},
+        {**good, "entries": [[0, bytes(16), 0], [2, bytes(16), 0]]},
+        {**good, "entries": [[-1, bytes(16), 0]]},
         {**good, "samples": -1},
         {**good, "steps": 1.5},
         {**good, "expected": 2**63},
-        {**good, "digest": b"short"},
+        {**good, "digest": bytes(17)},
         {**good, "digest": 5},
         {**good, "known": [1, b"short", 0]},
         {**good, "known": 1},

@@ -1,4 +1,4 @@
-"""Error feedback: known numbers, what is sent in the end, and that only messages that have counted change anything."""
+"""Messages: error feedback, of which only messages that have counted change anything; and what they weigh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.compression import (
     TopKCompression,
 )
 from shoal.optim.diloco.fragments import OuterState
-from shoal.optim.diloco.messages import Contribution, default_feedback
+from shoal.optim.diloco.messages import Contribution, Effort, default_feedback, discount, usual_staleness
 from tests.code_paths import check_same_on_both
 from tests.compression.codecs import name_of
 from tests.optim.diloco.quadratic import A, B, train
@@ -186,6 +186,35 @@ def test_without_feedback_no_error_is_kept(codec: CompressionBase) -> None:
 
 def test_factors_that_suit_codecs() -> None:
     assert [default_feedback(codec) for codec in ALLOWED] == [0, 0, 0, 0, 1, 0.95, 0.95]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_batch_counts_every_sample_once() -> None:
+    """With a small inner rate the weighted mean points where the gradient of all samples does."""
+    efforts, rate = [Effort(5, 15), Effort(2, 8)], 1e-4
+    deltas = [effort.steps * rate * -target for effort, target in zip(efforts, (A, B), strict=True)]
+    weights = [effort.weight("batch") for effort in efforts]
+    assert weights == [3.0, 4.0]
+    total = sum(weight * delta for weight, delta in zip(weights, deltas, strict=True))
+    torch.testing.assert_close(total / rate, -15 * A - 8 * B)
+    assert [effort.weight("samples") for effort in efforts] == [15.0, 8.0]
+
+
+def test_efforts_add_up() -> None:
+    assert Effort(2, 8) + Effort(1, 3) - Effort(2, 8) == Effort(1, 3)
+    assert Effort().weight("batch") == Effort().weight("samples") == 0
+
+
+def test_old_work_counts_less() -> None:
+    assert [round(discount(usual_staleness, age), 4) for age in range(4)] == [1.0, 0.7071, 0.5774, 0.5]
+
+
+def test_an_impossible_discount_is_refused() -> None:
+    assert discount(lambda versions: 7.0, 0) == 1.0
+    with pytest.raises(ValueError, match="for 2 versions it gave 7"):
+        discount(lambda versions: 7.0, 2)
 
 
 # --- the same bits on all machines ------------------------------------------------------------------------------------

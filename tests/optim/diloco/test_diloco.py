@@ -158,7 +158,7 @@ def test_a_compiled_function_may_call_step(make_dhts, closing):
     ],
     ids=["half", "rebase"],
 )
-def test_fragments_are_exchanged_while_training_goes_on(make_pair, alpha, known):
+def test_fragments_are_exchanged_during_training(make_pair, alpha, known):
     peers = make_pair(sync_every=4, fragments=2, fragment_sync_delay=1, fragment_update_alpha=alpha)
     applied = {step: (number, after) for step, number, after in known}
     for step in range(1, 12):
@@ -379,7 +379,7 @@ def test_first_peers_with_different_parameters_agree(make_dhts, make_trainers):
     assert all(len(trainer.opt.last_round.peers) == 2 for trainer in trainers)
 
 
-def test_who_dies_is_not_waited_for_long(make_dhts, make_trainers):
+def test_a_dead_peer_is_not_waited_for_long(make_dhts, make_trainers):
     dhts = make_dhts(3)
     trainers = make_trainers(dhts, fragments=2, next_chunk_timeout=2.0)
     introduce(*(trainer.opt for trainer in trainers))

@@ -439,7 +439,7 @@ def test_a_member_behind_does_not_count():
     assert torch.equal(c.outer, a.outer)
 
 
-def test_who_trains_another_model_adopts_that_of_most():
+def test_a_peer_adopts_the_model_of_most():
     a, b, c = Peer(A), Peer(B), Peer(B, (5.0, 5.0))
     alone(0, c)
     weights, mean = begin(0, (a, b, c))
@@ -596,7 +596,7 @@ def test_what_has_not_counted_leaves_nothing_out(how):
     assert torch.equal(b.updates.contribution.error, before)
 
 
-def test_who_is_alone_leaves_nothing_out():
+def test_a_lone_message_leaves_nothing_out():
     a, b = (Peer(target, codec=SPARSE) for target in (A, B))
     a.train()
     b.train()
@@ -612,7 +612,7 @@ def test_who_is_alone_leaves_nothing_out():
     assert b.updates.contribution.error is None
 
 
-def test_who_begins_anew_has_left_nothing_out():
+def test_starting_over_forgets_the_error():
     a, b = (Peer(target, codec=SPARSE) for target in (A, B))
     a.train()
     b.train()
@@ -625,7 +625,7 @@ def test_who_begins_anew_has_left_nothing_out():
 # --- the same updates, but other bits ---------------------------------------------------------------------------------
 
 
-def test_who_has_other_bits_takes_those_of_most(caplog):
+def test_a_peer_adopts_the_bits_of_most(caplog):
     a, b, c = Peer(A), Peer(B), Peer(B)
     for slot in range(3):
         if slot == 2:
@@ -649,7 +649,7 @@ def test_who_has_other_bits_takes_those_of_most(caplog):
     assert c.updates.standing is Relation.WITH
 
 
-def test_bits_are_compared_every_so_many_updates():
+def test_bits_are_compared_every_few_updates():
     a, b = Peer(A), Peer(B)
     told = []
     for slot in range(5):

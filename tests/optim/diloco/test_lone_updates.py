@@ -85,7 +85,7 @@ def rounds_with(slots, own, dead=(), client_mode=False, fragments=1, **options):
     tracker.own = own
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     donor = OuterDonor(counter, [peer.updates], threading.RLock(), inner, False, ExtraTensors(()))
-    averager = SimpleNamespace(donor=donor, client_mode=client_mode, group_size=None)
+    averager = SimpleNamespace(donor=donor, client_mode=client_mode, group_size=None, is_giving=False)
     rounds = OuterRounds(settings, tracker, averager)
     rounds.attendance = Known(tracker, settings, fragments)
     peer.train()

@@ -274,7 +274,7 @@ def test_with_a_target_the_position_counts_slots():
 
 
 @pytest.mark.parametrize(("peers", "size"), [(4, 2), (7, 3), (100, 2)])
-def test_groups_are_drawn_anew_for_each_slot(peers, size):
+def test_each_slot_draws_groups_again(peers, size):
     everybody = [bytes([number]) * 34 for number in range(peers)]
     met = {peer: set() for peer in everybody}
     for slot in range(40):

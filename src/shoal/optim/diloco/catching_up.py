@@ -133,6 +133,7 @@ class CatchingUp:
                 with refusing_nonsense():
                     updates = parse_answer(found[0], found[1], len(fragments))
             for each in fragments:
+                each.journal.serves_newcomers = self._rounds.averager.is_giving
                 made += each.make_up(updates.get(each.number, ()))
         except ValueError as e:
             self._warn_seldom("the updates of another peer make no sense: %s", e)

@@ -113,7 +113,7 @@ class DiLoCo(JointOptimizer):
             have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
             home: load the same in all peers.
         aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
-            It needs a codec whose averages are encoded anew: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
+            It needs a codec whose averages are encoded again: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
         frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
@@ -138,10 +138,6 @@ class DiLoCo(JointOptimizer):
     steps_each_batch = True
     options: OuterSettings
     instead_of_a_copy = "save its state_dict()"
-    # Where a process has only a part of the model, these are others.
-    _fragment_kind: Callable[..., FragmentUpdates] = FragmentUpdates
-    _averager_kind: Callable[..., OuterAverager] = OuterAverager
-    _averager_prefix = "{}_outer_averager"
 
     @at_the_door
     @resolved_by(OuterSettings)
@@ -214,7 +210,7 @@ class DiLoCo(JointOptimizer):
         lock = threading.RLock()
         states = [OuterState(part.read(), factory, outer_scheduler) for part in parts]
         updates = [
-            self._fragment_kind(number, part, state, options, lock, dht.peer_id)
+            self._make_fragment(number, part, state, options, lock, dht.peer_id)
             for number, (part, state) in enumerate(zip(parts, states, strict=True))
         ]
         warn_of_momentum([state.optimizer for state in states], average, is_sparse=options.is_sparse)
@@ -225,11 +221,11 @@ class DiLoCo(JointOptimizer):
             rule = StepRule(options.straggler_patience, overlaps=options.others_may_be_ahead)
             tracker_options = {"rule": rule, **tracker_options}
         self.tracker = ProgressTracker(dht, run_id, target, **tracker_options)
-        self.averager = self._averager_kind(
+        self.averager = self._make_averager(
             OuterDonor(SlotCounter(schedule), updates, lock, self.inner, share_inner_state, extra),
             f"{average} of {schedule}, {parts.fingerprint}, weighting {weighting}",
             dht,
-            prefix=self._averager_prefix.format(run_id),
+            prefix=f"{run_id}_outer_averager",
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
             **options.for_averagers(),
@@ -246,11 +242,13 @@ class DiLoCo(JointOptimizer):
     def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
         return [(self.averager, True)]
 
-    def _begin(self) -> None:
-        super()._begin()
-        sharing = self.averager.node.state_sharing
-        for each in self._rounds.fragments:
-            each.journal.serves_newcomers = lambda: sharing.is_busy
+    # --- its parts, which are others where a process has only a part of the model -------------------------------------
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FragmentUpdates(*args)
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        return OuterAverager(*args, **options)
 
     def _describe(self) -> RunSettings:
         options, schedule = self.options, self.schedule

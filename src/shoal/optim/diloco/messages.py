@@ -22,17 +22,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 
 from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
-from shoal.base.logs import quoted
+from shoal.base.logs import words_of
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression import Blockwise4BitQuantization, CompressionBase, CompressionInfo, TensorRole
-from shoal.optim.history.journal import HASH_BYTES, MOST, Entry, Update, hash_of, parse_entries
+from shoal.optim.history.journal import HASH_BYTES, MOST, Count, Entry, Hash, Update, hash_of, parse_entries
 
 STATISTICS = b"inner"
 """The name of the part of the state that has the statistics of the inner optimizers."""
@@ -154,8 +155,6 @@ class Contribution:
 
 # Bytes of a hash that name a member of a round, and the most bytes of names in an update.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
-# The most bytes that name a round.
-_MOST_BYTES_OF_ROUND = 128
 
 
 def has_counted(update: Update, peer: bytes) -> bool:
@@ -218,52 +217,34 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 # --- before a round ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OuterStatement:
+class OuterStatement(msgspec.Struct, frozen=True):
     """What a member of a round says about its outer parameters."""
 
     entries: tuple[Entry, ...]
-    steps: int = 0
+    steps: Count = 0
     """Inner steps behind its contribution, and their samples."""
-    samples: int = 0
-    expected: int = 1
+    samples: Count = 0
+    expected: Count = 1
     """How many members it expects, itself included."""
-    digest: bytes = b""
+    digest: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
     """A hash of the bits of its outer parameters of the newest version; empty: it tells none this time."""
-    done: int = 0
+    done: Count = 0
     """What it has done in the slot: inner steps, or samples if slots are counted in these."""
     known: Entry | None = None
     """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> Any:
         """Plain values."""
-        return {
-            "links": [list(entry) for entry in self.entries],
-            "steps": self.steps,
-            "samples": self.samples,
-            "expected": self.expected,
-            "digest": self.digest,
-            "done": self.done,
-            "known": None if self.known is None else list(self.known),
-        }
+        return msgspec.to_builtins(self, builtin_types=(bytes,))
 
     @classmethod
     def parse(cls, value: object) -> OuterStatement | None:
         """Read what a member has said; ``None`` if it makes no sense."""
-        if not isinstance(value, Mapping):
-            return None
-        numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
-        if not all(isinstance(each, int) and 0 <= each <= MOST for each in numbers):
-            return None
-        digest = value.get("digest", b"")
-        if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
-            return None
         try:
-            steps, samples, expected, done = numbers
-            entries, heard = parse_entries(value.get("links")), value.get("known")
-            known = None if heard is None else parse_entries([heard])[0]
-            return cls(entries, steps, samples, expected, digest, done, known)  # type: ignore[arg-type]
-        except ValueError:
+            said = msgspec.convert(value, cls)
+            parse_entries(said.entries)
+            return said
+        except (msgspec.ValidationError, ValueError):
             return None
 
 
@@ -309,25 +290,35 @@ def request_for(wanted: Mapping[int, Wanted]) -> bytes:
 def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
     """Read what :func:`request_for` has made. A malformed request asks for nothing."""
     try:
-        listed = MSGPackSerializer.loads(part)
-    except ValueError:
+        listed = msgspec.convert(MSGPackSerializer.loads(part), list[tuple[Count, Count, Entry | None]])
+    except (msgspec.ValidationError, ValueError):
         return {}
-    wanted: dict[int, Wanted] = {}
-    for each in listed if isinstance(listed, (list, tuple)) else ():
-        match each:
-            case [int(fragment), int(version), heard] if 0 <= fragment < fragments and 0 <= version <= MOST:
-                try:
-                    wanted[fragment] = Wanted(version, None if heard is None else parse_entries([heard])[0])
-                except ValueError:
-                    continue
-    return wanted
+    return {fragment: Wanted(version, known) for fragment, version, known in listed if fragment < fragments}
+
+
+class _Described(NamedTuple):
+    """An update of a fragment, without its tensors."""
+
+    fragment: Count
+    version: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+    after: Hash
+    round_id: Annotated[bytes, msgspec.Meta(max_length=128)]  # a hash, or the id of a peer with two numbers
+    samples: Count
+    names: Annotated[bytes, msgspec.Meta(max_length=_MOST_BYTES_OF_NAMES)]
+    tensors: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    """How many tensors it has."""
+
+
+class _Answer(msgspec.Struct):
+    updates: list[_Described]
 
 
 def answer(found: Mapping[int, Iterable[Update]]) -> OwnedState:
     """Updates of some fragments as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
-    updates = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
-    return OwnedState({"updates": updates}, [tensor for _, each in listed for tensor in each.tensors])
+    updates = [_Described(n, *each[:4], each.names, len(each.tensors)) for n, each in listed]
+    tensors = [tensor for _, each in listed for tensor in each.tensors]
+    return OwnedState(msgspec.to_builtins(_Answer(updates), builtin_types=(bytes,)), tensors)
 
 
 def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int) -> dict[int, list[Update]]:
@@ -336,26 +327,16 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int)
     Raises:
         ValueError: it makes no sense.
     """
-    updates = metadata.get("updates") if isinstance(metadata, Mapping) else None
-    if not isinstance(updates, (list, tuple)):
-        raise ValueError(f"no updates: {quoted(metadata)}")
+    try:
+        described = msgspec.convert(metadata, _Answer).updates
+    except msgspec.ValidationError as e:
+        raise ValueError(f"no updates: {words_of(e)}") from e
     left, found = list(tensors), dict[int, list[Update]]()
-    for each in updates:
-        match each:
-            case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
-                0 <= fragment < fragments
-                and 0 < version <= MOST
-                and 0 <= samples <= MOST
-                and len(of) <= _MOST_BYTES_OF_ROUND
-                and len(after) == HASH_BYTES
-                and len(names) <= _MOST_BYTES_OF_NAMES
-                and count <= len(left)
-            ):
-                kept = Update(version, after, of, samples, tuple(left[:count]), names)
-                del left[:count]
-                found.setdefault(fragment, []).append(kept)
-            case _:
-                raise ValueError(f"no update: {quoted(each)}")
+    for n, version, after, round_id, samples, names, count in described:
+        if n >= fragments or count > len(left):
+            raise ValueError(f"no update of {fragments} fragments, with {count} of {len(left)} tensors: fragment {n}")
+        found.setdefault(n, []).append(Update(version, after, round_id, samples, tuple(left[:count]), names))
+        del left[:count]
     for kept_of_one in found.values():
         if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(kept_of_one)):
             raise ValueError("updates must follow each other")

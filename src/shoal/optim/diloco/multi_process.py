@@ -254,9 +254,14 @@ class MultiProcessDiLoCo(SeveralProcesses):
                 "the checkpoints of the processes of this peer are of different moments: load those that were saved "
                 "together"
             )
-        part.load_state_dict(state_dict)
+        failure = None
+        try:
+            part.load_state_dict(state_dict)
+        except Exception as e:
+            failure = e
+        self._processes.add_up(0, failure)
         if self.swarm is None:
-            self._follow()
+            self._follow(None, failure)
         else:
             with self._deciding():
                 pass

@@ -184,6 +184,11 @@ class OuterAverager(DecentralizedAverager):
     def get_current_state(self) -> OwnedState:
         return self.donor.everything()
 
+    @property
+    def is_giving(self) -> bool:
+        """Whether peers are downloading the state of this one."""
+        return self.node.state_sharing.is_busy
+
     def get_part(self, part: bytes) -> OwnedState | None:
         return self.donor.part(part)
 

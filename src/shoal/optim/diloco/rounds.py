@@ -197,6 +197,7 @@ class OuterRounds:
         if has_met_others:
             # Where rounds overlap with training, those that do not come hold it up less, or not at all.
             self.attendance.note(flight, time.monotonic() - began_at)
+        each.journal.serves_newcomers = self.averager.is_giving
         done = each.land(flight.result)
         if not flight.message.is_finite:
             logger.warning("this peer's parameters were not finite: it continues from those of the swarm")

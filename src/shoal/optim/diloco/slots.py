@@ -28,6 +28,7 @@ from shoal.optim.diloco.fragment_updates import Flight
 from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.fork_choice import weights_of
+from shoal.optim.history.journal import MOST
 from shoal.optim.history.window import EPOCHS_AHEAD, is_behind, last_epoch_in_first_round
 from shoal.optim.progress.board import EpochRule
 from shoal.optim.progress.records import (
@@ -42,7 +43,7 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 
 # Later than all slots.
-ANY_SLOT = 2**62
+ANY_SLOT = MOST
 # Seconds. A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
 FAR_AHEAD = 1e9
 
@@ -341,7 +342,7 @@ class Attendance:
         if not is_too_far:
             return None
         self._went_back_to = last
-        logger.info("this peer is at slot %d, and all others at most at %d: it goes there", slot, last)
+        logger.info("this peer is at slot %d, and all others at most at %d: it goes back there", slot, last)
         return last
 
     def lets_others_catch_up(self, slot: int) -> bool:
@@ -398,7 +399,7 @@ class Attendance:
         near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
         return [near[peer] for peer in self._tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- which peers are there ----------------------------------------------------------------------------------------
 
     def everybody(self, now: float) -> set[bytes]:
         """All other peers that are known and can be reached, whatever slot they are at."""

@@ -17,13 +17,14 @@ import hashlib
 import math
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
-from shoal.base.logs import quoted
+from shoal.base.logs import words_of
 from shoal.compression.base import bytes_of
 
 # Of the hashes of entries, in bytes: nobody finds two rounds with the same one.
@@ -35,14 +36,17 @@ MOST = 2**62
 # Bytes of updates that are kept for each byte of the vector: the outer parameters and their momentum have two.
 USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
 
 class Entry(NamedTuple):
     """One version of what a peer trains."""
 
-    version: int
-    hash: bytes
+    version: Count
+    hash: Hash
     """Names the round that made it. With :class:`~shoal.DiLoCo`, also all rounds before."""
-    samples: int
+    samples: Count
     """How many samples all rounds up to this one are made of."""
 
     def followed_by(self, round_id: bytes, samples: int) -> Entry:
@@ -54,6 +58,9 @@ class Entry(NamedTuple):
             samples: how many samples the round is made of.
         """
         return Entry(self.version + 1, hash_of(self.hash, round_id), min(MOST, self.samples + samples))
+
+
+_Entries = Annotated[tuple[Entry, ...], msgspec.Meta(min_length=1, max_length=MOST_ENTRIES)]
 
 
 class Update(NamedTuple):
@@ -89,21 +96,14 @@ def parse_entries(value: object) -> tuple[Entry, ...]:
     Raises:
         ValueError: they are malformed.
     """
-    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_ENTRIES:
-        raise ValueError(f"no list of 1 to {MOST_ENTRIES} versions: {quoted(value)}")
-    entries = []
-    for each in value:
-        match each:
-            case [int(version), bytes(digest), int(samples)] if len(digest) == HASH_BYTES:
-                entries.append(Entry(version, digest, samples))
-            case _:
-                raise ValueError(f"no version: {quoted(each)}")
+    try:
+        entries: tuple[Entry, ...] = msgspec.convert(value, _Entries)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"no list of 1 to {MOST_ENTRIES} versions: {words_of(e)}") from e
     versions = [entry.version for entry in entries]
-    if versions != list(range(versions[0], versions[0] + len(entries))) or versions[0] < 0 or versions[-1] > MOST:
+    if versions != list(range(versions[0], versions[0] + len(entries))):
         raise ValueError(f"versions must follow each other: {versions}")
-    if not all(0 <= entry.samples <= MOST for entry in entries):
-        raise ValueError("a version has an impossible number of samples")
-    return tuple(entries)
+    return entries
 
 
 class Journal:
@@ -124,7 +124,7 @@ class Journal:
         self._updates: deque[Update] = deque()
         # By version.
         self._inbox: dict[int, Update] = {}
-        self.serves_newcomers: Callable[[], bool] = lambda: False
+        self.serves_newcomers = False
         """Whether peers are downloading the state of this one: they will want the updates that follow."""
 
     @classmethod
@@ -154,7 +154,7 @@ class Journal:
         if self._updates and self._updates[-1].version != update.version - 1:
             self._updates.clear()
         self._updates.append(update)
-        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers() else USUAL_SHARE
+        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers else USUAL_SHARE
         while len(self._updates) > 1 and sum(each.nbytes for each in self._updates) > share * self._nbytes:
             self._updates.popleft()
 
@@ -222,7 +222,7 @@ class ForkPoint(NamedTuple):
     kept: int
     """The weight in it of the members that are still here, in 1/65535 of the whole."""
     next_id: bytes
-    """The next round, without those members. All peers that went on together have the same one, and no others."""
+    """The next round, without those members. All peers that continued together have the same one, and no others."""
 
     @classmethod
     def of(cls, round_id: bytes, share: float, next_id: bytes) -> ForkPoint:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import msgspec
 import torch
@@ -158,7 +158,7 @@ class LeadingFragment(FragmentUpdates):
 
     def statement(self, expected: int, done: int = 0) -> OuterStatement:
         told = super().statement(expected, done)
-        return dataclasses.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
+        return msgspec.structs.replace(told, digest=hash_of(told.digest, self._digests)) if told.digest else told
 
     def judge(self, statements: Sequence[OuterStatement | None], *args: Any) -> bool:
         counts = super().judge(statements, *args)
@@ -222,16 +222,12 @@ class LeadingFragment(FragmentUpdates):
         following, newest = list[Update](), self.journal.newest
         for each in updates:
             if (each.version, each.after) == (newest.version + 1, newest.hash):
+                unpacked(each.tensors, self.fragment.length)
                 following.append(each)
                 newest = newest.followed_by(each.round_id + each.names, each.samples)
-        for each in following:
-            unpacked(each.tensors, self.fragment.length)
         if following:
-            wanted = Wanted(self.state.version, self.heard_of)
-            told = self._tell("fetch", self._stands(), wanted, [each._replace(tensors=()) for each in following])
-            following = following[: min([len(following), *told])]
-            if not following:
-                return 0
+            wanted, heads = Wanted(self.state.version, self.heard_of), [each._replace(tensors=()) for each in following]
+            following = following[: min([len(following), *self._tell("fetch", self._stands(), wanted, heads)])]
             self._tell("make_up", len(following))
         with self._including():
             return super().make_up(following)
@@ -279,8 +275,13 @@ class ProcessDiLoCo(DiLoCo):
 
     def __init__(self, processes: Processes, **options: Any) -> None:
         self.processes = processes
-        self._averager_prefix = f"{{}}_outer_averager_{processes.rank}_of_{processes.size}"
         super().__init__(**options)
+
+    _averager_kind: ClassVar[type[OuterAverager]] = OuterAverager
+
+    def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
+        prefix = f"{options['prefix']}_{self.processes.rank}_of_{self.processes.size}"
+        return self._averager_kind(*args, **{**options, "prefix": prefix})
 
     def version_of(self, checkpoint: Any) -> Any:
         """Where a checkpoint of the outer state stands, the same in all processes.
@@ -288,8 +289,10 @@ class ProcessDiLoCo(DiLoCo):
         Raises:
             ValueError: it does not fit.
         """
-        saved = OuterCheckpoint.parse(checkpoint, self.options.average, self.schedule, self._rounds.fragments)
-        return saved.counter, [parse_entries(each["chain"]) for each in checkpoint["fragments"]]
+        fragments = self._rounds.fragments
+        place = OuterCheckpoint.parse(checkpoint, self.options.average, self.schedule, fragments).counter
+        counts = place.slot, place.steps, place.samples, place.inner_steps
+        return counts, [parse_entries(each["chain"]) for each in checkpoint["fragments"]]
 
     def _note_thread(self) -> None:
         """Only together with the other processes can it take part in a round, so it does not stand by."""
@@ -304,11 +307,14 @@ class LeadingDiLoCo(ProcessDiLoCo):
     """
 
     _averager_kind = LeadingAverager
+    _is_loading = False
 
     def __init__(self, processes: Processes, sharding: str, parameters: Sequence[torch.Tensor], **options: Any) -> None:
         self._sharding, self._whole = sharding, parameters
-        self._fragment_kind = lambda *args: LeadingFragment(processes, *args)
         super().__init__(processes, **options)
+
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return LeadingFragment(self.processes, *args)
 
     def _begin(self) -> None:
         assert isinstance(self.averager, LeadingAverager)
@@ -344,8 +350,17 @@ class LeadingDiLoCo(ProcessDiLoCo):
         super().show_outer_parameters()
 
     def show_own_parameters(self) -> None:
-        self.processes.call("show_own_parameters")
+        if not self._is_loading:
+            self.processes.call("show_own_parameters")
         super().show_own_parameters()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of this part; each other process restores its own."""
+        self._is_loading = True
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._is_loading = False
 
     def load_state(self, state: Any) -> None:
         """Not possible: an archive has whole tensors."""
@@ -384,22 +399,20 @@ class FollowingFragment(FragmentUpdates):
 class FollowingDiLoCo(ProcessDiLoCo):
     """In all processes but the first one. It does what that one calls, see :meth:`obey`."""
 
-    _fragment_kind = FollowingFragment
     has_taken_over = False
     """Whether this peer has taken over a state."""
 
+    def _make_fragment(self, *args: Any) -> FragmentUpdates:
+        return FollowingFragment(*args)
+
     @property
-    def parts(self) -> Sequence[FollowingFragment]:
-        """Of the fragments, those of this process."""
-        return self._rounds.fragments  # type: ignore[return-value]
+    def _fragments(self) -> Sequence[FollowingFragment]:
+        return cast(Sequence[FollowingFragment], self._rounds.fragments)
 
     def _begin(self) -> None:
         """Others of this rank hear of this process; only the first one has a part in the progress of the run."""
         try:
             self.averager.run_in_background()
-            sharing = self.averager.node.state_sharing
-            for each in self.parts:
-                each.journal.serves_newcomers = lambda: sharing.is_busy
         except BaseException:
             self.shutdown()
             raise
@@ -426,7 +439,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
                 "with that one: give it initial_peers= of the run, or those of the first process, "
                 "dht.get_visible_maddrs()"
             )
-        for each in self.parts:
+        for each in self._fragments:
             each.own = PeerID(first)
 
     def call_make_inner_step(self, samples: int) -> None:
@@ -442,24 +455,24 @@ class FollowingDiLoCo(ProcessDiLoCo):
 
     def call_begin_run(self, number: int) -> bytes:
         """Returns a hash of the parameters."""
-        each = self.parts[number]
+        each = self._fragments[number]
         values = each.fragment.read()
         with self._rounds.lock:
             each.state.values.copy_(values)
         return hash_of(bytes_of(values))
 
     def call_adopt(self, number: int, entries: Sequence[Entry]) -> None:
-        self.parts[number].journal.adopt(entries)
+        self._fragments[number].journal.adopt(entries)
 
     def call_begin(self, number: int, slot: int, least_steps: int) -> tuple[bool, bytes]:
         """Returns whether this part of the message is finite, and a hash of outer parameters if peers compare these."""
-        each = self.parts[number]
+        each = self._fragments[number]
         flight = each.begin(slot, least_steps)
         return flight.message.is_finite, each.statement(1).digest
 
     def call_give_up(self, number: int, told: Standing) -> None:
-        self.parts[number].stand(told)
-        self.parts[number].give_up()
+        self._fragments[number].stand(told)
+        self._fragments[number].give_up()
 
     def call_average(self, number: int, told: Standing, meeting: Meeting | None) -> str:
         """Average this part with the other members; returns why that has failed, or nothing.
@@ -467,7 +480,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         Args:
             meeting: ``None``: there are no others, and this peer's own message is the result.
         """
-        each = self.parts[number]
+        each = self._fragments[number]
         each.stand(told)
         if meeting is not None:
             try:
@@ -490,7 +503,6 @@ class FollowingDiLoCo(ProcessDiLoCo):
             gather=meeting.own.to_bytes(),
             scheduled_time=get_dht_time() + 0.9 * patience,
             weight=each.flight.weight,
-            allow_retries=False,
             timeout=patience,
             wait=False,
             tag=tag,
@@ -510,10 +522,11 @@ class FollowingDiLoCo(ProcessDiLoCo):
     def call_land(
         self, number: int, told: Standing, result: RoundResult | None, round_id: bytes, is_alone: bool
     ) -> None:
-        each = self.parts[number]
+        each = self._fragments[number]
         each.stand(told)
         each.round_id = round_id
         try:
+            each.journal.serves_newcomers = self.averager.is_giving
             done = each.land(result)
         finally:
             each.round_id = b""
@@ -522,39 +535,38 @@ class FollowingDiLoCo(ProcessDiLoCo):
             each.contribution.error = None  # nothing was encoded, so nothing was left out
 
     def call_reset_model(self, number: int) -> None:
-        self.parts[number].reset_model()
+        self._fragments[number].reset_model()
         self.inner.forget_what_is_not_finite()
 
     # --- what this peer lacks -----------------------------------------------------------------------------------------
 
-    def call_fetch(self, number: int, told: Standing, wanted: Wanted, heads: list[Update]) -> int:
-        """Download this part of updates that the first process has; returns how many of them are here.
+    def call_fetch(self, number: int, told: Standing, wanted: Wanted, heads: Sequence[Update]) -> int:
+        """Download this part of updates that the first process has; returns how many are here now.
 
         Args:
             heads: its updates, without tensors.
         """
-        each = self.parts[number]
+        each, same = self._fragments[number], 0
         each.stand(told)
-        each.fetched, timeout = (), self.options.load_state_timeout
         try:
-            found = self.averager.load_part_from_peers(request_for({number: wanted}), timeout).result()
-            if found is None:
-                return 0
+            request, timeout = request_for({number: wanted}), self.options.load_state_timeout
+            found = self.averager.load_part_from_peers(request, timeout).result()
             with refusing_nonsense():
-                got, same = parse_answer(found[0], found[1], len(self.parts)).get(number, []), 0
+                got = [] if found is None else parse_answer(found[0], found[1], len(self._fragments)).get(number, [])
                 while same < min(len(got), len(heads)) and got[same]._replace(tensors=()) == heads[same]:
                     unpacked(got[same].tensors, each.fragment.length)
                     same += 1
         except (ShoalError, TimeoutError, ValueError) as e:
-            logger.info("process %d of this peer lacks what the first one has: %s", self.processes.rank, e)
+            logger.warning("process %d of this peer could not make up for updates: %s", self.processes.rank, e)
             return 0
         each.fetched = got[:same]
         return same
 
     def call_make_up(self, number: int, count: int) -> None:
-        each = self.parts[number]
-        updates, each.fetched = each.fetched[:count], ()
-        each.make_up(updates)
+        each = self._fragments[number]
+        updates, each.fetched = each.fetched, ()
+        each.journal.serves_newcomers = self.averager.is_giving
+        each.make_up(updates[:count])
 
     def call_download(self, timeout: float | None) -> list[Entry] | None:
         """Download this part of a state; returns its version. ``None``: nobody has given one that fits."""
@@ -565,7 +577,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
                 return None
             with refusing_nonsense():
                 found, left = newest_entries(state[0]), list(state[1])
-                for each, described in zip(self.parts, state[0]["fragments"], strict=True):
+                for each, described in zip(self._fragments, state[0]["fragments"], strict=True):
                     own, left = left[: described["tensors"]], left[described["tensors"] :]
                     each.check(described, own)
                     self._state.append((described, own))
@@ -575,11 +587,11 @@ class FollowingDiLoCo(ProcessDiLoCo):
         return found
 
     def call_take_over(self, number: int, told: Standing, is_new: bool) -> None:
-        each = self.parts[number]
+        each = self._fragments[number]
         each.stand(told)
         each.take_over(*self._state[number], is_new=is_new)
         self.has_taken_over = True
-        if number == len(self.parts) - 1:
+        if number == len(self._fragments) - 1:
             self._state = []
 
     def call_load_statistics(self, timeout: float) -> None:
