@@ -23,7 +23,7 @@ from statistics import median
 from shoal.base.reactor import Portal
 from shoal.net.tcp.sessions import SESSION_BYTE
 from shoal.net.tcp.transport import TcpTransport
-from shoal.net.transport import COOKIE_BYTES, Throttle
+from shoal.net.transport import COOKIE_BYTES, Splice, Throttle
 from shoal.p2p import Identity, Multiaddr
 
 PIECE_BYTES = 2**18
@@ -55,7 +55,7 @@ class Relay:
 
         async def join() -> None:
             first, second = [await each for each in expected]
-            await self.transport.join(first, second, NoLimit(), IDLE_SECONDS)
+            await Splice(first, second, NoLimit(), IDLE_SECONDS).run()
 
         joining = asyncio.ensure_future(join())
         self._joining.add(joining)

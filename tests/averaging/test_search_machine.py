@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo
 from shoal.averaging.groups import search as machine
+from shoal.averaging.groups.memory import Refusal
 from shoal.averaging.groups.search import (
     MAX_GROUP_BYTES,
     Accepts,
@@ -66,7 +67,7 @@ def request(expiration=START + 60, mode=0, **fields):
 
 
 def join(search, peer, now=START, nbytes=100, **fields):
-    refusal = search.refusal_of(peer, asked := request(**fields), nbytes, str)
+    refusal = search.refusal_of(peer, asked := request(**fields), nbytes)
     return [refusal] if refusal is not None else search.on(Joins(peer, asked, nbytes), now)
 
 
@@ -131,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
     def begin(self, mode, size, expected, unfit, refused):
         self.search = make_search(mode, size, unfit, expected=expected)
         for peer in refused:
-            self.search.refuse(peer, counts=True)
+            self.search.refuse(peer, Refusal("why"))
 
     @precondition(lambda self: self.search)
     @rule(seconds=delays)
@@ -163,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(peer=peers, delay=delays, mode=st.sampled_from(AveragingMode), expected=st.none() | st.integers(1, 6))
     def join(self, peer, delay, mode, expected):
         asked = request(self.now + delay, int(mode), expected_group_size=expected)
-        if self.search.refusal_of(peer, asked, 100, str) is None:
+        if self.search.refusal_of(peer, asked, 100) is None:
             self.waiting.add(peer)
             self.on(Joins(peer, asked, 100))
 

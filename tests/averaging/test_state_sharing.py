@@ -344,8 +344,8 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
 
     async def watched(call, snapshot, place):
         nonlocal most
-        most = max(most, sum(not place.has_all for place in donor.state_sharing.places))
-        assert len(donor.state_sharing.places.sharings) <= 2
+        most = max(most, sum(not place.has_all for place in donor.state_sharing.slots))
+        assert len(donor.state_sharing.slots.sharings) <= 2
         await serve(call, snapshot, place)
 
     monkeypatch.setattr(donor.state_sharing, "send_chunks", watched)
@@ -353,7 +353,7 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
         assert_is_state(state, 5, (3 * MIN_CHUNK_BYTES,))
     assert 1 < most <= MAX_DOWNLOADS
     assert len(taken) < len(newcomers)  # several shared one copy
-    await until(lambda: donor.state_sharing.places.sharings == [])
+    await until(lambda: donor.state_sharing.slots.sharings == [])
     await swarm.close()
 
 
@@ -368,7 +368,7 @@ async def test_a_donor_whose_state_cannot_be_made_is_skipped_and_stays_usable():
     (donor,) = await add_donors(swarm, [state])
     newcomer = await swarm.add([torch.zeros(1)])
     assert await newcomer.state_downloads.download() is None
-    await until(lambda: donor.state_sharing.places.sharings == [])
+    await until(lambda: donor.state_sharing.slots.sharings == [])
     fails[0] = False
     assert_is_state(await newcomer.state_downloads.download(), 5, (3,))
     await swarm.close()

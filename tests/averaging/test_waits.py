@@ -42,6 +42,7 @@ def test_only_a_member_that_is_missing_alone_is_waited_for() -> None:
         ({SLOW: 9.0}, {FAST: {SLOW: 7.0}, CLIENT: {FAST: 100.0}}, {SLOW: 7.0}),  # a client does not know why
         ({SLOW: 9.0}, {FAST: {SLOW: 7.0}, SLOW: {FAST: 100.0}}, {SLOW: 7.0}),
         ({SLOW: 9.0}, {FAST: {SLOW: 7.0}, SLOW: {OWN: 100.0}}, {SLOW: 7.0}),
+        ({SLOW: 9.0}, {}, {SLOW: 9.0}),  # the others have died
         ({SLOW: 0.9}, {FAST: {SLOW: 7.0}}, {}),  # not worth telling
     ],
 )
@@ -52,6 +53,13 @@ def test_more_than_half_of_the_other_reducers_must_have_waited(own, reports, agr
         watch.waits.hear(reporter, seconds)
     watch.waits.agree(OWN, REDUCERS)
     assert watch.waits.agreed == agreed
+
+
+def test_a_coordinator_that_reduces_nothing_leaves_it_to_the_others() -> None:
+    watch = Watch()
+    watch.waits.hear(FAST, {SLOW: 7.0})
+    watch.waits.agree(CLIENT, REDUCERS)
+    assert watch.waits.agreed == {SLOW: 7.0}
 
 
 def test_only_the_coordinator_waits_for_the_last_report() -> None:

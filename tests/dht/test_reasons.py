@@ -13,7 +13,7 @@ from shoal.base.serializer import MSGPackSerializer
 from shoal.dht import DHT, DHTID, CompositeValidator, Outcome, Reason, RecordValidatorBase, StoreReport
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.local_records import LocalRecords, Payer, Room
-from shoal.dht.records import NewRecord, Refusal, StoreResponse
+from shoal.dht.records import NewRecord, NotKept, StoreResponse
 from shoal.dht.validation import KEPT, PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, outcome_of_failure
 from shoal.errors import BusyError, NotAMemberError, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.p2p import Identity
@@ -114,7 +114,7 @@ def test_messages_carry_reasons():
 
 @pytest.mark.parametrize("name", ["kept", "found", "a later version's reason", "no reason given", "\x1b[31m\nred"])
 def test_unknown_or_lying_refusals_stay_refusals(name):
-    [outcome] = StoreResponse(refusals=[Refusal(name, "\x1b[2J\ndetail")]).outcomes()
+    [outcome] = StoreResponse(refusals=[NotKept(name, "\x1b[2J\ndetail")]).outcomes()
     assert outcome.reason is Reason.UNNAMED
     assert not outcome
     assert outcome.detail.isprintable()

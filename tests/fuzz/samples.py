@@ -19,9 +19,9 @@ from shoal.dht.records import (
     FindResult,
     Found,
     NodeContact,
+    NotKept,
     PingRequest,
     PingResponse,
-    Refusal,
     SentRecord,
     StoreRequest,
     StoreResponse,
@@ -142,7 +142,7 @@ HEADERS: list[Header] = [
         node_id=_NODE_ID,
     ),
     StoreResponse(refusals=[None] * 7, node_id=_NODE_ID),
-    StoreResponse(refusals=[None, Refusal("invalid", "SchemaValidator")], node_id=_NODE_ID),
+    StoreResponse(refusals=[None, NotKept("invalid", "SchemaValidator")], node_id=_NODE_ID),
     FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30, known=bytes(range(32))),
     FindResponse(
         results=[

@@ -93,6 +93,8 @@ def test_a_member_that_is_fast_again_takes_part_at_once_and_is_told_so(caplog: p
         now = NOW
         for _ in range(2):
             now = take_rounds(members, {OWN: 40.0, FRIEND: 0.0, THIRD: 0.0}, 4, now)
+            assert not members.has_time_for(FRIEND, now), "newcomers may not know"
+            assert members.counts(FRIEND, now), "it makes no step alone"
             now = take_rounds(members, {OWN: 1.0, FRIEND: 0.0, THIRD: 0.0}, 2, now)
     first, second, *rest = [record.getMessage() for record in caplog.records]
     assert "this peer makes rounds 40.0 s longer" in first

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.optim import DiLoCo, Optimizer
 from tests.device import DEVICE_TYPE, chosen_device
-from tests.optim.conftest import wait_until
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
 """Or ``pytorch_lightning``: a program uses one of them, so each needs a run of its own."""
@@ -49,7 +47,6 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
             self.epochs: list[int] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            await_introduction(self.trainer.optimizers[0])
             x, y = batch
             loss = nn.functional.mse_loss(self.layer(x), y)
             self.log("loss", loss)
@@ -71,15 +68,6 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
             return configure(self)
 
     return Regression()
-
-
-def await_introduction(optimizer: Any) -> None:
-    """A peer with samples looks for others before the first step, which takes some time in the background."""
-    if isinstance(optimizer, (DiLoCo, Optimizer)) and optimizer.tracker.local_progress.samples_accumulated > 0:
-        tracker = optimizer.tracker  # who finds others that are ahead joins them before it is introduced
-        wait_until(
-            lambda: tracker.is_introduced or tracker.global_epoch > optimizer.local_epoch, "it has looked around"
-        )
 
 
 def data(batches: int = 8, batch_size: int = BATCH) -> DataLoader:

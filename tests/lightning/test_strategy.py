@@ -27,7 +27,6 @@ from tests.lightning.models import (
     PACKAGE,
     STEP,
     adam_with_decay,
-    await_introduction,
     data,
     import_lightning,
     make_model,
@@ -165,7 +164,6 @@ def test_several_steps_in_one_batch(make: Make, pl: ModuleType, tmp_path: Path) 
     def training_step(batch: Any, batch_idx: int) -> None:
         optimizer = model.optimizers()
         for _ in range(2):
-            await_introduction(model.trainer.optimizers[0])
             optimizer.zero_grad()
             model.manual_backward(nn.functional.mse_loss(model.layer(batch[0]), batch[1]))
             optimizer.step()

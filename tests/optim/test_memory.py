@@ -166,7 +166,7 @@ def test_a_download_takes_at_most_four_copies(make_trainers, monkeypatch):
     assert sizes.keys() == {"result", "take_over"}
     # Parameters, gradients and the two statistics are those of plain torch.
     assert {name: size for name, size in sizes.items() if size > PEERS * (4 + 4) * model} == {}
-    places = donor.opt.state_averager.node.state_sharing.places
+    places = donor.opt.state_averager.node.state_sharing.slots
     wait_until(lambda: not places.sharings, "the donor has dropped its snapshot")
     meet(donor, newcomer)
     in_parallel(*(lambda t=trainer: t.train_until(3) for trainer in trainers))

@@ -16,7 +16,7 @@ from shoal.errors import AllreduceException, SettingsMismatch
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
-from shoal.optim.progress import company
+from shoal.optim.progress import run_settings
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, backward, in_parallel, meet, wait_until
 
@@ -48,8 +48,8 @@ class Peers:
 @pytest.fixture
 def peers(make_dhts, closing, monkeypatch) -> Peers:
     # A minute in the life of a run.
-    monkeypatch.setattr(company, "PATIENCE", 0.5)
-    monkeypatch.setattr(company, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(run_settings, "PATIENCE", 0.5)
+    monkeypatch.setattr(run_settings, "LOOK_EVERY", 0.0)
     return Peers(make_dhts, closing)
 
 
@@ -178,7 +178,7 @@ def with_schedule(make: Callable[[torch.optim.Optimizer], Any]) -> dict[str, Any
     ids=["length", "kind", "none"],
 )
 def test_another_schedule_is_named_at_once(peers, theirs, told, monkeypatch):
-    monkeypatch.setattr(company, "PATIENCE", 1e9)
+    monkeypatch.setattr(run_settings, "PATIENCE", 1e9)
     begin(peers.make(**with_schedule(lambda o: CosineAnnealingLR(o, 100))))
     error = stops(peers.make(**with_schedule(theirs)))  # and not after a minute
     assert any(told in each for each in error.differences)
@@ -216,7 +216,7 @@ def test_another_model_is_named_by_its_parameters(peers, name, caplog):
 
 def test_parameters_in_another_order_are_named(peers, monkeypatch):
     """Nothing else shows it: they have the same shape."""
-    monkeypatch.setattr(company, "PATIENCE", 1e9)
+    monkeypatch.setattr(run_settings, "PATIENCE", 1e9)
 
     def square() -> nn.Module:
         torch.manual_seed(0)
@@ -312,7 +312,7 @@ def test_a_peer_with_another_model_waits_without_downloads_and_false_alarms(peer
     begin(first)
     first.train_until(3)
     wrong = peers.make(make_model(hidden=16))
-    monkeypatch.setattr(company, "PATIENCE", 1e9)
+    monkeypatch.setattr(run_settings, "PATIENCE", 1e9)
     wrong.train_until(3)
 
     def has_warned() -> bool:

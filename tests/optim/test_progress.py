@@ -461,16 +461,6 @@ def test_members_of_a_group_count_until_they_move_on():
     assert board.still_expected(NOW, {**last_epochs, b"a": 1}) == {b"a", b"b", b"stranger"}
 
 
-def test_news_wake_those_who_watch():
-    board = make_board()
-    calls = []
-    board.on_change.append(lambda: calls.append(1))
-    board.hear(record("other"), NOW + 60, NOW)
-    board.mark_unreachable(b"other", NOW + 1)
-    board.forget(b"other", math.inf)
-    assert len(calls) == 3
-
-
 def test_a_crowd_of_strangers_takes_neither_memory_nor_the_news_from_those_who_take_part():
     now, rng = 1e9, random.Random(0)
     own, *mates = (rng.randbytes(32) for _ in range(6))

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from tests.drills import mostly_drills
-from tests.optim.conftest import Trainer, backward, make_model, may_use_sequential_schedules, sgd, values, wait_until
-
-
-def begin(trainer: Trainer) -> None:
-    """From now on each batch of 8 samples makes an epoch of a peer that is alone."""
-    trainer.opt.tracker.report_local_progress(0, 1)
-    wait_until(lambda: trainer.opt.tracker.board.introduced, "the peer has looked for others")
+from tests.optim.conftest import backward, make_model, may_use_sequential_schedules, sgd, values
 
 
 def train_alone(optimizer: torch.optim.Optimizer, model: torch.nn.Module, steps: int, seed: int = 0) -> None:
@@ -27,7 +21,6 @@ def train_alone(optimizer: torch.optim.Optimizer, model: torch.nn.Module, steps:
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_an_own_schedule_moves_the_optimizer(make_trainers, offload):
     (trainer,) = make_trainers(1, target=8, offload=offload)
-    begin(trainer)
     schedule = torch.optim.lr_scheduler.SequentialLR(
         trainer.opt,
         [
@@ -66,7 +59,6 @@ def test_groups_may_differ_and_be_changed(make_trainers, offload):
         return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.01, momentum=0.5)
 
     (trainer,) = make_trainers(1, target=8, offload=offload, optimizer=with_groups)
-    begin(trainer)
     reference = make_model()
     optimizer = with_groups(reference.parameters())
     for groups in (trainer.opt.param_groups, optimizer.param_groups):
@@ -108,7 +100,6 @@ def test_inner_hooks_see_only_global_steps(make_trainers, delay_optimizer_step):
         1, target=8, offload=True, optimizer=with_hooks, delay_optimizer_step=delay_optimizer_step
     )
     assert seen == []
-    begin(trainer)
     trainer.train_until(2, pace=0)
     trainer.opt.state_averager.finish_jobs(10)
     assert seen == ["before", "after"] * 2
@@ -117,7 +108,6 @@ def test_inner_hooks_see_only_global_steps(make_trainers, delay_optimizer_step):
 def test_a_hook_clips_the_whole_gradient(make_trainers):
     """Whichever parameters the optimizer has; also if it is registered later, on ``opt.opt``."""
     (trainer,) = make_trainers(1, target=8, offload=True)
-    begin(trainer)
 
     def clip(optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -135,7 +125,6 @@ def test_a_hook_clips_the_whole_gradient(make_trainers):
 
 def test_background_errors_are_raised_next_step(make_trainers):
     (trainer,) = make_trainers(1, target=8, offload=True, delay_optimizer_step=True)
-    begin(trainer)
 
     def fail(optimizer, args, kwargs):
         raise ArithmeticError("not with these gradients")
@@ -151,7 +140,6 @@ def test_background_errors_are_raised_next_step(make_trainers):
 
 def test_shutdown_closes_all_after_a_failure(make_trainers):
     (trainer,) = make_trainers(1, target=8, offload=True, delay_optimizer_step=True)
-    begin(trainer)
 
     def fail(optimizer, args, kwargs):
         raise ArithmeticError("not with these gradients")
@@ -169,7 +157,6 @@ def test_shutdown_closes_all_after_a_failure(make_trainers):
 @pytest.mark.parametrize("options", mostly_drills([{}, {"reuse_grad_buffers": True}, {"offload": True}]), ids=str)
 def test_compiled_models(make_trainers, backend, options):
     (trainer,) = make_trainers(1, target=16, **options)
-    begin(trainer)
     reference = make_model()
     optimizer, rng = sgd(reference.parameters()), torch.Generator().manual_seed(0)
     plain, trainer.model = trainer.model, torch.compile(trainer.model, backend=backend)
@@ -195,7 +182,6 @@ def test_compiled_models(make_trainers, backend, options):
 def test_a_compiled_step_of_training(make_trainers):
     """A compiled function calls step(), which the compiler leaves alone, and the optimizer's own step is compiled."""
     (trainer,) = make_trainers(1, target=8)
-    begin(trainer)
     inner = trainer.opt.opt
     inner.step = torch.compile(inner.step, backend="aot_eager")
 

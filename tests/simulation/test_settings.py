@@ -37,12 +37,7 @@ class Peer(Tracked):
         super().__init__(host, p2p, table)
         self.error: SettingsMismatch | None = None
         self.company = self.board.company = Company(run_id, own)
-        board = self.board
-
-        def num_peers() -> int:
-            return board.global_progress(host.dht_time()).num_peers
-
-        self.exchange.runs = RunList(table, p2p, run_id, num_peers, lambda: not board.present(host.dht_time()))
+        self.exchange.runs = RunList(table, p2p, run_id, self.board)
         self.exchange.key = f"{run_id}_progress"
 
     async def live(self) -> None:

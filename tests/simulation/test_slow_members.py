@@ -8,6 +8,7 @@ import pytest
 
 from tests.drills import mostly_drills
 from tests.hostile.attacks.members import sends_each_piece_late
+from tests.simulation.rounds import run_round, when_all_average
 from tests.simulation.slow_members import Outcome, train
 
 pytestmark = pytest.mark.timeout(600)
@@ -21,6 +22,20 @@ def on_lines(slow: float | None, seed: int) -> Outcome:
     slow_line = None if slow is None else slow * MEGABIT
     lines = {"fast_line": 100 * MEGABIT, "slow_line": slow_line}
     return train(seed, peers=PEERS, epoch_seconds=60.0, values=250_000, **lines)
+
+
+@pytest.mark.parametrize("direction", ["uplink", "downlink"])
+@pytest.mark.parametrize("seed", mostly_drills(range(5)))
+def test_all_hear_the_same_of_a_member_that_they_waited_for(seed: int, direction: str) -> None:
+    """Also if it only receives slowly: then nobody lacks anything but its word."""
+
+    def interfere(network, members):
+        when_all_average(members, lambda rounds: setattr(members[0].host, direction, 400.0))
+
+    members = run_round(seed, 5, interfere=interfere, sender_timeout=20.0, reducer_timeout=40.0)
+    waits, *others = [member.result.waits for member in members]
+    assert all(each == waits for each in others)
+    assert [*waits] == [members[0].node.p2p.peer_id]
 
 
 @pytest.mark.slow_drill

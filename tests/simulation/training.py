@@ -382,7 +382,7 @@ class Trainer:
         self.record.held += loop.time() - began
 
     def _is_awaited(self) -> bool:
-        newcomers = self.averager.state_sharing.places.on_their_way(asyncio.get_running_loop().time())
+        newcomers = self.averager.state_sharing.slots.on_their_way(asyncio.get_running_loop().time())
         return awaits_newcomers(self.tracker, self.epoch, self.epoch, newcomers)
 
     def begin_round_if_awaited(self) -> None:

@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # The list of revocations that is kept beside a token file has its name and this ending.
 REVOKED_SUFFIX = ".revoked"
-# A refused peer tries again and again; once an hour is enough for the user. Not measured.
-WARN_EVERY_SECONDS = 3600.0
 ADVICE = "`shoal token show` tells what a token allows; ask who has invited you for a new one"
 
 
@@ -64,7 +62,8 @@ class Membership:
         self._revoked: frozenset[bytes] = frozenset()
         self._identity = identity
         self._metrics = metrics
-        self._warn_seldom = Seldom(logger.warning, WARN_EVERY_SECONDS)
+        # A refused peer tries again and again: once an hour is enough for the user.
+        self._warn_seldom = Seldom(logger.warning, 3600.0)
         self._chain: Chain = token.chain_for(identity, clock.time())
         self._shown = encode_badge(self._chain)
         self.own = badge_of(self.run_key, self._chain)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun.
+# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun. Chosen.
 SECONDS_BETWEEN_LOOKS = 2.0
-# How many donors may give a bad state in one attempt.
+# How many donors may give a bad state in one attempt. Chosen.
 MOST_BAD = 3
 LEAST_RATE = 1e5
 """Bytes per second: a donor would take a slower archiver for a dead one."""

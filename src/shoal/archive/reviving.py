@@ -176,8 +176,8 @@ class Revival(Facade):
 
     def _let_end(self, stop: threading.Event) -> None:
         """Wait for downloads in flight, for ten minutes at most."""
-        places, ends_at = self._donor.node.state_sharing.places, time.monotonic() + 600.0
-        while places.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
+        slots, ends_at = self._donor.node.state_sharing.slots, time.monotonic() + 600.0
+        while slots.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
             pass
 
     def shutdown(self) -> None:

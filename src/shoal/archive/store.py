@@ -51,6 +51,7 @@ VALUES, DATA = "state.msgpack", "data.msgpack"
 # A remote file is copied in memory before it is written, so a large state is split into several files. Chosen.
 MOST_BYTES_OF_FILE = 2**28
 _PIECE_BYTES = 2**20
+# No manifest is larger: it has a hundred bytes for each file. Chosen.
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")

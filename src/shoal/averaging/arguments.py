@@ -31,9 +31,12 @@ class AveragerConfig:
     allreduce_timeout: float | None
     """Seconds for one whole all-reduce; ``None``: as long as it makes progress."""
     sender_timeout: float
+    """A sender is given up after this many seconds without the next part."""
     reducer_timeout: float
+    """A reducer is given up after this many seconds without the next average."""
     chunk_timeout: float
     averaging_alpha: float
+    """Local values move by this fraction of the way to the average."""
     part_size_bytes: int
     compression: CompressionBase
     state_compression: CompressionBase

@@ -38,7 +38,6 @@ from shoal.averaging.messages import (
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round.exchange import AllReduceSettings
 from shoal.averaging.round.finish import Round
 from shoal.averaging.round.session import ActiveRounds, GroupSession, RoundIsCommitted
 from shoal.averaging.round.traffic import stripes_for
@@ -205,7 +204,7 @@ class AveragerNode(ServicerBase):
         return next(iter(self.lanes.values())).keys.group_bits
 
     def believe(self, trust: Trust) -> None:
-        """From the next search on, trust others as far as this says."""
+        """From the next search on, for a group or for donors, trust others as far as this says."""
         self.trust = self.state_sharing.trust = self.state_downloads.trust = trust
         for lane in self.lanes.values():
             lane.matchmaking.believe(trust)
@@ -380,19 +379,9 @@ class AveragerNode(ServicerBase):
 
     def session(self, group: GroupInfo, lane: Lane, weight: float) -> GroupSession:
         """The session for a step in a group that was found."""
-        config = self.config
-        settings = AllReduceSettings(
-            config.compression,
-            config.part_size_bytes,
-            config.averaging_alpha,
-            config.sender_timeout,
-            config.reducer_timeout,
-            config.quorum,
-            config.quorum_grace,
-            config.aggregation,
-        )
         sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
-        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse)
+        stuck = self.p2p.behaviour.note_stuck
+        return GroupSession(group, self.p2p.peer_id, weight, self.config, self.rounds, self.stub, sign, accuse, stuck)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()

@@ -69,7 +69,8 @@ class Bounded(MutableMapping[K, V], Generic[K, V]):
     def get(self, key: K, /, default: T) -> V | T: ...
     def get(self, key: K, /, default: Any = None) -> Any:
         """The value of a key, or the default."""
-        self._expire()
+        if self._now is not None:
+            self._expire()
         entry = self._entries.get(key)
         return default if entry is None else entry[0]
 

@@ -68,8 +68,6 @@ MOST_LINES_OF_A_KIND = 5
 MOST_LINES, WIDTH = 2, 100
 # The names that peers give themselves: their length, and of how many peers they are remembered.
 MAX_NAME_CHARACTERS = 32
-# Characters of a peer id that are shown: its end, which is what differs between peers.
-SHOWN_CHARACTERS = 8
 
 
 def setting(name: str, default: str = "") -> str:
@@ -160,7 +158,7 @@ def note_name(peer: str, name: str) -> None:
 
 def short_id(peer: str) -> str:
     """The end of a peer id, which is what differs between peers."""
-    return f"…{peer[-SHOWN_CHARACTERS:]}"
+    return f"…{peer[-8:]}"
 
 
 def name_and_id(peer: str) -> str:

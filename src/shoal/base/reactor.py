@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 # Valid values of ``SHOAL_LOOP``.
 LOOPS = ("uvloop", "asyncio")
 
-# How long interpreter exit waits for open objects to leave their swarms.
-EXIT_GRACE_SECONDS = 1.0
-
 # How long the loop waits at its end for cancelled tasks to clean up.
 TASK_GRACE_SECONDS = 0.2
 
@@ -263,8 +260,12 @@ class Reactor:
         """Whether the caller runs inside the loop, where blocking would deadlock."""
         return threading.get_ident() == self.thread.ident
 
-    def stop(self, grace: float = EXIT_GRACE_SECONDS) -> None:
-        """Close all open portals and end the thread. Called at interpreter exit and by tests."""
+    def stop(self, grace: float = 1.0) -> None:
+        """Close all open portals and end the thread. Called at interpreter exit and by tests.
+
+        Args:
+            grace: seconds that open objects have to leave their swarms.
+        """
         if self.pid != os.getpid() or not self.thread.is_alive():
             return
         deadline = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""The ``shoal`` command. Each subcommand has a module or a package of its own here."""
+"""The ``shoal`` command. Each subcommand has a module or a package here; the options that they share are below."""
 
 from __future__ import annotations
 

@@ -101,6 +101,7 @@ class SharedPass(Facade, Sampler[list[int]]):
             raise ValueError(
                 f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: take larger ones"
             )
+        # Many attributes, because the user can read back all options.
         self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
         self.shuffle, self.seed, self.drawn_ahead = shuffle and not is_stream, seed, drawn_ahead
         self.number = 0

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Load two submodules at first use: few programs need them, and they take longer than all others together."""
-    if name in ("crypto", "schema"):
-        return importlib.import_module(f"shoal.dht.{name}")
+    """Load a submodule at first use: few programs need it, and it takes longer than all others together."""
+    if name == "schema":
+        return importlib.import_module("shoal.dht.schema")
     raise AttributeError(f"module 'shoal.dht' has no attribute {name!r}")

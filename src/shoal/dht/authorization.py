@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,7 @@ from msgspec import Meta
 from shoal.access.badges import ANY_ROLE, Roles
 from shoal.base.clock import TOLERANCE_SECONDS, get_dht_time
 from shoal.base.logs import Seldom, one_line, quoted, words_of
+from shoal.dht.crypto import PrivateKey, PublicKey
 from shoal.dht.storage import TimedStorage
 from shoal.errors import NoAccessTokenError, P2PDaemonError, P2PHandlerError
 from shoal.net.connection import Connection
@@ -43,9 +44,6 @@ from shoal.net.transport import decode_header
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.reach.checkup import Checkup
 from shoal.reach.presence import Presence
-
-if TYPE_CHECKING:
-    from shoal.dht.crypto import PrivateKey, PublicKey
 
 logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
@@ -57,8 +55,6 @@ NONCE_BYTES = 16
 ENTER_SECONDS = 15.0
 # Pause between attempts to renew a token that is still good: otherwise each call would wait for the authority.
 RETRY_SECONDS = 10.0
-# Most requests of the last minutes that are remembered, so that each is answered only once: a thousand in a second.
-MAX_NONCES = 2**18
 
 REQUEST_PURPOSE, RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
 
@@ -198,9 +194,6 @@ class TokenAuthorizerBase(AuthorizerBase):
     """
 
     def __init__(self, local_private_key: PrivateKey | None = None) -> None:
-        # Imported only here: loading it takes time, and most swarms are open to all.
-        from shoal.dht.crypto import PrivateKey
-
         self._local_private_key = PrivateKey.process_wide() if local_private_key is None else local_private_key
         self._local_public_key = self._local_private_key.get_public_key()
         self._local_token: AccessToken | None = None
@@ -208,7 +201,8 @@ class TokenAuthorizerBase(AuthorizerBase):
         # The last attempt to get a token that has failed, and when, by the loop's time.
         self._failure: Exception | None = None
         self._failed_at = float("-inf")
-        self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(MAX_NONCES)
+        # The requests of the last minutes, so that each is answered only once: more than a thousand in a second.
+        self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(2**18)
 
     @abstractmethod
     async def get_token(self) -> AccessToken:
@@ -318,8 +312,6 @@ class TokenAuthorizerBase(AuthorizerBase):
         return True
 
     def _is_signed(self, auth: RequestAuth | ResponseAuth, signed: bytes) -> bool:
-        from shoal.dht.crypto import PublicKey
-
         if not self._accepts(auth.token):
             return False
         try:

@@ -19,7 +19,6 @@ import threading
 from contextlib import suppress
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.base.bounded import MOST
@@ -59,7 +58,7 @@ class PublicKey:
 
     def to_bytes(self) -> bytes:
         """``ssh-ed25519 AAAA…``"""
-        return self._public_key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        return _SSH_NAME + base64.b64encode(_SSH_HEADER + self.raw)
 
     @property
     def owner_tag(self) -> bytes:
@@ -145,8 +144,11 @@ def _raw_key_of(data: bytes) -> bytes:
             decoded = base64.b64decode(data[len(_SSH_NAME) :], validate=True)
             if decoded.startswith(_SSH_HEADER):
                 return decoded[len(_SSH_HEADER) :]
+    # Loaded on demand: it takes longer than the rest of this module.
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
     try:
-        public_key = serialization.load_ssh_public_key(data)
+        public_key = load_ssh_public_key(data)
     except Exception as e:
         # The bytes may be hostile, and the parser's exceptions differ between versions.
         raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {one_line(str(e))}") from None

@@ -23,10 +23,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 from shoal.base.backoff import Backoff
 from shoal.base.logs import Seldom, counted
+from shoal.base.tasks import wait_at_most
 from shoal.dht.config import NodeConfig
 from shoal.dht.protocol import ATTEMPTS, NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.dht.records import NewRecord
@@ -177,8 +179,15 @@ async def ping_initial_peers(
     began = asyncio.get_running_loop().time()
 
     async def collect(limit: float, is_enough: Callable[[Exception | None], bool]) -> None:
+        """Collect the outcomes of pings: all of them, or up to the first that is enough."""
         left = began + timeout - asyncio.get_running_loop().time()
-        await _collect(queue, outcomes, len(peers), min(left, limit), is_enough)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(left, limit))):
+                while len(outcomes) < len(peers):
+                    callee, error = await queue.get()
+                    outcomes[callee] = error
+                    if is_enough(error):
+                        return
 
     await collect(timeout, lambda error: error is None or isinstance(error, NotCallableError))
     if outcomes and None not in outcomes.values():
@@ -208,25 +217,6 @@ async def ping_initial_peers(
             raise error
         logger.warning("starting alone: %s", error)
     return False
-
-
-async def _collect(
-    queue: Outcomes,
-    outcomes: dict[Callee, Exception | None],
-    count: int,
-    timeout: float,
-    is_enough: Callable[[Exception | None], bool],
-) -> None:
-    """Collect the outcomes of pings: all of them, or up to the first that is enough."""
-    try:
-        async with asyncio.timeout(max(0.0, timeout)):
-            while len(outcomes) < count:
-                callee, error = await queue.get()
-                outcomes[callee] = error
-                if is_enough(error):
-                    return
-    except TimeoutError:
-        return
 
 
 def _callee_of(target: Target) -> Callee:
@@ -314,10 +304,6 @@ LONGEST_PAUSE_OF_ENDED_SECONDS = 20 * LONGEST_PAUSE_SECONDS
 PAUSE_WHEN_WELL_SECONDS = 10 * LONGEST_PAUSE_SECONDS
 # Peers pinged at a time: few, because after an outage all nodes ping.
 PINGS_AT_A_TIME = 3
-# After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
-PATIENT_ATTEMPTS = 5
-
-SHARE_OF_INITIAL_PEERS = 0.25
 
 
 def _backoff(due: float) -> Backoff:
@@ -446,7 +432,8 @@ class Reunion:
         lost_at, backoff = self._connectivity.heard_at, Backoff(first=1.0, longest=LONGEST_PAUSE_SECONDS)
         while True:
             self._connectivity.heard.clear()
-            await self._pause(self._rng.uniform(0.0, backoff.pause))
+            # No longer than until an answer comes, such as to a call of the application.
+            await wait_at_most(self._connectivity.heard, self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
                 await self._ping(await self._draw(backoff.failures))
             if not self._connectivity.is_lost and await meet_neighbors(self._protocol):
@@ -459,14 +446,6 @@ class Reunion:
         """Whether a peer, or the one that was found at a place, has said goodbye."""
         peer = callee if isinstance(callee, PeerID) else self._p2p.met.get(callee)
         return peer is not None and self._p2p.book.find(peer).goodbye_at is not None
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but no longer than until an answer comes, such as to a call of the application."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._connectivity.heard.wait()
-        except TimeoutError:
-            return
 
     async def _candidates(self) -> list[Callee]:
         """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
@@ -482,7 +461,8 @@ class Reunion:
         candidates = await self._candidates()
         drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
         initial: list[Callee] = [*self._addresses, *self._places]
-        if initial and attempt >= PATIENT_ATTEMPTS and self._rng.random() < SHARE_OF_INITIAL_PEERS:
+        # After some attempts initial peers are preferred now and then: everything else may be outdated.
+        if initial and attempt >= 5 and self._rng.random() < 0.25:
             drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))
 
@@ -514,10 +494,7 @@ class Neighbours:
 
     async def wait_for_first(self) -> None:
         """Wait until this node has joined another one, for a few seconds at most."""
-        try:
-            async with asyncio.timeout(FIRST_SECONDS):
-                await self._joined.wait()
-        except TimeoutError:
+        if not await wait_at_most(self._joined, FIRST_SECONDS):
             logger.info("no peer is in the local network yet: starting alone. Whenever one appears, the two join")
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.closeable import options_from
 from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
+from shoal.dht.crypto import with_signatures
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Neighbours, Reunion, ServerMode, meet_neighbors, ping_initial_peers
 from shoal.dht.protocol import KEEPERS, DHTProtocol
@@ -32,9 +33,6 @@ from shoal.peers.identity import split_peer_address
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
 logger = logging.getLogger(__name__)
-
-# Default of ``startup_timeout``: seconds for connecting to the first initial peer.
-STARTUP_TIMEOUT = 8.0
 
 
 class DHTNode:
@@ -121,16 +119,13 @@ class DHTNode:
             raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
-        # Loaded on demand, because it takes time.
-        from shoal.dht.crypto import with_signatures
-
         given = () if initial_peers is None else initial_peers
         targets, looks_around = parse_peer_addresses(given), wants_local(given)
         if looks_around:
             check_can_look_around()
         owns_p2p = p2p is None
         if p2p is None:
-            kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
+            kwargs.setdefault("startup_timeout", 8.0)
             # If neighbours are enough, the others need not answer.
             reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
             p2p = await P2P.create(initial_peers=reachable_at_start, client_mode=client_mode, **kwargs)

@@ -111,9 +111,10 @@ class Blacklist:
         for record in self._book.values():
             record.unanswered, record.avoided_until = 0, -math.inf
 
-    def __contains__(self, peer: object) -> bool:
-        record = self._book.get(peer) if isinstance(peer, PeerID) else None
-        return record is not None and get_dht_time() < record.avoided_until
+    def __contains__(self, peer: PeerID) -> bool:
+        record = self._book.get(peer)
+        # Walks ask this of each node that they know, and nearly all of them have answered.
+        return record is not None and record.unanswered > 0 and get_dht_time() < record.avoided_until
 
     def __len__(self) -> int:
         now = get_dht_time()
@@ -274,9 +275,6 @@ NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
 # What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
-# The fraction of the waiting time after which a walk continues without waiting for a node that has not answered yet.
-# Chosen: three quarters of a second, a few round trips around the world.
-STALL_SHARE = 0.25
 # Attempts of one call, and to call a newcomer back. Only a broken connection leads to another one, because it may be
 # chance. Chosen, like the pause.
 ATTEMPTS = 3
@@ -346,7 +344,7 @@ class DHTProtocol(ServicerBase):
     @property
     def stall_after(self) -> float:
         """Seconds after which a walk suspects that a node it has asked is gone."""
-        return self.config.wait_timeout * STALL_SHARE
+        return self.config.wait_timeout / 4  # three quarters of a second: a few round trips around the world
 
     @property
     def storage(self) -> DHTLocalStorage:

@@ -130,7 +130,7 @@ class StoreRequest(AuthorizedRequest):
         ]
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True):
+class NotKept(msgspec.Struct, frozen=True, array_like=True):
     """Why a node does not keep a record."""
 
     reason: Annotated[str, Meta(max_length=MAX_DETAIL_LENGTH)]
@@ -139,14 +139,14 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreResponse(AuthorizedResponse):
-    refusals: Annotated[list[Refusal | None], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    refusals: Annotated[list[NotKept | None], Meta(max_length=MAX_RECORDS_PER_STORE)]
     """One for each record; ``None``: the node keeps it."""
     node_id: NodeIDBytes = None
 
     @classmethod
     def of_outcomes(cls, outcomes: Iterable[Outcome], node_id: NodeIDBytes) -> StoreResponse:
         """The answer that a node gives."""
-        refusals = [None if each else Refusal(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes]
+        refusals = [None if each else NotKept(str(each.reason), each.detail[:MAX_DETAIL_LENGTH]) for each in outcomes]
         return cls(refusals=refusals, node_id=node_id)
 
     def outcomes(self) -> list[Outcome]:

@@ -74,8 +74,6 @@ class _Publication:
 # The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
 # trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
-# A trainer writes to about ten keys.
-MAX_WALKS = 64
 
 
 @dataclass
@@ -102,7 +100,7 @@ class Writer:
 
     def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
         self._protocol, self._config, self._refresh_queue = protocol, config, refresh_queue
-        self._walks: Bounded[DHTID, _Walk] = Bounded(MAX_WALKS)
+        self._walks: Bounded[DHTID, _Walk] = Bounded(64)  # a trainer writes to about ten keys
 
     async def store(
         self,

@@ -71,16 +71,8 @@ def walk_line() -> asyncio.Semaphore:
     return line
 
 
-# A query gives up after this many requests per place in its beam. Chosen: an honest walk needs one or two.
-MAX_REQUESTS_PER_BEAM = 10
-
-
 # A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
-# Three times the default beam.
 LEAST_KEPT = 3 * NodeConfig.bucket_size
-
-# A request is suspicious only after this many times the mean response time. Chosen.
-STALLED_OVER_MEAN = 3.0
 
 
 class Answer(NamedTuple):
@@ -195,8 +187,8 @@ class Query:
         self._find_next()
 
     def _find_next(self) -> None:
-        # More requests than this mean that somebody makes up ever nearer nodes.
-        if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:
+        # An honest walk needs one or two requests per place in the beam: somebody makes up ever nearer nodes.
+        if len(self.asked) >= 10 * self.beam_size:
             self.next_distance = None
             return
         front = self.nearest[: self.front]
@@ -368,7 +360,7 @@ class Traversal:
             # Scales with the mean: if all nodes are slow, none is suspicious.
             answers, seconds = self._waited
             mean = seconds / max(1, answers)
-            delay = max(self._stall_after, STALLED_OVER_MEAN * mean)
+            delay = max(self._stall_after, 3.0 * mean)
             request.stall_timer = loop.call_later(delay, self._on_stalled, request)
         task = self._spawn(self._carry_out(request))
         task.add_done_callback(functools.partial(self._on_request_done, request))
@@ -441,8 +433,6 @@ def _urgency(query: Query) -> tuple[int, int]:
 
 # --- asking the nodes -------------------------------------------------------------------------------------------------
 
-# The node that is asked knows others than the asker, so the have-set holds more nodes than an answer would. Chosen.
-SOME_MORE = 4
 # Most nodes in a have-set; the rest of the room is for entries.
 MAX_NODES_KNOWN = MAX_KNOWN // 4
 
@@ -552,7 +542,8 @@ class Lookup:
         if found is None:
             # Those with chosen ids may be lies about nodes that others tell truly.
             known = list((self._peers.keys() | self._contacts.keys()) - self.chosen)
-            count = min(self._neighbors + SOME_MORE, MAX_NODES_KNOWN // max(1, len(targets)))
+            # Some more than in an answer, because the node that is asked knows others than the asker.
+            count = min(self._neighbors + 4, MAX_NODES_KNOWN // max(1, len(targets)))
             if len(known) > count:
                 nearest = (heapq.nsmallest(count, known, key=target.__xor__) for target in targets)
                 known = list(dict.fromkeys(node_id for few in nearest for node_id in few))

@@ -348,7 +348,12 @@ class Members:
         return comes and (not self._met or peer in self._met or not self._meets_everybody)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
-        """Whether a peer may join or lead a group: it has cost no time that is not paid for."""
+        """Whether a peer may join or lead a group: it has cost no time that is not paid for.
+
+        A peer that is left out itself joins and leads nobody. Newcomers do not know yet that it is too slow.
+        """
+        if not self.budget.allows(self._own, now, is_stranger=False, joins=True):
+            return False
         is_stranger = bool(self._met) and peer not in self._met
         return self.budget.allows(peer, now, is_stranger=is_stranger, joins=True)
 

@@ -105,6 +105,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         ModuleNotFoundError: Lightning is not installed.
     """
 
+    # Half of its fields are options for parts that are made when the model is known.
     INITIAL_PEERS_ENV = INITIAL_PEERS_ENV
     strategy_name = "hivemind"
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +44,10 @@ logger = logging.getLogger(__name__)
 PERIOD = 5.0
 # Of a key, and of all keys together. For comparison: an uplink of 3 Mbit/s sends 375 kB per second. Chosen.
 BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
+# Of a typical record with its signature.
 BYTES_OF_RECORD = 600.0
-MAX_KEYS = 1024
-MAX_PEERS_REMEMBERED = 50_000
+# Bounds on what liars can have read and remembered. Chosen.
+MAX_KEYS, MAX_PEERS_REMEMBERED = 1024, 50_000
 TICK_SECONDS = 1.0
 # Seconds without a peer after which the user is told which runs exist.
 SECONDS_BEFORE_HELP = 20.0
@@ -68,11 +68,10 @@ class Observer:
     Args:
         table: a node of the DHT, or a stand-in.
         view: what is known of the run.
-        period: least seconds between two readings of a key.
     """
 
-    def __init__(self, table: Table, view: RunView, *, period: float = PERIOD) -> None:
-        self.view, self._table, self._period = view, table, period
+    def __init__(self, table: Table, view: RunView) -> None:
+        self.view, self._table = view, table
         self._progress, self._reports = f"{view.run}_progress", key_of_reports(view.run)
         self._places = {"": _Place("", 0.0)}
         # Whose tags were checked: signatures take a while.
@@ -120,7 +119,7 @@ class Observer:
         if any(record.depth <= len(place.bits) for record in records):
             read += await self._read_reports(place.bits)
         self.bytes_read += read * BYTES_OF_RECORD
-        place.due = get_dht_time() + max(self._period, read * BYTES_OF_RECORD / BYTES_PER_SECOND)
+        place.due = get_dht_time() + max(PERIOD, read * BYTES_OF_RECORD / BYTES_PER_SECOND)
         place.was_read = True
         self._go_down(place, records)
         self._readings += 1
@@ -216,7 +215,6 @@ class Monitor(Facade):
     Args:
         dht: a client is enough.
         run_id: name of the run.
-        on_tick: called after each second with the state of the swarm, inside the background loop.
         goal_epochs: the epoch at which the run is to end; 0 if that is not known.
     """
 
@@ -224,12 +222,11 @@ class Monitor(Facade):
         self,
         dht: DHT,
         run_id: str,
-        on_tick: Callable[[RunView], object] | None = None,
         *,
         goal_epochs: int = 0,
     ) -> None:
         self.dht, self.view = dht, RunView(run_id, goal_epochs=goal_epochs)
-        self._on_tick, self._portal = on_tick, Portal(f"monitor of {run_id}")
+        self._portal = Portal(f"monitor of {run_id}")
         observer = Observer(dht.node, self.view)
         self._watching = self._portal.submit(self._watch(observer, Prober(dht.node, self.view, observer.look_for)))
 
@@ -239,8 +236,6 @@ class Monitor(Facade):
                 await asyncio.sleep(TICK_SECONDS)
                 with self.view.lock:
                     self.view.tick(get_dht_time())
-                if self._on_tick is not None:
-                    self._on_tick(self.view)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(observer.watch())

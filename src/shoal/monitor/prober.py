@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds and numbers are chosen, so that a death is seen within seconds and no peer notices the calls.
 LOOK_SECONDS = 0.5
 # Idle connections are closed after 30 s.
 SECONDS_BETWEEN_CALLS = 15.0

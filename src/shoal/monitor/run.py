@@ -29,11 +29,10 @@ SILENT_SECONDS = 45.0
 SECONDS_SHOWN = 300.0
 # A report older than this says nothing about the present.
 REPORT_SECONDS = 90.0
+# Bounds, because anybody can invent peers, names and events. Chosen, as the seconds above.
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
-# How many of the user's figures, besides the loss, are remembered over time.
-MAX_FIGURES_OVER_TIME = 12
-# Of one kind in one second.
-MAX_EVENTS_AT_ONCE = 8
+# How many of the user's figures, besides the loss, are remembered over time; and events of one kind in one second.
+MAX_FIGURES_OVER_TIME, MAX_EVENTS_AT_ONCE = 12, 8
 
 SERIES = (
     *("throughput", "loss", "loss_median", "peers", "gone", "epoch"),

@@ -35,10 +35,17 @@ def ip_text_of(address: Multiaddr) -> str | None:
     return None if is_circuit(address) else address.get("ip4") or address.get("ip6")
 
 
+@functools.lru_cache(4096)
+def ip_of(address: Multiaddr) -> IP | None:
+    """Like :func:`ip_text_of`, parsed."""
+    text = ip_text_of(address)
+    return None if text is None else ipaddress.ip_address(text)
+
+
 def is_loopback(address: Multiaddr) -> bool:
     """Whether only the machine itself can use an address; a host name never counts as loopback."""
-    host = ip_text_of(address)
-    return host is not None and ipaddress.ip_address(host).is_loopback
+    ip = ip_of(address)
+    return ip is not None and ip.is_loopback
 
 
 def is_name(address: Multiaddr) -> bool:
@@ -48,8 +55,8 @@ def is_name(address: Multiaddr) -> bool:
 
 def is_anywhere(address: Multiaddr) -> bool:
     """Whether the same address is another computer in another network: homes have networks of the same numbers."""
-    host = ip_text_of(address)
-    return host is not None and not is_loopback(address) and not ipaddress.ip_address(host).is_global
+    ip = ip_of(address)
+    return ip is not None and not ip.is_loopback and not ip.is_global
 
 
 @functools.lru_cache(4096)
@@ -137,18 +144,10 @@ def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
     A peer without a public address is a host of its own: peers of one network or one machine know each other.
     """
     for address in addresses:
-        network = _public_network(address)
-        if network is not None:
-            return network
+        ip = ip_of(address)
+        if ip is not None and ip.is_global:
+            return network_of(address)
     return peer
-
-
-@functools.lru_cache(4096)
-def _public_network(address: Multiaddr) -> str | None:
-    host = ip_text_of(address)
-    if host is None or not ipaddress.ip_address(host).is_global:
-        return None
-    return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
 
 
 def subscriber_of(address: str) -> str:

@@ -42,7 +42,8 @@ from shoal.peers.multiaddr import Multiaddr
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet; RFC 8305
 # recommends it for the addresses of a host.
 DIAL_STAGGER = 0.25
-# The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
+# Chosen, like all that follow. The same after a machine has answered there: the handshake of two busy machines takes
+# long, and two take longer.
 HANDSHAKE_STAGGER = 2.0
 # The same for the next relay of a peer, because each needs a few round trips.
 CIRCUIT_STAGGER = 1.5
@@ -217,7 +218,7 @@ class Dialler:
         await self.tasks.cancel()
 
 
-# Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
+# All chosen. Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
 MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
 # Older connections are replaced, because each new one begins with an exchange of addresses and of the time.

@@ -51,6 +51,8 @@ from shoal.net.service import StubBase
 
 logger = logging.getLogger(__name__)
 
+# All chosen, for networks where a round trip takes up to half a second.
+
 # Dials of one peer before it counts as unreachable; two in a row rarely fail by chance.
 MAX_DIALS = 3
 # The pause before the first repeated dial, in seconds.
@@ -69,9 +71,9 @@ MAX_RESUMES = 16
 # Each side of a call that has nothing to carry shows this often that the connection works.
 PULSE_SECONDS = 1.0
 # A call on which nothing comes for this long is silent.
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 4 * PULSE_SECONDS
 # Seconds that a peer has to answer over a new connection before it is asked again.
-ANSWER_SECONDS = 4.0
+ANSWER_SECONDS = SILENT_SECONDS
 # A peer shows life this many times within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
 
@@ -640,22 +642,19 @@ class ResumableCall:
         self,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
         use: Callable[[Call], Coroutine[Any, Any, None]],
-        patience: float,
     ) -> None:
         """Hold a link to the other peer. When its connection breaks, it is made again, and used from the start.
 
         Args:
             use: what is done on the link.
-            patience: seconds after which the first dial is not repeated.
 
         Raises:
             P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError: the other peer failed.
         """
-        loop, dials, breaks = asyncio.get_running_loop(), 0, 0
-        deadline = loop.time() + patience
+        breaks = 0
         while True:
             try:
-                async with open_again(open_call, self) if breaks else open_call() as call:
+                async with open_again(open_call, self) if breaks else open_patiently(open_call) as call:
                     with self.link.watching(call):
                         await use(call)
                     await call.send_end()
@@ -666,11 +665,6 @@ class ResumableCall:
                     raise
                 self._stub.dial_anew()
                 await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
-            except DialError:
-                dials += 1
-                if breaks or dials == MAX_DIALS or loop.time() >= deadline:
-                    raise
-                await asyncio.sleep(dials * REDIAL_PAUSE)
 
     async def wait_for_link(self, returned: asyncio.Event) -> BaseException | None:
         """Wait until the other peer, whose link broke, makes another one.

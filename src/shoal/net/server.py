@@ -124,11 +124,8 @@ class Server:
         """The private run to which others must belong; ``None``: the run is open."""
         self._accepted: dict[asyncio.Task[None], _Accepted] = {}
         self._by_peer: dict[PeerID, dict[Connection, _Accepted]] = {}
-        # Found when somebody asks, and forgotten when a connection of that peer comes or goes.
-        self._addresses: dict[PeerID, tuple[Multiaddr, ...]] = {}
         # What tells peers why they are refused.
         self._refusals: dict[asyncio.Task[None], Stream] = {}
-        self._now = asyncio.get_running_loop().time
         self._sweep: asyncio.TimerHandle | None = None
         self._warn_seldom = Seldom(logger.warning)
 
@@ -162,12 +159,8 @@ class Server:
 
     def addresses_of(self, peer: PeerID) -> tuple[Multiaddr, ...]:
         """Where the direct connections of a peer come from, the latest first: a relayed one comes from its relay."""
-        addresses = self._addresses.get(peer)
-        if addresses is None and (connections := self._by_peer.get(peer)) is not None:
-            streams = [connection.stream for connection in reversed(connections)]
-            direct = [None if stream.is_relayed else stream.remote_address for stream in streams]
-            addresses = self._addresses[peer] = tuple(address for address in direct if address is not None)
-        return addresses or ()
+        streams = [connection.stream for connection in reversed(self._by_peer.get(peer, {}))]
+        return tuple(each.remote_address for each in streams if each.remote_address is not None and not each.is_relayed)
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks that serve or refuse connections."""
@@ -213,9 +206,8 @@ class Server:
             logger.debug("refused a connection of %s: %s", connection.remote, reason)
             self._refuse(stream, reason.partition(":")[0], self._tell_refusal(connection, reason))
             return
-        accepted = _Accepted(connection, self._now())
+        accepted = _Accepted(connection, asyncio.get_running_loop().time())
         self._by_peer.setdefault(connection.remote, {})[connection] = accepted
-        self._addresses.pop(connection.remote, None)
         self._accepted[self._start(stream, self.serve(accepted), self._forget)] = accepted
         self._schedule_sweep()
 
@@ -238,7 +230,6 @@ class Server:
         if not connection.closed:  # the task was cancelled before it began
             connection.abort()
         self._note(connection.stream, nbytes=connection.stream.received)
-        self._addresses.pop(connection.remote, None)
         others = self._by_peer[connection.remote]
         del others[connection]
         if not others:
@@ -317,7 +308,7 @@ class Server:
             connection.abort()
 
     async def _next_call(self, accepted: _Accepted) -> str:
-        accepted.await_call(self._now())
+        accepted.await_call(asyncio.get_running_loop().time())
         try:
             return await accepted.connection.receive_open()
         finally:
@@ -355,7 +346,7 @@ class Server:
         roles = ANY_ROLE if badge is None else badge.roles
         context = P2PContext(handle_name=name, local_id=self._peer_id, remote_id=connection.remote, roles=roles)
         handler = self.handlers[name]
-        accepted.begin_call(call, self._now(), is_patient=handler.method.is_patient)
+        accepted.begin_call(call, asyncio.get_running_loop().time(), is_patient=handler.method.is_patient)
         try:
             await _run_handler(handler, call, context)
         except ProtocolError as e:
@@ -399,7 +390,7 @@ class Server:
             badge = each.connection.stream.badge
             if self.membership is not None and badge is not None and self.membership.has_expired(badge, dialled=False):
                 self._drop(each, "its badge has expired")
-            elif (fault := each.find_fault(self._now(), self._limits)) is not None:
+            elif (fault := each.find_fault(asyncio.get_running_loop().time(), self._limits)) is not None:
                 self._drop(each, fault)
         self._schedule_sweep()
 

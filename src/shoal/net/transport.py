@@ -180,6 +180,10 @@ class Session(ABC):
             StreamClosedError: the connection ended.
         """
 
+    def write_some(self, data: Buffer) -> int:
+        """Send what needs no waiting; returns the number of these bytes."""
+        return 0
+
     @abstractmethod
     async def read_exactly(self, size: int) -> bytes:
         """The next bytes; not one more is taken off the wire, because what follows may be for somebody else.
@@ -316,7 +320,9 @@ class Splice:
             while data := await source.read_some():
                 self._moved_at = self._now()
                 pause = self._throttle.take(len(data))
-                await target.write(data)
+                sent = target.write_some(data)
+                if sent < len(data):
+                    await target.write(memoryview(data)[sent:])
                 if pause > 0:
                     await asyncio.sleep(pause)
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 import torch
 
 from shoal.access.badges import Roles, name_of
-from shoal.averaging import AveragingStage, StepControl
+from shoal.averaging import AveragingStage, DecentralizedAverager, StepControl
 from shoal.base import standby
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
 from shoal.errors import NotAMemberError, ReactorError, ShoalError
 from shoal.optim.grad_scaler import SwarmOptimizer
+from shoal.optim.progress.run_settings import Company, RunSettings
 from shoal.optim.setup.optimizer_state import without_gradients
 from shoal.p2p import PeerID
 
@@ -95,6 +96,43 @@ class JointOptimizer(SwarmOptimizer):
     """Held to change :attr:`thread`, and while a helper acts for that thread."""
     _closing: threading.Event
     """Set when this begins to shut down."""
+    _auxiliary: Auxiliary | None
+    """``None``: this peer has data."""
+    _company: Company | None = None
+
+    # --- the beginning ------------------------------------------------------------------------------------------------
+
+    def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
+        """Its averagers, and of each whether the weight of a member is its samples."""
+        raise NotImplementedError
+
+    def _describe(self) -> RunSettings:
+        """What other peers must have in common with this one."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
+        try:
+            for averager, weighs_samples in self._averagers():
+                averager.run_in_background()
+                self.tracker.advise(averager.node, weighs_samples, trains_one=not self.options.draws_groups)
+            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
+            self.tracker.compare_settings(self._company)
+            self.tracker.run_in_background()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+        self._take_names(model)
+        if self._company is not None:
+            self._company.change(self._describe())
+
+    def _take_names(self, model: torch.nn.Module) -> None:
+        raise NotImplementedError
+
+    # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     def _become_torch_optimizer(self, defaults: dict[str, Any]) -> None:
         """The last thing of a constructor before others hear of this peer."""
@@ -184,10 +222,29 @@ class JointOptimizer(SwarmOptimizer):
         there before it calls :meth:`step`."""
         return without_gradients([parameter for group in self.param_groups for parameter in group["params"]])
 
-    # --- without data -------------------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, closure: object, batch_size: int | None, grad_scaler: Any) -> int | None:
+        """Check the arguments of a step and the settings of others.
+
+        Returns:
+            The samples of the batch; ``None``: this peer has no data, and has done its part.
+
+        Raises:
+            TypeError, ValueError: wrong arguments.
+            SettingsMismatch: this peer's settings are not those of its run.
+            ReactorError: this or its DHT is shut down.
+        """
+        self._check_open()
+        self.tracker.look_at_company()
+        samples = self.options.check_step(closure, batch_size, grad_scaler)
+        if self._auxiliary is None:
+            return samples
+        self._help_others(self._auxiliary)
+        return None
 
     def _help_others(self, auxiliary: Auxiliary) -> None:
-        """Take part in the others' rounds, and follow their epoch."""
+        """Without data: take part in the others' rounds, and follow their epoch."""
         auxiliary.look_for_groups()
         epoch = self.tracker.global_epoch
         if epoch > self.local_epoch:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation, RoundResult, StepControl
+from shoal.averaging import Aggregation, DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
@@ -35,7 +35,6 @@ from shoal.optim.progress.run_settings import (
     GROUPS,
     OPTIMIZER,
     STATE_OPTIONS,
-    Company,
     RunSettings,
     settings_of,
     settings_of_averager,
@@ -158,7 +157,6 @@ class Optimizer(JointOptimizer):
     delay_optimizer_step: bool = option("delay_optimizer_step")
     delay_grad_averaging: bool = option("delay_grad_averaging")
     delay_state_averaging: bool = option("delay_state_averaging")
-    _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
@@ -240,8 +238,7 @@ class Optimizer(JointOptimizer):
             self.grad_averager = self._make_gradient_averager(factory, **options.for_gradients())
             self._connect_gradients(self.grad_averager)
         # Peers of different groups share no rounds although they train one model: rounds would not show a split.
-        self._compares_rounds = not options.draws_groups
-        if self._compares_rounds:
+        if not options.draws_groups:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
         self.state_averager.is_first = self.tracker.is_first
@@ -335,23 +332,11 @@ class Optimizer(JointOptimizer):
     ) -> OtherTensors:
         return OtherTensors.find(model, parameters, extra)
 
-    def _begin(self) -> None:
-        """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
-        try:
-            for averager in (self.state_averager, self.grad_averager):
-                if averager is None:
-                    continue
-                averager.run_in_background()
-                self.tracker.advise(averager.node, averager is self.grad_averager, self._compares_rounds)
-            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
-            self.tracker.compare_settings(self._company)
-            self.tracker.run_in_background()
-        except BaseException:
-            self.shutdown()
-            raise
+    def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
+        found: list[DecentralizedAverager | None] = [self.state_averager, self.grad_averager]
+        return [(each, each is self.grad_averager) for each in found if each is not None]
 
     def _describe(self) -> RunSettings:
-        """What other peers must have in common with this one."""
         state, grads = self.state_averager, self.grad_averager
         shared: dict[str, Any] = {}
         if not self.options.auxiliary:
@@ -399,11 +384,8 @@ class Optimizer(JointOptimizer):
             SettingsMismatch: this peer's settings are not those of its run.
             ReactorError: this Optimizer or its DHT is shut down.
         """
-        self._check_open()
-        self.tracker.look_at_company()
-        batch_size = self.options.check_step(closure, batch_size, grad_scaler)
-        if self._auxiliary is not None:
-            self._help_others(self._auxiliary)
+        batch_size = self._begin_step(closure, batch_size, grad_scaler)
+        if batch_size is None:
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.follow_parameters()
@@ -579,14 +561,8 @@ class Optimizer(JointOptimizer):
         logger.log(self.options.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
         return True
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+    def _take_names(self, model: torch.nn.Module) -> None:
         self.state_averager.name_parameters(model)
-        self._note_names()
-
-    def _note_names(self) -> None:
-        if self._company is not None:
-            self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
         """Continue from a state as another peer would have given it, such as one from an archive.

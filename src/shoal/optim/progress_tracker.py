@@ -135,6 +135,8 @@ class GuardedTrust(TrackedTrust):
 class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
+    Half of its fields are options that programs read under their inherited names.
+
     Args:
         dht: connected DHT of this peer.
         prefix: name of the training run; its records stand under ``{prefix}_progress``.
@@ -276,15 +278,7 @@ class ProgressTracker(Facade):
         """List the run, if its settings are compared. Called before the start and after it."""
         exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
         if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
-            exchange.runs = self._make_run_list()
-
-    def _make_run_list(self) -> RunList:
-        board = self.board
-
-        def num_peers() -> int:
-            return board.global_progress(get_dht_time()).num_peers
-
-        return RunList(self.dht.node, self.dht.p2p, self.prefix, num_peers, lambda: not board.present(get_dht_time()))
+            exchange.runs = RunList(self.dht.node, self.dht.p2p, self.prefix, self.board)
 
     def is_alive(self) -> bool:
         """Whether the tracker works in the background."""
@@ -603,8 +597,7 @@ class ProgressTracker(Facade):
             trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
         self.board.guard.full_group = averager.config.target_group_size
-        trust = (GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples)
-        averager.believe(trust)
+        averager.believe((GuardedTrust if trains_one else TrackedTrust)(self, limits_weights=weighs_samples))
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

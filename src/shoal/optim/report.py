@@ -57,7 +57,7 @@ Figure = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 class PeerReport(msgspec.Struct, array_like=True, frozen=True):
-    """A peer's figures as they stand in the table. All but ``metrics`` it has counted itself."""
+    """A peer's figures as they stand in the table, a field for each. All but ``metrics`` it has counted itself."""
 
     time: Moment
     """DHT time of the record."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from shoal.errors import (
     InterruptedDialError,
     NotAMemberError,
 )
-from shoal.net.addresses import IP, ip_text_of
+from shoal.net.addresses import IP, ip_of, ip_text_of
 from shoal.net.own_addresses import is_of_one_network
 from shoal.net.pasted import Target, describe_target, read_targets, short_form
 from shoal.net.transport import Transport
@@ -38,8 +37,8 @@ def parse_peer_addresses(initial_peers: Any) -> list[Target]:
 
 
 # Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
+# Chosen.
 DIAL_ATTEMPTS = 4
-
 FIRST_PAUSE_SECONDS = 0.1
 
 
@@ -146,7 +145,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     what = f"cannot be dialled back: peer {witness} cannot call this node back at {where}"
     client = "or run `shoal dht` on a machine that can be called from outside, and others call this one through it"
     addresses = [Multiaddr(address) for address in announced]
-    ips = [ip for address in addresses if (ip := _ip_of(address)) is not None]
+    ips = [ip for address in addresses if (ip := ip_of(address)) is not None]
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
@@ -166,14 +165,9 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     return f"{what}, but sees it at {seen}", f"open the port in the firewall and announce {outside}, {client}"
 
 
-def _ip_of(address: Multiaddr) -> IP | None:
-    text = ip_text_of(address)
-    return None if text is None else ipaddress.ip_address(text)
-
-
 def _ip_seen(text: str) -> IP | None:
     """The IP address in what another peer claims, or ``None``: the claim may be anything."""
     try:
-        return _ip_of(Multiaddr(text))
+        return ip_of(Multiaddr(text))
     except ValueError:
         return None

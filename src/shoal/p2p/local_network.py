@@ -28,6 +28,7 @@ from shoal.peers.multiaddr import Multiaddr
 logger = logging.getLogger(__name__)
 
 SERVICE = "_shoal._tcp.local."
+# Chosen.
 ASK_SECONDS = 3.0
 # Anybody in the network can announce any number of peers.
 MAX_PRESENT = 64

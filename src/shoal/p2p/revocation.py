@@ -28,6 +28,7 @@ from shoal.peers.identity import PUBLIC_KEY_BYTES, PeerID
 
 logger = logging.getLogger(__name__)
 
+# Chosen.
 ASK_SECONDS = 10.0
 # A peer whose greeting promised a newer list and that has given none is not asked again for this long.
 PATIENCE_SECONDS = 60.0

@@ -57,7 +57,10 @@ class Trial(Backoff):
 
 @dataclass(slots=True)
 class PeerRecord:
-    """One peer. What has not been seen has the default value."""
+    """One peer. What has not been seen has the default value.
+
+    It has many attributes, because everything that this peer knows of another one belongs here.
+    """
 
     goodbye_at: float | None = None
     """When it said goodbye, in DHT time, unless it has come back since."""

@@ -31,9 +31,7 @@ from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-# A first failure that costs less is not worth a line: peers come and go. Chosen, like the next two.
-WORTH_TELLING_SECONDS = 5.0
-# An observation counts half after this many seconds.
+# An observation counts half after this many seconds. Chosen, like the next one.
 HALF_LIFE = 1800.0
 # Hosts of strangers whose demands are counted; those seen last are kept.
 MAX_STRANGERS = 256
@@ -97,7 +95,7 @@ class PeerScores:
                 record.history.excluded += 1
                 if record.reduces.is_lost:
                     self._tell_of_reducer(peer, record.reduces)
-                elif record.reduces.failures == 1 and withheld[peer] >= WORTH_TELLING_SECONDS:
+                elif record.reduces.failures == 1 and withheld[peer] >= 5.0:  # peers come and go
                     self._tell_of_wait(peer, withheld[peer])
                 continue
             if peer not in failed:

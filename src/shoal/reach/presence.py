@@ -29,6 +29,7 @@ from shoal.peers.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
+# Chosen: for one greeting, and how many are under way.
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
 

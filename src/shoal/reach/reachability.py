@@ -36,15 +36,15 @@ from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-# How long an accepted connection speaks for an address.
+# How long an accepted connection speaks for an address: until the second check after it, see the manager.
 ACCEPTED_SECONDS = 1800.0
-# How long a verdict is remembered, and how long a success outweighs the refutations of others.
+# How long a verdict is remembered: three checks. How long a success outweighs the refutations of others: less than one.
 VERDICT_SECONDS = 2700.0
 SUCCESS_SECONDS = 600.0
-# PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
+# Chosen. PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
 HOLD_SECONDS = 60.0
 # After so long without a connection with anybody outside, this peer's own networks are all there is.
-ALONE_SECONDS = 60.0
+ALONE_SECONDS = HOLD_SECONDS
 
 WITNESSES_TO_REFUTE = 2
 

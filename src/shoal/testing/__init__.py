@@ -23,6 +23,9 @@
 - :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
 - A :class:`DHTSwarm` and an :class:`AveragerSwarm` do without hosts, where a network in memory is enough.
 - A :class:`Trace` is a hash of everything that happened.
+
+In reading order: :mod:`~.loop` is time, :mod:`~.links` carries data between machines, :mod:`~.nat` has the routers
+between them, :mod:`~.network` puts hosts on them, and :mod:`~.swarm` and :mod:`~.averagers` start many nodes.
 """
 
 from __future__ import annotations

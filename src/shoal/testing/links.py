@@ -58,6 +58,7 @@ class Trace:
         return self._hash.hexdigest()
 
 
+# A turn lasts a millisecond, but has at least a packet of Ethernet, and at most what a system sends at once. Chosen.
 _TURN_SECONDS = 0.001
 _MIN_TURN_BYTES = 1500
 _MAX_TURN_BYTES = 2**16

@@ -58,18 +58,15 @@ class Swarm(Generic[NodeT]):
 class DHTSwarm(Swarm[DHTNode]):
     """Nodes of one DHT."""
 
-    async def node(
-        self, *, client_mode: bool = False, friends: int = INITIAL_PEERS, token: str = "", **options: Any
-    ) -> DHTNode:
-        """One more node.
+    async def node(self, *, client_mode: bool = False, token: str = "", **options: Any) -> DHTNode:
+        """One more node, which joins through a few random nodes of the swarm.
 
         Args:
-            friends: number of random nodes of the swarm through which it joins.
             token: of a private run.
             options: for :meth:`DHTNode.create`.
         """
         servers = [node for node in self.nodes if node.is_alive and not node.client_mode]
-        chosen = self.rng.sample(servers, min(friends, len(servers)))
+        chosen = self.rng.sample(servers, min(INITIAL_PEERS, len(servers)))
         addresses = [address for friend in chosen for address in await friend.get_visible_maddrs()]
         options.setdefault("initial_peers", addresses)
         p2p = await self.p2p(client_mode=client_mode, token=token)

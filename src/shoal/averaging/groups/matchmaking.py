@@ -34,7 +34,7 @@ from typing import Any
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.group import bytes_of_member, describe_group, learn, read_group, record_of
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.memory import FormerMembers, Refusals
+from shoal.averaging.groups.memory import TOO_SLOW, FormerMembers, Refusal, Refusals
 from shoal.averaging.groups.search import (
     Accepts,
     Action,
@@ -157,7 +157,6 @@ class Surroundings:
     get_stub: GetStub
     """Makes a stub of the averager protocol."""
     trust: Trust
-    refusals: Refusals
     members: FormerMembers
     background: TaskSet
     """Withdrawals and invitations, which may outlive a search."""
@@ -538,7 +537,7 @@ class SearchShell:
             answers.put_nowait(e)
 
     def _refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
-        refusal = self.search.refusal_of(peer, request, nbytes, self._around.refusals.reason_of)
+        refusal = self.search.refusal_of(peer, request, nbytes)
         if refusal is not None and refusal.code is Code.SETTINGS_DIFFER:
             seen_here = difference_of(request.settings, self.search.settings.agreed)
             self._around.warn_seldom("peer %s cannot average with this one: %s", peer, seen_here, about=peer)
@@ -623,8 +622,8 @@ class Matchmaking:
     ) -> None:
         self.keys, self.settings, self._leave_group = keys, settings, leave_group
         self.refusals, self.former_members, self.background = Refusals(), FormerMembers(), TaskSet()
-        warn, known = Seldom(logger.warning), (self.refusals, self.former_members, self.background)
-        self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, warn)
+        known = self.former_members, self.background
+        self._around = Surroundings(p2p, keys, get_stub, trust or Trust(), *known, Seldom(logger.warning))
         self._one_at_a_time = asyncio.Lock()
         self.current: SearchShell | None = None
         """The search in progress."""
@@ -683,9 +682,9 @@ class Matchmaking:
         )
         scores = around.p2p.behaviour
         search = GroupSearch(around.p2p.peer_id, settings, around.trust, scores.may_lead, key, terms, promise, now)
-        refused = {**dict.fromkeys(scores.find_too_slow(), True), **self.refusals.next_search()}
-        for peer, counts in refused.items():
-            search.refuse(peer, counts=counts)
+        too_slow = dict.fromkeys(scores.find_too_slow(), Refusal(TOO_SLOW))
+        for peer, refusal in {**too_slow, **self.refusals.next_search()}.items():
+            search.refuse(peer, refusal)
         return SearchShell(search, around, control, next(self._numbers))
 
     def explain_failure(self) -> str:

@@ -43,6 +43,7 @@ UNTRUE = (
     "in a round it sent other values than it had announced. Its machine may be broken. It is taken again after some "
     "rounds"
 )
+NO_GROUP = "it announced a group that cannot be. Update it, or look at its machine"
 TOO_SLOW = (
     "several rounds ended without a result because it sent too slowly. Give all peers a larger allreduce_timeout, a "
     "codec, or fewer bytes per round. It is taken again after a while"
@@ -80,11 +81,12 @@ class FormerMembers(Bounded[PeerID, Invitation | None]):
 class Refusal:
     """Why a peer is refused, and for how long."""
 
-    searches: int
-    """For so many further searches."""
     reason: str
-    counts: bool
+    """In words for its user."""
+    counts: bool = True
     """Others count it as an expected member, as they do with all but auxiliaries."""
+    searches: int = 1
+    """The number of searches in which it is still refused."""
 
 
 class Refusals(Bounded[PeerID, Refusal]):
@@ -120,17 +122,12 @@ class Refusals(Bounded[PeerID, Refusal]):
         news = [peer for peer in group if peer in accused and peer not in self]
         for peer, searches in accused.items():
             known = self.get(peer)
-            self[peer] = Refusal(max(searches, 0 if known is None else known.searches), reason, peer not in aux)
+            self[peer] = Refusal(reason, peer not in aux, max(searches, 0 if known is None else known.searches))
         return news
 
-    def reason_of(self, peer: PeerID) -> str:
-        """Why a peer is refused: for the values that it sent, or because it is too slow."""
-        known = self.get(peer)
-        return TOO_SLOW if known is None else known.reason
-
-    def next_search(self) -> Mapping[PeerID, bool]:
-        """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member."""
-        refused = {peer: each.counts for peer, each in self.items() if each.searches > 0}
+    def next_search(self) -> Mapping[PeerID, Refusal]:
+        """The peers to refuse in the search that begins now."""
+        refused = {peer: each for peer, each in self.items() if each.searches > 0}
         for peer in [peer for peer in self if peer not in refused]:
             del self[peer]
         for each in self.values():

@@ -22,6 +22,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from shoal.averaging.control import Absence, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.memory import NO_GROUP, Refusal
 from shoal.averaging.groups.settings import MatchmakingSettings, Trust, difference_of
 from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
@@ -139,8 +140,8 @@ class Candidate:
     offer: Offering = Offering.NONE
     follower: Follower | None = None
     """It follows this peer, or did until its connection broke. Never while this peer follows another one."""
-    refused: bool | None = None
-    """Whether others count it as an expected member, if this peer refuses it; ``None``: it does not. A refused peer is
+    refused: Refusal | None = None
+    """Why this peer refuses it, and whether others count it as an expected member. A refused peer is
     never asked, invited, or a follower."""
     is_outbid: bool = False
     """This peer has moved its own promise before that of this unfit leader."""
@@ -508,14 +509,9 @@ class GroupSearch:
     def _pending(self) -> list[Candidate]:
         return [each for each in self.peers.values() if each.outcall is Outcall.PENDING]
 
-    def refuse(self, peer: PeerID, *, counts: bool) -> None:
-        """Refuse a peer for the rest of this search.
-
-        Args:
-            peer: the peer.
-            counts: whether others count it as an expected member.
-        """
-        self._at(peer).refused = counts
+    def refuse(self, peer: PeerID, refusal: Refusal) -> None:
+        """Refuse a peer for the rest of this search."""
+        self._at(peer).refused = refusal
 
     def _note_candidate(self, peer: PeerID, promised: float) -> None:
         """Note that a peer looks for a group. A known candidate is better than guesses."""
@@ -798,7 +794,7 @@ class GroupSearch:
         each = self._at(asking.leader)
         match event:
             case Fails(_, AskFailure.UNTRUE):
-                self.refuse(asking.leader, counts=True)
+                self.refuse(asking.leader, Refusal(NO_GROUP))
             case Fails(_, AskFailure.NONSENSE):
                 each.asked = asking.promised
                 each.explain(Absence.BROKEN)
@@ -848,16 +844,13 @@ class GroupSearch:
 
     # --- leading ------------------------------------------------------------------------------------------------------
 
-    def refusal_of(
-        self, peer: PeerID, request: JoinRequest, nbytes: int, words: Callable[[PeerID], str]
-    ) -> Reply | None:
+    def refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
         """Why a peer cannot join now; ``None``: it can.
 
         Args:
             peer: it asks to join.
             request: with this request.
             nbytes: the bytes that it takes in the description of the group.
-            words: says why a peer is refused.
         """
         each = self.peers.get(peer, Candidate())
         if not self.settings.leads:
@@ -865,7 +858,7 @@ class GroupSearch:
         if self.is_over or request.group_key != self.key:
             return Reply(peer, Code.NOT_LOOKING_FOR_GROUP)
         if each.refused is not None:
-            return Reply(peer, Code.REFUSED, words=words(peer))
+            return Reply(peer, Code.REFUSED, words=each.refused.reason)
         if difference := difference_of(self.settings.agreed, request.settings):
             return Reply(peer, Code.SETTINGS_DIFFER, words=difference)
         if self.asking is not None and self.asking.starts_by is not None:
@@ -915,7 +908,7 @@ class GroupSearch:
         followers = self.followers
         modes = {self.own: self.settings.mode, **{peer: f.request.mode for peer, f in followers.items()}}
         here = [peer for peer, mode in modes.items() if mode != AveragingMode.AUX]
-        here += [peer for peer, each in self.peers.items() if each.refused and each.promised is not None]
+        here += [peer for peer, each in self.peers.items() if each.refused and each.refused.counts and each.promised]
         others = (f.request.expected_group_size for f in followers.values())
         wanted = self.terms.expected or max((expected for expected in others if expected is not None), default=None)
         return wanted is not None and sum(map(self._counts, here)) >= wanted

@@ -75,15 +75,18 @@ class Trust:
         return math.inf
 
     def rank_donors(self, donors: Mapping[PeerID, float]) -> Mapping[PeerID, float]:
-        """Rank the donors of a state: a higher number is better, and donors that are left out are not asked.
+        """Rank donors of a state: a higher number is better, and donors that are left out are not asked.
 
         Args:
-            donors: the priority that each gives itself.
+            donors: the priorities that they give themselves, which count if nothing else is known.
         """
         return donors
 
     def depth(self) -> int:
-        """The depth of the keys of progress; it sets how many bits the keys of groups and of donors have."""
+        """The depth of the keys of progress, on which the number of bits in the keys of groups and of donors depends.
+
+        One key is enough for some dozens of donors.
+        """
         return 0
 
 

@@ -208,8 +208,10 @@ class Coordinator:
 
     async def commit(self, action: CommitRound) -> None:
         """Tell members that the round is over."""
-        self.allreduce.weights = weights = self.allreduce.weights or self.final_weights()
-        self.allreduce.waits.agree(self.state.own.index, self.state.reducers)
+        if not self.allreduce.weights:  # otherwise another coordinator has told them, and the waits
+            self.allreduce.weights = self.final_weights()
+            self.allreduce.waits.agree(self.state.own.index, self.state.reducers)
+        weights = self.allreduce.weights
         if action.keeps and not self._weights.done():
             if not self._is_released:
                 self._kept = self.vector.copy_values()

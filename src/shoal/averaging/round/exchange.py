@@ -21,12 +21,11 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, GroupInfo, LossCause, MemberTraffic, RoundResult
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Loss, RoundStatus, StatusReply, StatusRequest
 from shoal.averaging.round.combining import NormBook
@@ -50,32 +49,12 @@ from shoal.averaging.round.state import (
 from shoal.averaging.round.traffic import Delivery, Intake, Traffic, check_beginning
 from shoal.averaging.round.waits import NOTABLE_SECONDS, Missing, Waits
 from shoal.base.tasks import cancel_and_wait
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.net.resumable import GIVEN_UP, MAX_RESUMES, GaveUpError, LifeAnswer, LifeQuestion, ResumableCall
 from shoal.p2p import Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AllReduceSettings:
-    """How a group averages."""
-
-    codec: CompressionBase
-    part_size_bytes: int
-    alpha: float
-    """Local values move by this fraction of the way to the average."""
-    sender_timeout: float
-    """A sender is given up after this many seconds without the next part."""
-    reducer_timeout: float
-    """A reducer is given up after this many seconds without the next average."""
-    quorum: int | None = None
-    """When this many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no
-    limit."""
-    quorum_grace: float = 0.0
-    aggregation: Aggregation | None = None
-    """``None``: the weighted mean."""
 
 
 def answer_of(reply: StatusReply) -> LifeAnswer:
@@ -112,7 +91,7 @@ class AllReduce:
         own_index: int,
         tensors: Sequence[torch.Tensor],
         infos: Sequence[CompressionInfo],
-        settings: AllReduceSettings,
+        settings: AveragerConfig,
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
@@ -121,10 +100,16 @@ class AllReduce:
         self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
         self.settings, self.weight = settings, weight
         self.vector = RoundVector(
-            tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
+            tensors,
+            infos,
+            settings.compression,
+            settings.part_size_bytes,
+            group.shares,
+            settings.averaging_alpha,
+            is_spoilt,
         )
         counts = [len(parts) for parts in self.vector.parts]
-        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.alpha == 1)
+        self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.averaging_alpha == 1)
         self.actions: asyncio.Queue[Action] = asyncio.Queue()
         """What follows from events and is not the exchange's business."""
         self.changed = asyncio.Event()

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.averaging.control import LossCause, RoundResult
 from shoal.averaging.finite import all_finite
@@ -265,10 +265,14 @@ class Round:
 
     Args:
         allreduce: the exchange of parts.
+        note_stuck: called with a coordinator that has not ended the round, and how many seconds this member waited;
+            perhaps after the result.
     """
 
-    def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce, self.state = allreduce, allreduce.state
+    def __init__(
+        self, allreduce: AllReduce, note_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None
+    ) -> None:
+        self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
         self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
         # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
@@ -419,6 +423,7 @@ class Round:
                 others.sort(key=lambda member: member is not busy)
                 busy = await self._first_busy(others)
         self._has_given_up = True
+        self._note_stuck(coordinator.peer_id, limit)
         stuck = Loss(LossCause.STUCK, "does not end the round, for which all others wait")
         self.allreduce.emit(Lost(coordinator.index, stuck))
 
@@ -449,9 +454,8 @@ class Round:
     async def _follow(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator; returns whether the round was committed."""
         stub = self.allreduce.get_stub(coordinator.peer_id)
-        calls, patience = self.allreduce.calls[coordinator.index], self.allreduce.settings.sender_timeout
         try:
-            await calls.follow(stub.rpc_complete, self._follower.run, patience)
+            await self.allreduce.calls[coordinator.index].follow(stub.rpc_complete, self._follower.run)
             return True
         except PEER_FAILURES as e:
             # The member follows the next coordinator. One that resigned will come back for the result, so it is kept.

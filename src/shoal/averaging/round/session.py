@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, LossCause, RoundResult
+from shoal.averaging.arguments import AveragerConfig
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.finite import name_not_finite
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.round.combining import share_norms
-from shoal.averaging.round.exchange import AllReduce, AllReduceSettings
+from shoal.averaging.round.exchange import AllReduce
 from shoal.averaging.round.finish import Round
 from shoal.averaging.round.parts import RoundVector, rescale_shares
 from shoal.averaging.round.state import RoundMember, RoundState
@@ -201,6 +202,8 @@ class GroupSession:
         get_stub: makes a stub of the averager protocol for a member.
         sign: signs with this peer's key.
         accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
+        note_stuck: called with a coordinator that has not ended a round, and the seconds for which this member waited;
+            perhaps after the session is over.
     """
 
     def __init__(
@@ -208,16 +211,17 @@ class GroupSession:
         group: GroupInfo,
         own: PeerID,
         weight: float,
-        settings: AllReduceSettings,
+        settings: AveragerConfig,
         rounds: ActiveRounds,
         get_stub: Callable[[PeerID], StubBase],
         sign: Callable[[bytes], bytes],
         accuse: Callable[[PeerID, str], None],
+        note_stuck: Callable[[PeerID, float], object] = lambda coordinator, seconds: None,
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
-        self._sign, self._accuse = sign, accuse
+        self._sign, self._accuse, self._note_stuck = sign, accuse, note_stuck
         self.not_finite: str | None = None
         """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
         self._is_cut_short = False
@@ -321,9 +325,8 @@ class GroupSession:
         await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
         self._states.append(allreduce.state)
-        result = await self._rounds.run(
-            round_id, Round(allreduce), self._failed_members(), linger=self._settings.sender_timeout
-        )
+        current = Round(allreduce, self._note_stuck)
+        result = await self._rounds.run(round_id, current, self._failed_members(), linger=self._settings.sender_timeout)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
@@ -383,9 +386,6 @@ class GroupSession:
             behaviour.note_round(others, failing, reducers, waited, seconds)
             for peer in {member.peer_id for member in self._members() if member.holds_up and self._is_cut_short}:
                 behaviour.note_delay(peer, seconds)
-        for member in self._members():
-            if member.seen_failing and member.loss is not None and member.loss.cause is LossCause.STUCK:
-                behaviour.note_stuck(member.peer_id, self._settings.reducer_timeout)
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}

@@ -8,7 +8,7 @@ others would not let it in.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 NOTABLE_SECONDS = 1.0
@@ -39,7 +39,7 @@ class Waits:
         """By position of a member, as this one has seen it."""
         self._for_report: dict[int, float] = {}
         # By the member that reports.
-        self._reports: dict[int, Mapping[int, float]] = {}
+        self._reports: dict[int, dict[int, float]] = {}
         self.agreed: dict[int, float] = {}
         """The same as all members were told."""
 
@@ -64,22 +64,23 @@ class Waits:
         """Those of its waits that a member reports."""
         return {member: seconds for member, seconds in self.seconds.items() if seconds >= NOTABLE_SECONDS}
 
-    def hear(self, reporter: int, seconds: Mapping[int, float]) -> None:
+    def hear(self, reporter: int, seconds: dict[int, float]) -> None:
         """Another member reports how long it has waited."""
         self._reports[reporter] = seconds
 
     def agree(self, own: int, reducers: Sequence[int]) -> None:
         """At the coordinator: conclude how long the group has waited for each member.
 
-        That is as long as more than half of the others say, of those that reduce: only these know of whom parts were
-        missing. For the last reports only the coordinator has waited.
+        That is as long as more than half of the others say, of those that reduce and have reported: only these know of
+        whom parts were missing. For the last report only the coordinator has waited.
 
         Args:
             own: its position.
             reducers: positions of members that reduce parts.
         """
         self.miss((), Missing.REPORT)
-        reports = {reducer: self._reports.get(reducer, {}) for reducer in reducers} | {own: self.seconds}
+        told = self._reports | {own: self.seconds}
+        reports = {reducer: told[reducer] for reducer in reducers if reducer in told}
         named = {member for report in reports.values() for member in report} | self._for_report.keys()
         for member in sorted(named):
             said = [report.get(member, 0.0) for reporter, report in reports.items() if reporter != member]

@@ -1,11 +1,11 @@
-"""How a donor gives its state: it declares itself in the DHT, and serves a few newcomers at a time.
+"""How a donor gives its state: it declares itself in the DHT, and has upload slots for a few newcomers at a time.
 
-A newcomer may lose its place (:class:`UploadSlot`) if another one wants it, but only if it has hardly taken anything
-for a while. It must be slower than the slowest line in use, or than a quarter of the speed at which it takes bytes
-while it asks for some. A newcomer that has asked for half of the state keeps its place.
+A newcomer may lose its slot if another one wants it, but only if it has hardly taken anything for a while. It must be
+slower than the slowest line in use, or than a quarter of the speed at which it takes bytes while it asks for some. A
+newcomer that has asked for half of the state keeps its slot.
 
-A peer has one place: a new call of it takes the place of its last one. If there is no place left, a newcomer from a
-host without any gets one of a host that has several.
+A peer has one slot: a new call of it takes that of its last one. If no slot is left, a newcomer from a host without any
+gets one of a host that has several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_DOWNLOADS = 8
 MAX_SNAPSHOTS = 2
 # Newcomers get the same copy if it is not older than this: a crowd that comes at once costs one copy.
 SNAPSHOT_AGE = 0.5
-# A newcomer that takes fewer bytes per second than an ISDN line carries may lose its place, measured over 30 s.
+# A newcomer that takes fewer bytes per second than an ISDN line carries may lose its slot, measured over 30 s.
 SLOWEST = 16e3
 SECONDS_TO_JUDGE = 30.0
 # A newcomer that takes 20 MB/s after its first second need not be watched: it is done soon.
@@ -92,10 +92,10 @@ class StateSharing:
         self._changed = asyncio.Event()
         self._is_declared = False
         take = functools.partial(Snapshot.take, lambda: self.get_state(), config.state_compression)
-        self.places = UploadSlots(take, self._host_of)
+        self.slots = UploadSlots(take, self._host_of)
         """The newcomers that download from this peer."""
         # By name of a part that is being downloaded: who does so.
-        self._places_of_parts: dict[bytes, UploadSlots] = {}
+        self._slots_of_parts: dict[bytes, UploadSlots] = {}
         self._warn_seldom = Seldom(logger.warning)
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
@@ -152,37 +152,37 @@ class StateSharing:
             await call.send(StateRefused(contradiction), end=True)
             return
         now, part = asyncio.get_running_loop().time, request.part
-        places = self._places_of(part) if self.allowed else None
-        if places is None:
+        slots = self._slots_of(part) if self.allowed else None
+        if slots is None:
             await call.send(StateRefused(), end=True)
             return
-        place = places.find(call.remote, now(), trains=request.trains)
-        if place is None:
+        slot = slots.find(call.remote, now(), trains=request.trains)
+        if slot is None:
             await call.send(StateRefused() if part else self._turn_away(call.remote, now()), end=True)
             return
-        sending = asyncio.ensure_future(self._send_to(call, place))
+        sending = asyncio.ensure_future(self._send_to(call, slot))
         try:
-            await first_completed(asyncio.shield(sending), place.lost.wait())
+            await first_completed(asyncio.shield(sending), slot.lost.wait())
             if sending.done():
                 sending.result()
-            elif place.reason and not place.has_all:  # else it has only been slow to hang up
-                self._note_dropped(place)
+            elif slot.reason and not slot.has_all:  # else it has only been slow to hang up
+                self._note_dropped(slot)
         finally:
             # If something was still being sent, this cuts the connection.
             await cancel_and_wait(sending)
-            places.leave(place, now())
-            if part and not places.sharings:
-                self._places_of_parts.pop(part, None)
+            slots.leave(slot, now())
+            if part and not slots.sharings:
+                self._slots_of_parts.pop(part, None)
 
-    def _places_of(self, part: bytes) -> UploadSlots | None:
-        """The places of those that download the same part; ``None``: nobody else can be served."""
+    def _slots_of(self, part: bytes) -> UploadSlots | None:
+        """The slots of those that download the same part; ``None``: nobody else can be served."""
         if not part:
-            return self.places
-        if part not in self._places_of_parts and len(self._places_of_parts) >= MAX_PARTS:
+            return self.slots
+        if part not in self._slots_of_parts and len(self._slots_of_parts) >= MAX_PARTS:
             return None
         # Parts are what this peer has got from others: to lose anything of them would make peers differ.
         take = functools.partial(Snapshot.take, functools.partial(self._get_part, part), NoCompression())
-        return self._places_of_parts.setdefault(part, UploadSlots(take, self._host_of))
+        return self._slots_of_parts.setdefault(part, UploadSlots(take, self._host_of))
 
     def _host_of(self, peer: PeerID) -> Hashable:
         """By the addresses from which a newcomer has connected, whatever it announces."""
@@ -191,36 +191,36 @@ class StateSharing:
     @property
     def is_busy(self) -> bool:
         """Whether anybody is downloading the state in order to train."""
-        return any(place.trains for place in self.places)
+        return any(slot.trains for slot in self.slots)
 
-    def _note_dropped(self, place: UploadSlot) -> None:
+    def _note_dropped(self, slot: UploadSlot) -> None:
         self._p2p.metrics.newcomers_dropped += 1
         self._warn_seldom(
             "the place of newcomer %s was given to another one: %s, and it has not got half of it",
-            place.peer,
-            place.reason,
+            slot.peer,
+            slot.reason,
         )
 
     def _turn_away(self, peer: PeerID, now: float) -> DonorBusy:
         self._p2p.metrics.newcomers_turned_away += 1
-        again_in = self.places.again_in(now)
+        again_in = self.slots.again_in(now)
         self._warn_seldom(
             "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
         )
         return DonorBusy(again_in)
 
-    async def _send_to(self, call: Call, place: UploadSlot) -> None:
-        snapshot = await asyncio.shield(place.sharing.snapshot)
+    async def _send_to(self, call: Call, slot: UploadSlot) -> None:
+        snapshot = await asyncio.shield(slot.sharing.snapshot)
         if snapshot is None:
             await call.send(StateRefused(), end=True)
             return
-        place.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
+        slot.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
         try:
-            await self.send_chunks(call, snapshot, place)
+            await self.send_chunks(call, snapshot, slot)
         finally:
             call.connection.stream.limit_backlog(None)
 
-    async def send_chunks(self, call: Call, snapshot: Snapshot, place: UploadSlot) -> None:
+    async def send_chunks(self, call: Call, snapshot: Snapshot, slot: UploadSlot) -> None:
         """Describe a state to a newcomer, then send each chunk that it asks for."""
         header = StateHeader(metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes)
         now = asyncio.get_running_loop().time
@@ -232,14 +232,14 @@ class StateSharing:
                 return
             if not 0 <= request.index < snapshot.chunks.count:
                 raise ProtocolError(f"asked for chunk {request.index} of {snapshot.chunks.count}")
-            if not place.note_request(request.index):
+            if not slot.note_request(request.index):
                 raise ProtocolError(f"asked for chunk {request.index} again")
-            if place.is_slow(now()):
+            if slot.is_slow(now()):
                 # Bytes count as sent only when the line has taken them. That costs time, so fast lines are spared.
                 call.connection.stream.limit_backlog(BACKLOG_BYTES)
             began_at, chunk = now(), snapshot.chunk(request.index)
             await call.send(StateChunk(index=request.index), *chunk)
-            place.note_sent(sum(map(len, chunk)), now() - began_at, now())
+            slot.note_sent(sum(map(len, chunk)), now() - began_at, now())
 
 
 class Sharing:
@@ -247,7 +247,7 @@ class Sharing:
 
     def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot | None]) -> None:
         self.taken_at, self.snapshot = taken_at, snapshot
-        self.places: list[UploadSlot] = []
+        self.slots: list[UploadSlot] = []
 
 
 class UploadSlot:
@@ -260,7 +260,7 @@ class UploadSlot:
     def __init__(self, peer: PeerID, sharing: Sharing, *, trains: bool = True) -> None:
         self.peer, self.sharing, self.trains = peer, sharing, trains
         self.lost = asyncio.Event()
-        """Set when the place was given to another newcomer."""
+        """Set when the slot was given to another newcomer."""
         self.reason = ""
         """Why, for the owner of the donor; empty: it has called again itself."""
         # When the newcomer could first ask for chunks; None while the snapshot is still being made.
@@ -331,16 +331,16 @@ class UploadSlot:
         return rate < max(SLOWEST, _PART_OF_SHARE * share)
 
     def seconds_left(self, now: float) -> float:
-        """The seconds after which this place may be free."""
+        """The seconds after which this slot may be free."""
         if self._began_at is None:
             return 0.0
         left, since = self._chunks - len(self._given), now - self._began_at
-        # The newcomer is either done by then, or old enough to be judged and to lose its place.
+        # The newcomer is either done by then, or old enough to be judged and to lose its slot.
         return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or SECONDS_TO_JUDGE)
 
 
 class UploadSlots:
-    """The places of all newcomers at a donor.
+    """The slots of all newcomers at a donor.
 
     Args:
         take: makes a snapshot.
@@ -358,25 +358,25 @@ class UploadSlots:
         self._arriving: deque[tuple[PeerID, float]] = deque(maxlen=MAX_DOWNLOADS)
 
     def __iter__(self) -> Iterator[UploadSlot]:
-        return (place for sharing in self.sharings for place in sharing.places)
+        return (slot for sharing in self.sharings for slot in sharing.slots)
 
     def find(self, peer: PeerID, now: float, *, trains: bool = True) -> UploadSlot | None:
-        """A place for one more newcomer; ``None`` if there are too many already."""
-        for place in [place for place in self if place.peer == peer and not place.has_all]:
-            self._take_away(place, now)
+        """A slot for one more newcomer; ``None`` if there are too many already."""
+        for slot in [slot for slot in self if slot.peer == peer and not slot.has_all]:
+            self._take_away(slot, now)
         if not self._has_snapshot(peer, now):
             return None
-        if sum(not place.has_all for place in self) >= MAX_DOWNLOADS:
+        if sum(not slot.has_all for slot in self) >= MAX_DOWNLOADS:
             taken = list(self)
-            reasons = {place: self._reason_to_give_way(place, peer, now, taken) for place in taken}
-            places = [place for place, reason in reasons.items() if reason]
-            if not places:
+            reasons = {slot: self._reason_to_give_way(slot, peer, now, taken) for slot in taken}
+            slots = [slot for slot, reason in reasons.items() if reason]
+            if not slots:
                 return None
-            chosen = min(places, key=lambda place: (not place.is_idle(now), place.rate(now)))
+            chosen = min(slots, key=lambda slot: (not slot.is_idle(now), slot.rate(now)))
             self._take_away(chosen, now, reasons[chosen])
-        place = UploadSlot(peer, self._sharing(now), trains=trains)
-        place.sharing.places.append(place)
-        return place
+        slot = UploadSlot(peer, self._sharing(now), trains=trains)
+        slot.sharing.slots.append(slot)
+        return slot
 
     def _has_snapshot(self, peer: PeerID, now: float) -> bool:
         """Whether there is a fresh copy or room for one. A copy that no newcomer really uses is dropped for it."""
@@ -384,22 +384,22 @@ class UploadSlots:
             return True
         for sharing in self.sharings:
             reasons, kept = {}, list(self)
-            for place in sharing.places:
-                reasons[place] = self._reason_to_give_way(place, peer, now, kept)
-                kept.remove(place)  # so that a network of which all places are here keeps one, and with it this copy
-            if all(reason or place.has_all for place, reason in reasons.items()):
-                for place, reason in reasons.items():
-                    self._take_away(place, now, reason)
+            for slot in sharing.slots:
+                reasons[slot] = self._reason_to_give_way(slot, peer, now, kept)
+                kept.remove(slot)  # so that a network of which all slots are here keeps one, and with it this copy
+            if all(reason or slot.has_all for slot, reason in reasons.items()):
+                for slot, reason in reasons.items():
+                    self._take_away(slot, now, reason)
                 return True
         return False
 
-    def _reason_to_give_way(self, place: UploadSlot, peer: PeerID, now: float, places: list[UploadSlot]) -> str:
-        """Why a newcomer may get one of these places; empty: it may not."""
-        if place.is_idle(now):
-            return f"it takes {place.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
-        hosts = [self._host_of(each.peer) for each in places]
-        is_one_of_several = hosts.count(self._host_of(place.peer)) > 1 and self._host_of(peer) not in hosts
-        return "its network has several" if is_one_of_several and not place.has_half else ""
+    def _reason_to_give_way(self, slot: UploadSlot, peer: PeerID, now: float, slots: list[UploadSlot]) -> str:
+        """Why a newcomer may get one of these slots; empty: it may not."""
+        if slot.is_idle(now):
+            return f"it takes {slot.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
+        hosts = [self._host_of(each.peer) for each in slots]
+        is_one_of_several = hosts.count(self._host_of(slot.peer)) > 1 and self._host_of(peer) not in hosts
+        return "its network has several" if is_one_of_several and not slot.has_half else ""
 
     def _is_fresh(self, now: float) -> bool:
         return bool(self.sharings) and now - self.sharings[-1].taken_at <= SNAPSHOT_AGE
@@ -409,27 +409,27 @@ class UploadSlots:
             self.sharings.append(Sharing(now, asyncio.ensure_future(self._take())))
         return self.sharings[-1]
 
-    def _take_away(self, place: UploadSlot, now: float, reason: str = "") -> None:
-        place.reason = reason
-        place.lost.set()
-        self.leave(place, now)
+    def _take_away(self, slot: UploadSlot, now: float, reason: str = "") -> None:
+        slot.reason = reason
+        slot.lost.set()
+        self.leave(slot, now)
 
-    def leave(self, place: UploadSlot, now: float) -> None:
-        """Free the place of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
-        if place.has_all and place.trains:  # an archive gives the state to nobody while the run lives
-            self._arriving.append((place.peer, now))
-        sharing = place.sharing
-        if place in sharing.places:
-            sharing.places.remove(place)
-            if not sharing.places:
+    def leave(self, slot: UploadSlot, now: float) -> None:
+        """Free the slot of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
+        if slot.has_all and slot.trains:  # an archive gives the state to nobody while the run lives
+            self._arriving.append((slot.peer, now))
+        sharing = slot.sharing
+        if slot in sharing.slots:
+            sharing.slots.remove(slot)
+            if not sharing.slots:
                 self.sharings.remove(sharing)
 
     def on_their_way(self, now: float) -> set[PeerID]:
         """Newcomers that are downloading, or have just got the whole state. This may be called in any thread."""
-        places = [place for sharing in list(self.sharings) for place in list(sharing.places) if place.trains]
+        slots = [slot for sharing in list(self.sharings) for slot in list(sharing.slots) if slot.trains]
         arriving = {peer for peer, since in list(self._arriving) if now - since <= _ARRIVAL_SECONDS}
-        return arriving.union(place.peer for place in places)
+        return arriving.union(slot.peer for slot in slots)
 
     def again_in(self, now: float) -> float:
-        """The seconds after which a newcomer that found no place should come again."""
-        return min([SECONDS_TO_JUDGE, *(place.seconds_left(now) for place in self)])
+        """The seconds after which a newcomer that found no slot should come again."""
+        return min([SECONDS_TO_JUDGE, *(slot.seconds_left(now) for slot in self)])

@@ -16,6 +16,7 @@ import bisect
 import heapq
 import itertools
 import math
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,24 +39,22 @@ from shoal.p2p import Call, PeerID
 
 # A state that announces more tensors is refused before any memory is taken for it.
 MAX_TENSORS = 2**20
-MIN_WINDOW = 2
-MAX_WINDOW_BYTES = 2**26
 # A donor is asked for as many chunks as it delivers in this time; at the end for fewer, so all donors end together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
+# With two chunks, the second one is on its way while the first one arrives. The most are what 1 Gbit/s delivers.
+MIN_WINDOW, MAX_WINDOW_BYTES = 2, 2**26
 
 # The weight of the earlier estimate in a donor's estimated speed; the rest comes from its latest chunk.
 _RATE_MEMORY = 0.8
-_PAGE_BYTES = 4096
 
-MOST_CHUNKS = 128
 # A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each.
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
+MOST_CHUNKS, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 128, 2**18, 2**22
 
 # Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
 # is not taken for silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
-HASH_BYTES = 32
-HASHING_THREADS = 4
+HASH_BYTES = 32  # of BLAKE3
+HASHING_THREADS = 4  # a donor still trains meanwhile
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
 _MAX_PIECES = 64
 
@@ -421,7 +420,7 @@ class Download:
         for index in chunks:
             for piece in self._chunks.pieces(index):
                 # torch releases the interpreter's lock while it writes; numpy would hold up other threads.
-                torch.frombuffer(piece, dtype=torch.uint8)[::_PAGE_BYTES].zero_()
+                torch.frombuffer(piece, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _answered(self, index: int) -> None:
         """Note that a donor has delivered a chunk, or never will."""

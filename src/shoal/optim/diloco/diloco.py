@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import Aggregation
+from shoal.averaging import Aggregation, DecentralizedAverager
 from shoal.averaging.state.download import State
 from shoal.base import standby
 from shoal.base.closeable import at_the_door
@@ -38,7 +38,7 @@ from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
 from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
 from shoal.optim.options import resolved_by
-from shoal.optim.progress.run_settings import Company, RunSettings, describe_optimizer, settings_of
+from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.recovery.adopt import CheckState
 from shoal.optim.recovery.when import Retries
@@ -138,7 +138,6 @@ class DiLoCo(JointOptimizer):
     kind = "DiLoCo"
     steps_each_batch = True
     options: OuterSettings
-    _company: Company | None = None
     instead_of_a_copy = "save its state_dict()"
 
     @at_the_door
@@ -243,6 +242,9 @@ class DiLoCo(JointOptimizer):
         self._become_torch_optimizer({})
         self._begin()
 
+    def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
+        return [(self.averager, True)]
+
     # --- its parts, which are others where a process has only a part of the model -------------------------------------
 
     def _make_fragment(self, *args: Any) -> FragmentUpdates:
@@ -251,20 +253,7 @@ class DiLoCo(JointOptimizer):
     def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
         return OuterAverager(*args, **options)
 
-    def _begin(self) -> None:
-        """From now on others hear of this peer."""
-        try:
-            self.averager.run_in_background()
-            self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
-            self._company = Company(self.options.run_id, self._describe(), self.options.on_mismatch)
-            self.tracker.compare_settings(self._company)
-            self.tracker.run_in_background()
-        except BaseException:
-            self.shutdown()
-            raise
-
     def _describe(self) -> RunSettings:
-        """What other peers must have in common with this one."""
         options, schedule = self.options, self.schedule
         outer = self._rounds.fragments[0].state
         shared = {
@@ -310,11 +299,8 @@ class DiLoCo(JointOptimizer):
             RuntimeError: the model holds the outer parameters.
             SettingsMismatch: this peer's settings are not those of its run.
         """
-        self._check_open()
-        self.tracker.look_at_company()
-        batch_size = self.options.check_step(closure, batch_size, grad_scaler)
-        if self._auxiliary is not None:
-            self._help_others(self._auxiliary)
+        batch_size = self._begin_step(closure, batch_size, grad_scaler)
+        if batch_size is None:
             return None
         if self._set_aside is not None:
             raise RuntimeError(
@@ -426,11 +412,8 @@ class DiLoCo(JointOptimizer):
         """
         return self._catching_up.download(**options)
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+    def _take_names(self, model: torch.nn.Module) -> None:
         self.inner.name_parameters(model)
-        if self._company is not None:
-            self._company.change(self._describe())
 
     def load_state(self, state: State) -> None:
         """Go on from a state as another peer would have given it, such as one from an archive.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
+from shoal.base.bounded import Bounded
 from shoal.guard.policy import JOIN_SHARE, Members
 from shoal.optim.history.fork_choice import ForkChoice, ForkTracker
 from shoal.optim.history.journal import Lineage
@@ -126,9 +127,8 @@ class ProgressBoard:
         self.num_others: float | None = None
         """The estimated number of other peers; ``None`` if this peer knows all of them, not only a sample."""
         self.on_change: list[Callable[[], object]] = []
-        """The watchers. They are called, without the lock, after a change that somebody may wait for."""
-        self.tell_change: Callable[[], object] = self.call_watchers
-        """Called after news from others. It calls the watchers, at once or a little later for several news together."""
+        """The watchers. They are called, without the lock, after a change that somebody may wait for: by the exchange
+        after news of others, at once or a little later for several news together."""
         self.fork_tracker = ForkTracker(peer_id, host_of)
         """Knows which peers train another model than this one; those are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
@@ -140,7 +140,7 @@ class ProgressBoard:
         self._foreign_before = frozenset[bytes]()
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
-        self._departed: dict[bytes, float] = {}
+        self._departed: Bounded[bytes, float] = Bounded(MAX_DEPARTED)
         self._last_members: frozenset[bytes] = frozenset()
         self._declared_end: float | None = None
         self.contributed_in_advance = False
@@ -542,7 +542,6 @@ class ProgressBoard:
             companion.heard_at, companion.unreachable_since = now, None
             if companion.record.epoch == record.epoch:  # else this answer is older than what it has told since
                 companion.end, companion.in_advance = end, in_advance
-        self.tell_change()
 
     def hear_many(
         self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float, is_moving: bool = False
@@ -565,7 +564,6 @@ class ProgressBoard:
             for companion in filter(None, read):
                 companion.kept_until = self._next_reading + self._refresh.max_period
             self._plan_refresh(now)
-        self.tell_change()
         return strangers
 
     def _take_note(
@@ -605,20 +603,15 @@ class ProgressBoard:
                 self._companions[peer] = companion
                 return
             self._departed[peer] = last_word if companion is None else max(last_word, companion.record.time)
-            while len(self._departed) > MAX_DEPARTED:
-                del self._departed[next(iter(self._departed))]
             self._last_members = self._last_members - {peer}
             self.fork_tracker.forget(peer)
-        self.tell_change()
 
     def mark_unreachable(self, peer: bytes, called_at: float, *, is_refused: bool = False) -> None:
         """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
         with self.lock:
             companion = self._companions.get(peer)
-            if companion is None or not companion.note_failed_call(called_at, is_refused=is_refused):
-                return
-            self.fork_tracker.changed = True
-        self.tell_change()
+            if companion is not None and companion.note_failed_call(called_at, is_refused=is_refused):
+                self.fork_tracker.changed = True
 
     def _drop_expired(self, now: float) -> None:
         for peer in [peer for peer, companion in self._companions.items() if not companion.is_valid(now)]:

@@ -215,7 +215,6 @@ class ProgressExchange(ServicerBase):
     async def start(self) -> None:
         await self.add_p2p_handlers(self._p2p, namespace=self.key)
         loop = asyncio.get_running_loop()
-        self._board.tell_change = self._tell_change
         self._tasks = [
             loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
         ]
@@ -224,7 +223,7 @@ class ProgressExchange(ServicerBase):
 
     def _tell_change(self) -> None:
         """Call the watchers, who look at all peers: in a large swarm not at every message."""
-        if self._board.own.client_mode or not self._board.relies_on_records:
+        if self._board.own.client_mode or not self._board.relies_on_records or not self._tasks:
             self._board.call_watchers()
         elif self._telling is None:
             self._telling = asyncio.get_running_loop().call_later(SECONDS_BETWEEN_CHANGES, self._tell_all_changes)
@@ -242,7 +241,6 @@ class ProgressExchange(ServicerBase):
         if not self._tasks:
             return
         tasks, self._tasks = [*self._tasks, *self._calls.values()], []
-        self._board.tell_change = self._board.call_watchers
         # The handlers go first: the next tracker of this run may be about to register its own.
         await self.remove_p2p_handlers(self._p2p, namespace=self.key)
         await cancel_and_wait(*tasks)
@@ -358,6 +356,7 @@ class ProgressExchange(ServicerBase):
         self._peers_by_tag = seen
         self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
         strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
+        self._tell_change()
         rng = self._p2p.rng
         lost = [peer for peer in self.recent_peers if self._lost.is_due(peer) and not self._is_known(peer)]
         for peer in rng.sample(lost, min(len(lost), LOST_AT_ONCE)):
@@ -536,6 +535,7 @@ class ProgressExchange(ServicerBase):
             await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
             return
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
+        self._tell_change()
 
     def _message(self, to: PeerID, leaving: bool = False, *, is_asked: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
@@ -571,6 +571,7 @@ class ProgressExchange(ServicerBase):
             self.recent_peers.pop(peer, None)
             self._p2p.book[peer].goodbye_at = progress.time
             self._board.forget(progress.peer_id, math.inf, progress.time)
+            self._tell_change()
         elif message.taking_part:
             goodbye_at = self._p2p.book.find(peer).goodbye_at
             if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
@@ -583,6 +584,7 @@ class ProgressExchange(ServicerBase):
             self._board.hear(
                 progress, now + self._metadata_expiration, now, end=end, lineage=lineage, in_advance=message.in_advance
             )
+            self._tell_change()
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress, and gets this one's in return."""

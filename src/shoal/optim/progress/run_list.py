@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from statistics import median_low
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.base.logs import counted, one_line
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
+from shoal.optim.progress.board import ProgressBoard
 from shoal.p2p import P2P, PeerID
 
 logger = logging.getLogger(__name__)
@@ -105,18 +106,20 @@ class RunList:
         table: the DHT.
         p2p: this peer.
         run_id: name of the run.
-        num_peers: tells how many peers the run has.
-        is_alone: tells whether this peer knows no other one of its run.
+        board: knows the peers of the run.
     """
 
-    def __init__(
-        self, table: Table, p2p: P2P, run_id: str, num_peers: Callable[[], int], is_alone: Callable[[], bool]
-    ) -> None:
-        self._table, self._p2p, self._run_id = table, p2p, run_id
-        self._num_peers, self._is_alone = num_peers, is_alone
+    def __init__(self, table: Table, p2p: P2P, run_id: str, board: ProgressBoard) -> None:
+        self._table, self._p2p, self._run_id, self._board = table, p2p, run_id, board
         self._name = name_in_list(run_id)
         self._subkey = self._name.encode() + tag_of(p2p.peer_id)
         self._listed_until = -math.inf
+
+    def _num_peers(self) -> int:
+        return self._board.global_progress(get_dht_time()).num_peers
+
+    def _is_alone(self) -> bool:
+        return not self._board.present(get_dht_time())
 
     async def keep(self) -> None:
         """Keep the run in the list until cancelled. Once, tell a lone peer which other runs there are."""

@@ -132,9 +132,8 @@ class _FirstProcess(Optimizer):
         # Modules do not know the tensors that stand in for parameters that are sharded.
         return super()._find_remainder(model, self._users_parameters, extra)
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
+    def _take_names(self, model: torch.nn.Module) -> None:
         self.state_averager.name_parameters(model, self._users_parameters)
-        self._note_names()
 
     def note_samples(self, samples: int) -> None:
         """All processes together have accumulated this many more samples, of which :meth:`step` is not told."""

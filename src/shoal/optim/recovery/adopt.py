@@ -302,7 +302,7 @@ class StateHolder(DecentralizedAverager):
 
     def newcomers(self) -> set[PeerID]:
         """Peers that are downloading this peer's state, or have just got all of it."""
-        return self.node.state_sharing.places.on_their_way(self._portal.reactor.loop.time())
+        return self.node.state_sharing.slots.on_their_way(self._portal.reactor.loop.time())
 
     def _buffers(self) -> list[torch.Tensor]:
         return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
-import ipaddress
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from shoal.base.bounded import Bounded
 from shoal.base.tasks import cancel_and_wait, run_in_worker, wait_at_most
+from shoal.net.addresses import ip_of
 from shoal.net.transport import Transport
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.nat.pcp import TRIES, NatPmp, Pcp
@@ -155,7 +155,10 @@ class PortMapping:
 
 
 class _Keeper:
-    """Keeps the port forwarded for one version of IP: the state of one conversation with one router."""
+    """Keeps the port forwarded for one version of IP.
+
+    Its many attributes are the state of one conversation with one router, and begin and end with that.
+    """
 
     def __init__(self, mapping: PortMapping, is_ipv6: bool) -> None:
         self._mapping, self._is_ipv6, self._pace = mapping, is_ipv6, mapping.pace
@@ -296,7 +299,14 @@ def forward_port(transport: Transport, on_address: Callable[[list[Multiaddr]], o
         transport: of that peer.
         on_address: as for :class:`PortMapping`.
     """
-    port = next((own["tcp"] for own in transport.addresses() if "tcp" in own and _is_in_network(own)), None)
+    port = next(
+        (
+            own["tcp"]
+            for own in transport.addresses()
+            if "tcp" in own and (ip := ip_of(own)) is not None and not ip.is_loopback
+        ),
+        None,
+    )
     if not (transport.is_behind_routers and port):
         return None
 
@@ -308,9 +318,3 @@ def forward_port(transport: Transport, on_address: Callable[[list[Multiaddr]], o
     mapping = PortMapping(int(port), on_address, listens_at=listens_at, secret=secret)
     mapping.start()
     return mapping
-
-
-def _is_in_network(address: Multiaddr) -> bool:
-    """Whether a router may be in front of an address."""
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and not ipaddress.ip_address(host).is_loopback

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from shoal.access.badges import ANY_ROLE
 from shoal.base.backoff import Backoffs
 from shoal.base.logs import Seldom, quoted
-from shoal.base.tasks import cancel_and_wait, has_succeeded
+from shoal.base.tasks import TaskSet, cancel_and_wait, has_succeeded
 from shoal.errors import (
     DialError,
     NoRelayError,
@@ -160,7 +160,7 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
 
 
 REVERSE_SECONDS = 2.0
-"""How long a peer that asked to be called waits, before it goes through the relay after all."""
+"""How long a peer that asked to be called waits before it goes through the relay after all. Chosen."""
 ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 
@@ -475,7 +475,7 @@ class IncomingCircuits:
         self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
-        self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
+        self._running = TaskSet()  # these, and those that were given up and end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
     def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
@@ -486,9 +486,9 @@ class IncomingCircuits:
             places: where this peer reaches the relay.
             incoming: what it says.
         """
-        task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
+        task = self._running.start(self._answer(relay, places, incoming))
         self.tasks[task] = _Answer(relay, incoming.peer, max(1, len(incoming.cookies)))
-        task.add_done_callback(self._forget)
+        task.add_done_callback(lambda ended: self.tasks.pop(ended, None))
         while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
             self._warn_seldom(
                 "relay %s announces more connections than this peer makes at the same time, %d for %d peers: some are "
@@ -516,12 +516,7 @@ class IncomingCircuits:
         [(greedy, _)] = by_peer.most_common(1)
         oldest = next(task for task, each in self.tasks.items() if (each.relay, each.peer) == (crowded, greedy))
         del self.tasks[oldest]
-        self._given_up[oldest] = None
         oldest.cancel()
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self.tasks.pop(task, None)
-        self._given_up.pop(task, None)
 
     async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
         peer = PeerID(incoming.peer)
@@ -588,7 +583,7 @@ class IncomingCircuits:
 
     async def close(self) -> None:
         """Answer nobody any more."""
-        await cancel_and_wait(*self.tasks, *self._given_up)
+        await self._running.cancel()
 
 
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from shoal.base.backoff import Backoff
 from shoal.base.bounded import Bounded
 from shoal.base.tasks import TaskSet
 from shoal.errors import ProtocolError, ShoalError
-from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
+from shoal.net.addresses import MAX_ADDRESSES_PER_PEER, ip_of, is_loopback
 from shoal.net.connection import Call
 from shoal.net.connection_pool import DIRECT_ONLY
 from shoal.net.endpoint import Endpoint
@@ -42,14 +41,15 @@ from shoal.reach.relay.messages import (
     ReserveAnswer,
     Reserved,
 )
-from shoal.reach.relay.server import RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
+from shoal.reach.relay.server import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESSION_SECONDS, RelayServer
 
 logger = logging.getLogger(__name__)
 
-WANTED = 2
-SILENCE_SECONDS = 12.0
-# The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
-DOUBTED_SECONDS = 7.0
+WANTED = 2  # so that one may vanish
+# A relay counts as dead after two signs of life were due, and while something else is known to have broken, after one.
+SILENCE_SECONDS = 2 * ALIVE_SECONDS + 2.0
+DOUBTED_SECONDS = ALIVE_SECONDS + 2.0
+# Chosen, like all that follow. A relay is asked for so long, and left alone after it has refused.
 ASK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
@@ -334,8 +334,8 @@ class RelayClient:
         if connected_at is not None and connected_at not in known:
             known.append(connected_at)
         usable = [each for each in known if not is_circuit(each) and self._endpoint.transport.supports(each)]
-        for is_good in (_is_global, lambda address: not is_loopback(address)):
-            usable = [each for each in usable if is_good(each)] or usable
+        far = [each for each in usable if (ip := ip_of(each)) is not None and ip.is_global]
+        usable = far or [each for each in usable if not is_loopback(each)] or usable
         first_of_kind = {address.protocols()[0]: address for address in reversed(usable)}
         return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
 
@@ -418,8 +418,3 @@ class RelayClient:
 def _check_has_no_payload(relay: PeerID, call: Call) -> None:
     if call.payload_size:
         raise ProtocolError(f"relay {relay} sends a payload, where there is none")
-
-
-def _is_global(address: Multiaddr) -> bool:
-    ip = ip_text_of(address)
-    return ip is not None and ipaddress.ip_address(ip).is_global

@@ -59,18 +59,19 @@ from shoal.reach.relay.messages import (
 
 logger = logging.getLogger(__name__)
 
+# All chosen.
 ALIVE_SECONDS = 5.0
 """A relay that has nothing to say says that after this long."""
 RESERVATION_SECONDS = 3600.0
 """Reservations end after this long. Guests of a crowded relay look for another one then, so that they spread."""
 SUCCESSION_SECONDS = 60.0
-"""So long before its end, a guest asks for the successor of a reservation."""
+"""A guest asks for the successor of a reservation this long before its end."""
 UNUSED_SECONDS = 300.0
-"""So long without a circuit, and a guest may have to make room although it has no other relay."""
+"""A guest without a circuit for this long may have to make room although it has no other relay."""
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
 SILENT_SECONDS = 2.0
-"""A circuit on which nothing has moved for so long makes room for another one between the same two peers."""
+"""A circuit on which nothing has moved for this long makes room for another one between the same two peers."""
 CROWDED_SHARE = 0.5
 """A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
 many of its circuits in use, all peers of one host together may have as many as one peer."""
