@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
-from shoal.access.badges import Roles, name_of
 from shoal.averaging import AveragingStage, DecentralizedAverager, StepControl
 from shoal.base import standby
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import words_of
-from shoal.errors import NotAMemberError, ReactorError, ShoalError
+from shoal.errors import ReactorError, ShoalError
 from shoal.optim.grad_scaler import SwarmOptimizer
 from shoal.optim.progress.run_settings import Company, RunSettings
 from shoal.optim.setup.optimizer_state import without_gradients
@@ -34,21 +33,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def check_may_train(dht: DHT) -> None:
-    """Check that the token of this peer allows it to train, before it trains alone because nobody lets it in.
-
-    Raises:
-        NotAMemberError: it does not.
-    """
-    membership = dht.p2p.membership
-    if membership is not None and Roles.TRAIN not in membership.own.roles:
-        raise NotAMemberError(
-            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask who has invited "
-            "you for a token with the role train (shoal token invite --role train)",
-            reason="wrong role",
-        )
 
 
 def uncompiled(method: Callable[P, T]) -> Callable[P, T]:

@@ -17,7 +17,6 @@ from shoal.base import standby
 from shoal.base.closeable import at_the_door
 from shoal.base.logs import counted
 from shoal.compression import CompressionBase
-from shoal.dht.dht import check_dht
 from shoal.optim.consistency import ConsistencyCheck, OtherTensors
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import (
@@ -28,7 +27,7 @@ from shoal.optim.grad_averager import (
 )
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.gradient_accumulator import MissingGradients
-from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, check_may_train, option, uncompiled
+from shoal.optim.joint_optimizer import Auxiliary, JointOptimizer, option, uncompiled
 from shoal.optim.options import DEFAULT_GRAD_AVERAGER, Options, resolved_by
 from shoal.optim.progress.run_settings import (
     GRADIENT_OPTIONS,
@@ -207,10 +206,7 @@ class Optimizer(JointOptimizer):
         guard: str = "members",
         on_mismatch: str = "raise",
     ) -> None:
-        check_dht(dht)
-        check_may_train(dht)
-        params = listed(params)
-        options = self.options
+        params, options = listed(params), self.options
         main = main_parameters(optimizer, params)
         remainder = self._find_remainder(model, main, extra_tensors)
         if frozen_base is not None:

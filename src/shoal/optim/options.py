@@ -12,13 +12,16 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
+from shoal.access.badges import Roles, name_of
 from shoal.averaging.aggregation import Aggregation, check_aggregation
 from shoal.averaging.groups.settings import FROZEN_BASE
 from shoal.compression import CompressionBase
 from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
+from shoal.dht.dht import check_dht
+from shoal.errors import NotAMemberError
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, check_peer_momentum
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress.records import count_of_samples
@@ -26,6 +29,9 @@ from shoal.optim.progress.run_settings import check_on_mismatch
 from shoal.optim.setup.optimizer_state import TorchOptimizer
 from shoal.optim.setup.schedules import LRSchedulerBase
 from shoal.optim.setup.training_setup import default_silence
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
 
 P = ParamSpec("P")
 
@@ -202,8 +208,25 @@ def check_run_id(run_id: object) -> None:
     assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
 
 
+def check_may_train(dht: DHT) -> None:
+    """Check that the token of this peer allows it to train, before it trains alone because nobody lets it in.
+
+    Raises:
+        NotAMemberError: it does not.
+    """
+    membership = dht.p2p.membership
+    if membership is not None and Roles.TRAIN not in membership.own.roles:
+        raise NotAMemberError(
+            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask who has invited "
+            "you for a token with the role train (shoal token invite --role train)",
+            reason="wrong role",
+        )
+
+
 def resolved_by(options: type[Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """A constructor that finds its arguments resolved in ``self.options``, so that it need not spell them again.
+
+    Its argument ``dht`` is checked first.
 
     Args:
         options: the class of that object.
@@ -216,6 +239,8 @@ def resolved_by(options: type[Any]) -> Callable[[Callable[P, None]], Callable[P,
         def resolve_and_construct(*args: P.args, **kwargs: P.kwargs) -> None:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
+            check_dht(given.arguments["dht"])
+            check_may_train(given.arguments["dht"])
             optimizer: Any = given.arguments["self"]
             optimizer.options = options.resolve(**{n: each for n, each in given.arguments.items() if n != "self"})
             construct(*args, **kwargs)
@@ -274,7 +299,7 @@ class Options(SwarmOptions):
         assert not delays_gradients or delays_step, (
             "delay_grad_averaging=True requires delay_optimizer_step=True: the step needs the averaged gradients"
         )
-        assert not (given["client_mode"] and given["auxiliary"]), (
+        assert not (_is_client(given) and given["auxiliary"]), (
             "an auxiliary peer must accept connections: client_mode excludes it"
         )
         assert not (given["auxiliary"] and given["batch_size_per_step"]), (

@@ -16,7 +16,6 @@ from shoal.base import standby
 from shoal.base.closeable import at_the_door
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
-from shoal.dht.dht import check_dht
 from shoal.optim.consistency import OtherTensors
 from shoal.optim.diloco.catching_up import CatchingUp
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
@@ -36,7 +35,7 @@ from shoal.optim.diloco.rounds import OuterRounds
 from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.diloco.slots import Schedule, SlotCounter, StepRule
 from shoal.optim.history.journal import Entry, hash_of
-from shoal.optim.joint_optimizer import JointOptimizer, check_may_train, uncompiled
+from shoal.optim.joint_optimizer import JointOptimizer, uncompiled
 from shoal.optim.options import resolved_by
 from shoal.optim.progress.run_settings import RunSettings, describe_optimizer, settings_of
 from shoal.optim.progress_tracker import ProgressTracker
@@ -190,8 +189,6 @@ class DiLoCo(JointOptimizer):
         on_mismatch: str = "raise",
         check_state: CheckState | None = None,
     ) -> None:
-        check_dht(dht)
-        check_may_train(dht)
         options = self.options
         self.inner = InnerOptimizers(optimizer, params, scheduler)
         """The optimizers that make the inner steps."""
