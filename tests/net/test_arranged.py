@@ -249,7 +249,7 @@ async def test_a_question_that_is_given_up_does_not_cost_the_connection(kind: st
         else:
             await caller.shutdown()
             assert stream.closed
-        assert not len(caller.late_answers)
+        assert not len(caller.tasks)
 
 
 # --- what others learn ------------------------------------------------------------------------------------------------

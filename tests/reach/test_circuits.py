@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Sequence
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from shoal.net.addresses import is_loopback
 from shoal.net.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.net.limits import Limits
 from shoal.net.memory import MemoryNetwork, PipeEnd
-from shoal.net.transport import COOKIE_BYTES, Stream
+from shoal.net.transport import COOKIE_BYTES, Splice, Stream
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.peers.identity import circuit_address
 from shoal.reach.punching import FIRST_PAUSE, HEAD_START, Circuit, Puncher
@@ -639,15 +638,17 @@ async def test_a_relay_that_ends_all_circuits_early_is_left_for_another_one(
     payload = secrets.token_bytes(2**20)
     async with Relayed(kind) as peers:
         liar, honest = await peers.relay(), await peers.relay()
-        carry, told = liar.relay._carry, liar.metrics
 
-        async def end_early(circuit: Any) -> None:
-            circuits, nbytes = told.circuits_carried, told.bytes_carried
-            carrying = asyncio.ensure_future(carry(circuit))
-            await until(lambda: told.circuits_carried > circuits and told.bytes_carried - nbytes >= carried)
-            carrying.cancel()
+        class EndsEarly(Splice):
+            async def run(self) -> None:
+                carrying = asyncio.ensure_future(super().run())
+                if self._throttle._whole is liar.relay.rate:  # type: ignore[attr-defined]
+                    before = liar.metrics.bytes_carried
+                    await until(lambda: liar.metrics.bytes_carried - before >= carried or carrying.done())
+                    carrying.cancel()
+                await asyncio.wait([carrying])
 
-        monkeypatch.setattr(liar.relay, "_carry", end_early)
+        monkeypatch.setattr("shoal.reach.relay.server.Splice", EndsEarly)
         guest, caller = await peers.guest(), await peers.caller()
 
         def add_way(relay: P2P) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shoal.base.tasks import TaskSet
 from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError, NotAMemberError
 from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
@@ -63,6 +64,7 @@ class Caller:
             prepare=self.prepare_circuits,
         )
         self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT], note_broken=self.broken.append)
+        self.tasks = TaskSet()
         self.upgrades = ConnectionUpgrades(self, self.circuits)  # type: ignore[arg-type]
 
     async def dial(self, peer: object) -> Connection:
@@ -105,7 +107,7 @@ def simulated(test: Callable[[Caller], Coroutine[Any, Any, None]]) -> Callable[[
             await test(caller)
         finally:
             caller.is_alive = False
-            await caller.upgrades.close()
+            await caller.tasks.cancel()
             caller.pool.close()
 
     def test_it() -> None:
@@ -426,7 +428,7 @@ def test_closing(is_alive: bool) -> None:
         caller.is_alive = is_alive
         await caller.take(1)
         assert len(caller.upgrades.tasks) == is_alive
-        await caller.upgrades.close()
+        await caller.tasks.cancel()
         assert not caller.upgrades.tasks
 
     close()

@@ -12,7 +12,6 @@ import torch
 from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.control import LossCause
 from shoal.averaging.round.coordinator import Recovery
-from shoal.averaging.round.sending import OutgoingParts
 from shoal.averaging.round.traffic import Delivery
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
@@ -74,30 +73,6 @@ def test_several_cuts_in_one_round(kind):
         rng = random.Random(seed)
         moments = [(rng.uniform(0, 1.5 * undisturbed.seconds), *rng.sample(range(SIZE), 2)) for _ in range(count)]
         Broken(cuts(*moments), **KINDS[kind]).check_like(undisturbed, count * 0.5)
-
-
-@pytest.mark.parametrize("of", mostly_drills(["averages_in", "parts_in"]))
-def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
-    settings = {"values": 2**20, "part_size_bytes": 2**17, "uplink": 2.0**20}
-    begun, repeated, tasks = [], [], []
-
-    async def cut_in_a_part(broken: Broken) -> None:
-        traffic = broken.round_of(2).calls[1].contents
-        while not begun:
-            await asyncio.sleep(0.005)
-            begun.extend(getattr(traffic, of).begun())
-        broken.network.break_connections(broken.host_of(1), broken.host_of(2))
-
-    def repeat(outgoing: OutgoingParts, gaps, slices) -> None:
-        repeated.extend(slices)
-        repeat_them(outgoing, gaps, slices)
-
-    undisturbed = Broken(**settings)
-    repeat_them = OutgoingParts.repeat
-    monkeypatch.setattr(OutgoingParts, "repeat", repeat)
-    broken = Broken(lambda broken: tasks.append(asyncio.ensure_future(cut_in_a_part(broken))), **settings)
-    broken.check_like(undisturbed)
-    assert set(begun) <= set(repeated)
 
 
 @pytest.mark.slow_drill

@@ -73,7 +73,11 @@ def train(
             limit = loop.time() + 5 * epoch_seconds + 60
             while min(t.epoch for t in trainers) < 1 and loop.time() < limit:
                 await asyncio.sleep(0.05)
-            since, first = swarm.forget(), max(t.epoch for t in trainers)
+            # From a step of all: what was made before it would count as used, but not as possible.
+            first = 1 + max(t.epoch for t in trainers)
+            while min(t.epoch for t in trainers) < first and loop.time() < limit:
+                await asyncio.sleep(0.02)
+            since = swarm.forget()
             # Up to a step, as the count began after one: else half of the epoch under way, one of few, is luck.
             limit = loop.time() + 3 * epochs * epoch_seconds
             while min(t.epoch for t in trainers) < first + epochs and loop.time() < limit:

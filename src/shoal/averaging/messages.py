@@ -153,16 +153,11 @@ class InvitationReply(Header):
     """DHT time at which that leader will start."""
 
 
-MAX_SLICES = 2**12
-"""Parts of more slices come again as a whole."""
 # Parts travel in order, so few gaps are open at a time: about one for each connection.
 MAX_GAPS = 256
 
 Gaps = Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_GAPS)]
 """Ranges of parts that have not come, in order: for each one the first index, and the index after the last one."""
-
-Begun = Annotated[list[tuple[Count, Annotated[bytes, Meta(max_length=MAX_SLICES // 8)]]], Meta(max_length=MAX_GAPS)]
-"""Parts of which some slices have come: the index of each, and which slices have not, as bits from the lowest on."""
 
 
 class Resume(Header, omit_defaults=True):
@@ -170,9 +165,6 @@ class Resume(Header, omit_defaults=True):
 
     missing_parts: Gaps = msgspec.field(default_factory=list)
     missing_averages: Gaps = msgspec.field(default_factory=list)
-    begun_parts: Begun = msgspec.field(default_factory=list)
-    """Of some missing parts only these slices are missing."""
-    begun_averages: Begun = msgspec.field(default_factory=list)
 
 
 class BeginReduce(Header, omit_defaults=True):

@@ -134,8 +134,8 @@ class Endpoint(ABC):
         """Answers on connections that others have opened."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        # Calls over connections that relays have arranged. Their callers may give up, but not these connections.
-        self.late_answers = TaskSet()
+        self.tasks = TaskSet()
+        """What goes on in the background until this peer shuts down."""
         self._unreachable = UnreachablePeers(self.book)
 
     # --- what routers and relays have to do with it -------------------------------------------------------------------
@@ -460,11 +460,11 @@ class Endpoint(ABC):
             call = await self._begin_call(peer, handle, roles)
             if not call.connection.stream.is_arranged:
                 return await self._ask(call, request, response_type)
-            asking = self.late_answers.start(self._ask(call, request, response_type))
+            asking = asyncio.ensure_future(self._ask(call, request, response_type))
             try:
                 return await asyncio.shield(asking)
             except asyncio.CancelledError:
-                self._await_later(asking)
+                self.tasks.start(_await_late(asking))
                 raise
 
     async def _ask(self, call: Call, request: Header, response_type: type[H]) -> H:
@@ -475,17 +475,6 @@ class Endpoint(ABC):
             raise
         finally:
             self.pool.release(call.connection, reusable=call.clean)
-
-    def _await_later(self, asking: asyncio.Task[Any]) -> None:
-        """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
-        end = asyncio.get_running_loop().call_later(30.0, asking.cancel)  # longer than most calls may take
-
-        def forget(asking: asyncio.Task[Any]) -> None:
-            end.cancel()
-            if not asking.cancelled() and (error := asking.exception()) is not None:
-                logger.debug("a late answer: %r", error)
-
-        asking.add_done_callback(forget)
 
     @asynccontextmanager
     async def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AsyncIterator[Call]:
@@ -526,3 +515,12 @@ class Endpoint(ABC):
             call.connection.abort()
         elif isinstance(error, NotAMemberError) and self.membership is not None:
             self.membership.note_refused(call.remote, error)
+
+
+async def _await_late(asking: asyncio.Future[Any]) -> None:
+    """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
+    try:
+        async with asyncio.timeout(30.0):  # longer than most calls may take
+            await asking
+    except Exception as e:
+        logger.debug("a late answer: %r", e)

@@ -336,12 +336,10 @@ class P2P(Endpoint):
         if self.members is not None:
             await self.members.close()
         await self.reservations.close()
-        await self.answering.close()
-        await self.upgrades.close()
+        await self.tasks.cancel()
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
-        await self.late_answers.cancel()
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

@@ -16,7 +16,6 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine
 
-from shoal.base.tasks import cancel_and_wait
 from shoal.errors import NoRelayError, ShoalError
 from shoal.net.connection_pool import CIRCUIT_STAGGER, MAX_IDLE, SPARE
 from shoal.net.endpoint import Endpoint
@@ -66,7 +65,7 @@ class ConnectionUpgrades:
         work: Callable[[PeerID], Coroutine[object, object, None]],
     ) -> None:
         if peer not in tasks:
-            tasks[peer] = asyncio.get_running_loop().create_task(work(peer))
+            tasks[peer] = self._endpoint.tasks.start(work(peer))
             tasks[peer].add_done_callback(lambda _: tasks.pop(peer))
 
     async def _fill(self, peer: PeerID) -> None:
@@ -129,7 +128,3 @@ class ConnectionUpgrades:
                 stream.abort()  # there are enough of these
             else:
                 self._endpoint.pool.add(self._endpoint.greet(stream))
-
-    async def close(self) -> None:
-        """Try no more."""
-        await cancel_and_wait(*self.tasks.values(), *self.filling.values(), *self.replacing.values())

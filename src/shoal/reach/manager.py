@@ -595,4 +595,3 @@ class ReachabilityManager:
         if self.mapping is not None:
             await self.mapping.close()
         await cancel_and_wait(*([] if self._life is None else [self._life]))
-        await self._announcements.close()

@@ -107,7 +107,7 @@ class Announcements:
             self._task.cancel()
         self._endpoint.pool.renew()
         self.remember(peers)
-        self._task = asyncio.get_running_loop().create_task(self._tell_all())
+        self._task = self._endpoint.tasks.start(self._tell_all())
 
     async def _tell_all(self) -> None:
         DIRECT_ONLY.set(False)  # a call to a relay may have brought the change
@@ -128,11 +128,6 @@ class Announcements:
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
         self._uninformed.pop(peer, None)
-
-    async def close(self) -> None:
-        """Tell nobody any more."""
-        if self._task is not None:
-            await cancel_and_wait(self._task)
 
 
 async def compare_clocks(endpoint: Endpoint) -> None:

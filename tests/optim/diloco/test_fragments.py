@@ -52,7 +52,7 @@ def test_every_value_is_in_one_fragment_once(sizes, count, block):
         assert fragment.length == len(vector)
         for offset, parameter in zip(fragment.offsets, fragment.parameters, strict=True):
             assert parameter.numel() < block or offset % block == 0
-        assert int(torch.count_nonzero(vector)) == fragment.values
+        assert int(torch.count_nonzero(vector)) == sum(each.numel() for each in fragment.parameters)
         seen += vector[vector != 0].tolist()
         with torch.no_grad():
             for parameter in fragment.parameters:

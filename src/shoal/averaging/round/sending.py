@@ -76,8 +76,6 @@ class OutgoingParts:
         # Parts that no connection has taken, in order.
         self._ranges = deque([range(self.count)] if self.count else [])
         self._untaken = self.count
-        # Parts of which the receiver lacks only some slices, which these bits tell.
-        self._lacking: dict[int, int] = {}
         # The pieces of the bundle that was encoded last.
         self._pieces: deque[Piece] = deque()
         self._pieces_per_part = 1
@@ -119,8 +117,6 @@ class OutgoingParts:
             # Moved before anything is awaited, so that no other connection takes the same parts.
             taken = self._take_bundle()
             pieces = list(self._cut(taken.start, [await self._encode(index) for index in taken]))
-            if not pieces:
-                raise ProtocolError(f"has begun part {taken.start}, but lacks no slice of it")
             self._pieces.extend(pieces)
             self._pieces_per_part = len(pieces)
         message, payload = self._pieces.popleft()
@@ -132,12 +128,11 @@ class OutgoingParts:
         if self.is_taken and not self._under_way:
             self._on_sent()
 
-    def repeat(self, gaps: Sequence[tuple[int, int]], begun: Sequence[tuple[int, bytes]] = ()) -> None:
+    def repeat(self, gaps: Sequence[tuple[int, int]]) -> None:
         """Send these parts from now on, and nothing else; no connection may be sending any.
 
         Args:
             gaps: ranges of parts.
-            begun: some of these parts, and the slices of each that are to be sent, as bits from the lowest on.
 
         Raises:
             ProtocolError: there are no such parts.
@@ -147,7 +142,6 @@ class OutgoingParts:
             raise ProtocolError(f"lacks parts {quoted(gaps)} of {self.count}")
         self._ranges = deque(range(start, stop) for start, stop in gaps if start < stop)
         self._untaken = sum(map(len, self._ranges))
-        self._lacking = {index: int.from_bytes(bits, "little") for index, bits in begun}
         self._pieces.clear()
         self._under_way = 0
         if self.is_taken:
@@ -179,8 +173,7 @@ class OutgoingParts:
             yield PartMessage(first, headers, self._is_average), payload
             return
         whole = memoryview(payload[0])
-        lacking = self._lacking.get(first, -1)
-        for offset in (offset for offset in range(0, len(whole), SLICE_BYTES) if lacking >> offset // SLICE_BYTES & 1):
+        for offset in range(0, len(whole), SLICE_BYTES):
             yield PartMessage(first, headers, self._is_average, offset), (whole[offset : offset + SLICE_BYTES],)
 
 

@@ -5,9 +5,8 @@ There a sender makes several calls at once. Each of these stripes takes the next
 so a slow stripe carries less.
 
 *Repetition.* When a connection breaks, what was under way on it may be lost. Then the two members tell each other which
-parts and averages have not come, or which slices of them, and these are sent again. So averages are kept until the
-receiver has said that it holds them. Parts need not be kept: until the average of a part comes, the vector still holds
-its values.
+parts and averages have not come, and these are sent again. So averages are kept until the receiver has said that it
+holds them. Parts need not be kept: until the average of a part comes, the vector still holds its values.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
-    MAX_SLICES,
     PEER_FAILURES,
     BeginReduce,
     DescribedPart,
@@ -88,16 +86,6 @@ class _Slices:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
 
-    @property
-    def count(self) -> int:
-        """Of all its slices."""
-        return -(-len(self.buffer) // SLICE_BYTES)
-
-    def mask(self) -> bytes:
-        """Which slices are still to come, as bits from the lowest on."""
-        bits = sum(1 << offset // SLICE_BYTES for offset in self.due)
-        return bits.to_bytes(-(-self.count // 8), "little")
-
 
 class IncomingParts:
     """The parts or averages of one member as they arrive."""
@@ -143,18 +131,12 @@ class IncomingParts:
                 gaps.append((index, index + 1))
         return gaps
 
-    def begun(self) -> list[tuple[int, bytes]]:
-        """Parts of which some slices are here, each with bits that tell which slices are not."""
-        return [(index, slices.mask()) for index, slices in sorted(self._begun.items())]
-
     def drop_slices(self) -> None:
-        """Forget slices that may not fit to those that come again: with a lossy codec, or of very large parts.
+        """Forget parts of which only some slices are here: they come again as a whole.
 
-        These parts come again as a whole.
+        Each connection carries the next slice, so few parts are begun at a time.
         """
-        for index, slices in list(self._begun.items()):
-            if self._parts[index].codec.lossy or slices.count > MAX_SLICES:
-                del self._begun[index]
+        self._begun.clear()
 
     async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
         index, header, offset = message.index, message.parts[0], message.offset
@@ -374,8 +356,7 @@ class Traffic:
 
     def gaps(self) -> Resume:
         """What the other member has to send again, or has not sent yet."""
-        parts, averages = self.parts_in, self.averages_in
-        return Resume(parts.gaps(), averages.gaps(), parts.begun(), averages.begun())
+        return Resume(self.parts_in.gaps(), self.averages_in.gaps())
 
     def send_missing(self, gaps: Resume) -> bool:
         """Send what the other member lacks, and nothing else; returns ``False`` if that is known already.
@@ -385,8 +366,8 @@ class Traffic:
         """
         if self._is_agreed:
             return False
-        self.averages_out.repeat(gaps.missing_averages, gaps.begun_averages)
-        self.parts_out.repeat(gaps.missing_parts, gaps.begun_parts)
+        self.averages_out.repeat(gaps.missing_averages)
+        self.parts_out.repeat(gaps.missing_parts)
         # The average of a part takes the place of its values, so these cannot be sent a second time.
         for start, stop in gaps.missing_parts:
             if not self.averages_in.missing.issuperset(range(start, stop)):

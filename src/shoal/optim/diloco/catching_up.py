@@ -36,7 +36,8 @@ from shoal.optim.setup.training_state import OlderStateError
 
 logger = logging.getLogger(__name__)
 
-# After this many attempts in a row without the missing updates, the whole state is downloaded.
+# After this many attempts in a row without the missing updates, the whole state is downloaded. One may fail by chance,
+# when the only donor that has them has just left.
 MOST_IN_VAIN = 2
 
 

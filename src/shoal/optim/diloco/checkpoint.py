@@ -125,9 +125,11 @@ def _layout_of(each: FragmentUpdates) -> list[Any]:
 
 def _dump_flight(each: FragmentUpdates) -> dict[str, Any] | None:
     flight = each.flight
-    if flight is None or not flight.has_arrived or flight.standing is not Relation.WITH:
+    if flight is None or flight.standing is not Relation.WITH:
         return None
-    result = flight.result
+    control, result = flight.control, flight.result
+    if control is not None and not (control.done() and result is not None):
+        return None  # it is under way, or has failed
     if result is not None and not flight.group.has_most(result.weights):
         return None  # this peer makes no update of it, now or later
     message = flight.message

@@ -160,11 +160,6 @@ class Flight:
         return self.message.weight
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether there is a result: the round is over and has not failed, or nobody else is there."""
-        return self.control is None or (self.control.done() and self.control.round is not None)
-
-    @property
     def result(self) -> RoundResult | None:
         """The result of the round, if there is one; ``None``: nobody else is there."""
         if self.control is not None:

@@ -66,11 +66,6 @@ class Fragment:
             end = begin + parameter.numel()
         return cls(parameters, tuple(offsets), end)
 
-    @property
-    def values(self) -> int:
-        """How many values the parameters have."""
-        return sum(parameter.numel() for parameter in self.parameters)
-
     def new_vector(self) -> torch.Tensor:
         """A vector of zeros."""
         return torch.zeros(self.length, dtype=torch.float32, device="cpu")
@@ -422,7 +417,8 @@ def default_outer_optimizer(average: str, *, is_sparse: bool = False) -> OuterOp
     return partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-# With more of it, averaging parameters and sparse messages have trained worse than one peer alone.
+# With more of it, averaging parameters and sparse messages have trained worse than one peer alone: measured by
+# benchmarks/low_communication.py.
 MOST_MOMENTUM = 0.5
 
 

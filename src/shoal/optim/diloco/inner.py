@@ -18,7 +18,6 @@ from shoal.optim.setup.optimizer_state import (
     load_optimizer_state,
     noting_state,
     without_hyperparameters,
-    zero_gradients,
 )
 from shoal.optim.setup.schedules import LRSchedulerBase, catch_up, dump_scheduler_state
 from shoal.optim.setup.training_setup import Parameters, ParamGroups, names_in, prepare_training
@@ -128,10 +127,6 @@ class InnerOptimizers:
         """Bring the schedules to where the run is. They never go back."""
         for scheduler in self.schedulers:
             catch_up(scheduler, position)
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forget the gradients."""
-        zero_gradients(self.parameters, set_to_none)
 
     @torch.no_grad()
     def forget_what_is_not_finite(self) -> None:

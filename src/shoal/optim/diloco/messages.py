@@ -153,7 +153,8 @@ class Contribution:
 
 # --- updates ----------------------------------------------------------------------------------------------------------
 
-# Bytes of a hash that name a member of a round, and the most bytes of names in an update.
+# Bytes of a hash that name a member of a round: no two members of a run have the same ones. And the most bytes of names
+# in an update: those of 8,192 members.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.errors import ReactorError
 from shoal.optim.diloco.diloco import DiLoCo
-from shoal.optim.diloco.fragments import divide
 from shoal.optim.diloco.inner import InnerOptimizers, without_statistics
-from shoal.optim.diloco.messages import PARAMETERS
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.ranks.processes import Command, Processes, ProcessMessage
 from shoal.optim.ranks.several_processes import SeveralProcesses
-from shoal.optim.ranks.sharded_diloco import FollowingDiLoCo, LeadingDiLoCo, ProcessDiLoCo
-from shoal.optim.ranks.shards import held_boxes, local_gradient, sharded_modules, volume
-from shoal.optim.setup.devices import is_dtensor, local_part
-from shoal.optim.setup.training_setup import listed, main_parameters, with_parameters
+from shoal.optim.ranks.sharded_diloco import (
+    FollowingDiLoCo,
+    LeadingDiLoCo,
+    ProcessDiLoCo,
+    check_elementwise,
+    check_options,
+    describe_sharding,
+)
+from shoal.optim.setup.devices import is_dtensor
+from shoal.optim.setup.training_setup import listed, main_parameters
 from shoal.optim.setup.training_state import OWN
 
 if TYPE_CHECKING:
@@ -173,19 +176,11 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     def show_outer_parameters(self) -> None:
         """Put the outer parameters into the model, in all processes, until :meth:`show_own_parameters`."""
-        if self.swarm is None:
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.show_outer_parameters()
+        self._together(lambda swarm: swarm.show_outer_parameters())
 
     def show_own_parameters(self) -> None:
         """Put this peer's own parameters back into the model, in all processes."""
-        if self.swarm is None:
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.show_own_parameters()
+        self._together(lambda swarm: swarm.show_own_parameters())
 
     def finish_background_work(self) -> None:
         """Training has ended: the model gets the outer parameters, in all processes."""
@@ -198,13 +193,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
         the model, all must call this, and each saves the state of its own part."""
         if self._part is None:
             return super().state_dict()
-        if self.swarm is None:
-            self._follow()
-            state = self._part.state_dict()
-        else:
-            with self._deciding():
-                state = self.swarm.state_dict()
-        state[OWN]["part"] = [self._processes.rank, self._processes.size, self._sharding]
+        state: dict[str, Any] = self._together(lambda swarm: swarm.state_dict()) or self._part.state_dict()
+        state[OWN]["part"] = self._part.place
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -221,35 +211,16 @@ class MultiProcessDiLoCo(SeveralProcesses):
         if self.swarm is None:
             schedules = (state_dict.get(OWN) or {}).get("schedulers")
             self._own.load_state_dict(without_statistics(state_dict), schedules)
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.load_state_dict(state_dict)
+        self._together(lambda swarm: swarm.load_state_dict(state_dict))
 
     def _load_part(self, part: ProcessDiLoCo, state_dict: Mapping[str, Any]) -> None:
-        own, error, version = state_dict.get(OWN) or {}, None, None
-        expected = [self._processes.rank, self._processes.size, self._sharding]
+        error, version = None, None
         try:
-            if "outer" in own:
-                if (saved := own.get("part")) != expected:
-                    whose, here = (
-                        "a peer that is not sharded" if each is None else f"process {each[0]} of {each[1]} ({each[2]})"
-                        for each in (saved, expected)
-                    )
-                    raise ValueError(
-                        f"the checkpoint is of {whose}, and this is {here}: load in each process what a process of the "
-                        "same rank has saved, with as many processes and the same sharding"
-                    )
-                version = part.version_of(own["outer"])
-        except ValueError as e:
+            version = part.version_of(state_dict)
+        except Exception as e:
+            # The others wait for this process, so tell them first.
             error = e
-        versions = self._processes.tell_all((None if error is None else str(error), version))
-        if error is not None:
-            raise error
-        for rank, (reason, _) in enumerate(versions):
-            if reason is not None:
-                raise ValueError(f"process {rank} of this peer has no checkpoint that fits: {reason}")
-        if any(other != version for _, other in versions):
+        if any(other != version for other in self._processes.share(version, error)):
             raise ValueError(
                 "the checkpoints of the processes of this peer are of different moments: load those that were saved "
                 "together"
@@ -259,12 +230,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
             part.load_state_dict(state_dict)
         except Exception as e:
             failure = e
-        self._processes.add_up(0, failure)
-        if self.swarm is None:
-            self._follow(None, failure)
-        else:
-            with self._deciding():
-                pass
+        self._processes.share(error=failure)
+        self._together(lambda _: None)
 
     # --- processes that share the model -------------------------------------------------------------------------------
 
@@ -275,7 +242,6 @@ class MultiProcessDiLoCo(SeveralProcesses):
         params: list[Any],
         *,
         dht: DHT | None,
-        fragments: int | Sequence[Iterable[torch.Tensor]] = 1,
         batch_size_per_step: int | None = None,
         process_group: ProcessGroup | None = None,
         **options: Any,
@@ -288,37 +254,26 @@ class MultiProcessDiLoCo(SeveralProcesses):
         self.steps_each_batch = True  # a scaler unscales its gradients before they are clipped
         self.news = ProcessMessage(Command.CARRY_ON)
         self.swarm = None
-        if not processes.agree_on([len(main), sum(parameter.numel() for parameter in main)]):
-            raise ValueError("the processes of this peer train models of different sizes")
-        self._sharding = describe_sharding(processes, main)
-        if without := [rank for rank, (has_dht,) in enumerate(processes.hear_all([dht is not None])) if not has_dht]:
+        processes.check_same_sizes(main)
+        sharding = describe_sharding(processes, main)
+        if without := [rank for rank, has_dht in enumerate(processes.share(dht is not None)) if not has_dht]:
             raise ValueError(
                 "the processes of this peer share the model, so each of them exchanges its own part: give each one a "
                 f"DHT of its own, also process {without[0]}"
             )
-        self._modules = sharded_modules(main)
-        # They share memory with the parameters, and get their gradients for a moment.
-        self._leaves = [local_part(parameter).requires_grad_(parameter.requires_grad) for parameter in main]
-        leaf_of = {id(parameter): leaf for parameter, leaf in zip(main, self._leaves, strict=True)}
         error = None
+        options = {**options, "dht": dht, "optimizer": optimizer, "params": params}
         try:
-            trained = [parameter for parameter in main if parameter.requires_grad and parameter.numel()]
-            options["fragments"] = [[leaf_of[id(p)] for p in each] for each in divide(main, trained, fragments)]
-            options |= {"dht": dht, "optimizer": optimizer, "params": with_parameters(params, self._leaves)}
             if processes.is_first:
-                self._part = self.swarm = LeadingDiLoCo(processes, self._sharding, main, **options)
+                self._part = self.swarm = LeadingDiLoCo(processes, sharding, main, **options)
             else:
-                self._part = FollowingDiLoCo(processes, **options)
+                self._part = FollowingDiLoCo(processes, sharding, main, **options)
             check_elementwise(self.opt)
         except Exception as e:
             error = e
         try:
-            processes.add_up(0, error)
-            if self.swarm is None:
-                self._follow(None, error)
-            else:
-                with self._deciding():
-                    self.swarm.agree()
+            processes.share(error=error)
+            self._together(lambda swarm: swarm.agree())
         except BaseException:
             if self._part is not None:
                 self._part.shutdown()
@@ -348,31 +303,28 @@ class MultiProcessDiLoCo(SeveralProcesses):
         except Exception as e:
             # The others wait for this process, so tell them first; the error is raised below.
             error = e
-        told = self._processes.hear_all([samples, is_finite, error is not None])
-        counts, total = [count for count, _, _ in told], 0
-        if all(finite and not has_failed for _, finite, has_failed in told):
-            total = sum(counts)
+        told = self._processes.share((samples, is_finite), error)
+        counts, before = [count for count, _ in told], self._part.inner_steps
+        total = sum(counts) if all(finite for _, finite in told) else 0
+        if total:
             self._warn_of_sizes(counts)
-        elif scaler is not None:
+        elif any(counts) and scaler is not None:
             scaler.note_overflow(self)
-        before = self._part.inner_steps
         try:
-            if total and error is None:
+            if total:
                 try:
-                    for leaf, parameter in zip(self._leaves, self._parameters, strict=True):
-                        leaf.grad = local_gradient(parameter)
+                    self._part.take_gradients()
                 except Exception as e:
                     error = e
-            self._processes.add_up(0, error)
+                self._processes.share(error=error)
             if self.swarm is None:
-                self._follow(scaler, error)
+                self._follow(scaler)
             else:
                 with self._deciding():
                     self._samples_of_step = total or self._samples_of_step
                     self.swarm.step(batch_size=total)
         finally:
-            for leaf in self._leaves:
-                leaf.grad = None
+            self._part.drop_gradients()
         if scaler is not None and self._part.inner_steps > before:
             scaler.note_global_step()
         return loss
@@ -386,18 +338,17 @@ class MultiProcessDiLoCo(SeveralProcesses):
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
-        if not isinstance(self._part, FollowingDiLoCo):
-            return super().load_state_from_peers(**kwargs)
-        self._part.has_taken_over = False
-        self._follow()
-        return self._part.has_taken_over
+        if isinstance(self._part, FollowingDiLoCo):
+            self._part.has_taken_over = False
+        loaded = super().load_state_from_peers(**kwargs)
+        return self._part.has_taken_over if isinstance(self._part, FollowingDiLoCo) else loaded
 
     def _what_changed(self) -> tuple[bool, bool]:
         return super()._what_changed() if self._part is None else (False, False)
 
     def _obey(self, word: ProcessMessage, scaler: GradScaler | None) -> None:
         if isinstance(self._part, FollowingDiLoCo):
-            self._processes.obey(self._part.obey)
+            self._processes.obey(word, self._part.obey)
         else:
             super()._obey(word, scaler)
 
@@ -406,9 +357,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         if isinstance(self._part, FollowingDiLoCo):
             self._part.follow(self.news.epoch)
         if self._part is not None:
-            # Whole parameters that a module has kept since its last pass would be out of date.
-            for module in self._modules:
-                module.reshard()
+            self._part.reshard()
 
     def shutdown(self) -> None:
         """Leave the run. Idempotent; processes need not call it at the same time."""
@@ -417,84 +366,3 @@ class MultiProcessDiLoCo(SeveralProcesses):
         else:
             self._is_shut_down = True
             self._part.shutdown()
-
-
-# What steps a matrix as a whole.
-_LOOKS_AT_WHOLE = ("Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "LARS")
-
-
-def check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Check that the options of a peer go together with parameters that its processes share.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if not callable(optimizer) or isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
-        raise ValueError(
-            "the parameters are sharded, and each process steps its part: give one function that makes the optimizer, "
-            "such as optimizer=torch.optim.AdamW, and params="
-        )
-    if options.get("auxiliary"):
-        raise ValueError("an auxiliary peer has no batches: one process is enough for it")
-    if options.get("fragment_sync_delay", 0) != 0:
-        raise ValueError(
-            f"fragment_sync_delay={options['fragment_sync_delay']!r}: the processes of a sharded peer exchange their "
-            "parts together, while training stands still. Leave it out"
-        )
-    if options.get("average") == PARAMETERS:
-        raise ValueError("average='parameters' is not for sharded models, whose parts must have one version")
-    if options.get("guard", "members") != "members" or options.get("aggregation") is not None:
-        raise ValueError(
-            "guard='open' and aggregation= judge whole messages, of which no process of a sharded peer has all: leave "
-            "them out"
-        )
-    if options.get("check_state") is not None:
-        raise ValueError(
-            "check_state= is called in the first process alone, which cannot run a sharded model without the others: "
-            "leave it out"
-        )
-    for name in ("model", "extra_tensors"):
-        if options.get(name) is not None and len([*options[name].parameters()] if name == "model" else options[name]):
-            raise ValueError(
-                f"{name}= is not for sharded models: only parameters of the optimizer are exchanged. Leave it out"
-            )
-    if found := {"quorum", "target_group_size"} & (options.get("averager_opts") or {}).keys():
-        raise ValueError(
-            f"{found.pop()} in averager_opts: all parts of a sharded model must be averaged over the same peers: leave "
-            "it out"
-        )
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer may step parts of parameters.
-
-    Raises:
-        ValueError: it needs whole ones.
-    """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _LOOKS_AT_WHOLE:
-            raise ValueError(
-                f"{kind.__name__} looks at whole parameters, and each process has only parts: use an optimizer that "
-                "treats each value by itself, such as AdamW, Adam, SGD or Lion"
-            )
-
-
-def describe_sharding(processes: Processes, parameters: Sequence[torch.Tensor]) -> str:
-    """Names how the processes divide the parameters; peers that divide them otherwise have another name.
-
-    Raises:
-        ValueError: several processes have the same values.
-    """
-    held = held_boxes(processes, parameters)
-    for number, (parameter, boxes) in enumerate(zip(parameters, held, strict=True)):
-        full = [box for box in boxes if volume(box)]
-        if len(set(full)) < len(full):
-            what = "is sharded, and has copies" if is_dtensor(parameter) else "is not sharded, so that it is"
-            raise ValueError(
-                f"parameter {number}, of shape {tuple(parameter.shape)}, {what} in several processes, which would "
-                "exchange it several times: shard all parameters with fully_shard, over a mesh of one dimension"
-            )
-    layouts: list[Any] = list(parameters)
-    placements = {repr(placement) for layout in layouts for placement in layout.placements}
-    digest = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
-    return f"{', '.join(sorted(placements))}, parts {digest}"

@@ -31,7 +31,7 @@ from shoal.optim.diloco.slots import SlotCounter
 from shoal.optim.history.journal import SHARE_FOR_NEWCOMERS, Update
 from shoal.optim.setup.optimizer_state import statistics_of
 
-# The most statistics that an inner optimizer keeps of a value.
+# The most statistics that an inner optimizer keeps of a value: those of torch keep up to three.
 MOST_STATISTICS = 8
 # Of the tensors of a fragment, that of the first one and that of all others.
 ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER

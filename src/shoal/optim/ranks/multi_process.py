@@ -83,11 +83,7 @@ class MultiProcessOptimizer(SeveralProcesses):
 
     def finish_background_work(self) -> None:
         """Wait for background steps and averaging; afterwards all processes have the results."""
-        if self.swarm is None:
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.state_averager.finish_jobs(self.swarm.averaging_timeout)
+        self._together(lambda swarm: swarm.state_averager.finish_jobs(swarm.averaging_timeout))
 
     @property
     def _inner(self) -> TorchOptimizer:
@@ -113,10 +109,7 @@ class MultiProcessOptimizer(SeveralProcesses):
         if self.swarm is None:
             epoch = epoch_in(state_dict)
             load_checkpoint(self._setup, {**state_dict, "state": {} if epoch is None else {EPOCH: epoch}})
-            self._follow()
-            return
-        with self._deciding():
-            self.swarm.load_state_dict(state_dict)
+        self._together(lambda swarm: swarm.load_state_dict(state_dict))
 
 
 class _FirstProcess(Optimizer):

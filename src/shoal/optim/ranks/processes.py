@@ -5,40 +5,39 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from shoal.errors import ProcessGroupError
+from shoal.optim.setup.devices import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Most bytes of the error message of a process that has failed.
-REASON_BYTES = 1000
 # Tensors travel in buckets of about this size, because small ones would be slow one by one.
 BUCKET_BYTES = 64 * 2**20
 
 
-class Command(enum.IntEnum):
+class Command(enum.Enum):
     """Commands of the first process to the others."""
 
     GIVE_GRADIENTS = enum.auto()
     CARRY_ON = enum.auto()
     """Continue with the next batch."""
     OBEY = enum.auto()
-    """A call of the first process follows, which the others carry out."""
+    """Do what :attr:`ProcessMessage.call` says."""
     GIVE_UP = enum.auto()
-    """A process has failed; its error message follows."""
+    """The first process has failed."""
 
 
 @dataclass(frozen=True)
 class ProcessMessage:
-    """A message of the first process to the others. It holds only numbers, so it can travel as one small tensor."""
+    """A message of the first process to the others."""
 
-    command: int
+    command: Command
     forgets_gradients: bool = False
     sends_parameters: bool = False
     unit: int = 1
@@ -50,8 +49,10 @@ class ProcessMessage:
     global_epoch: int = 0
     num_peers: int = 1
     samples_per_second: float = 0.0
-    culprit: int = 0
-    """Rank of the process that has failed, with ``GIVE_UP``."""
+    call: tuple[str, tuple[Any, ...]] = ("", ())
+    """What is called, and its arguments."""
+    reason: str = ""
+    """Why the first process has failed."""
 
 
 class Processes:
@@ -71,7 +72,7 @@ class Processes:
         self._group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         members = dist.get_process_group_ranks(self._group)
-        self._members, self._first = members, members[0]
+        self._first = members[0]
         by_gloo = dist.get_backend(self._group) == "gloo"
         self.device = torch.device("cpu") if by_gloo else device
         """Where tensors must be that the group exchanges."""
@@ -97,123 +98,84 @@ class Processes:
 
     # --- words --------------------------------------------------------------------------------------------------------
 
-    def add_up(self, number: int, error: Exception | None = None) -> int:
-        """Sum the numbers of all processes. Only the first process gets the sum; the others get their own number.
+    def share(self, value: Any = None, error: Exception | None = None) -> list[Any]:
+        """What each process tells, by rank. If one has failed, this raises in all.
 
         Args:
-            error: the error of this process, if it has failed; the others learn of it.
+            value: of this process; a plain value.
+            error: the error of this process, if it has failed.
 
         Raises:
-            ProcessGroupError: another process has failed; raised in the first process. In the others :meth:`hear`
-                raises it.
-            Exception: the first process' own error; raised there.
+            ProcessGroupError: another process has failed.
+            Exception: ``error``, if it is given.
         """
-        total = torch.zeros(1 + self.size, dtype=torch.int64, device="cpu")
-        total[0], total[1 + self.rank] = number, int(error is not None)
-        with self._failing_clearly():
-            dist.reduce(total, self._first, group=self._control)
-        if not self.is_first:
-            return number
-        culprits = total[1:].nonzero().flatten().tolist()
-        if culprits:
-            raise self.give_up(culprits[0], error)
-        return int(total[0].item())
-
-    def agree_on(self, numbers: Sequence[int]) -> bool:
-        """Whether all processes have the same numbers."""
-        own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device="cpu")
-        least = own.clone()
-        with self._failing_clearly():
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
-        return bool((least[: len(numbers)] == -least[len(numbers) :]).all())
-
-    def hear_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each process has told, by rank; all tell equally many numbers."""
-        own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        told = [torch.empty_like(own) for _ in range(self.size)]
-        with self._failing_clearly():
-            dist.all_gather(told, own, group=self._control)
-        return [each.tolist() for each in told]
-
-    def tell_all(self, value: Any) -> list[Any]:
-        """What each process tells, by rank."""
         told: list[Any] = [None] * self.size
         with self._failing_clearly():
-            dist.all_gather_object(told, value, group=self._control)
-        return told
+            dist.all_gather_object(told, (value, None if error is None else _text_of(error)), group=self._control)
+        if error is not None:
+            raise error
+        for rank, (_, reason) in enumerate(told):
+            if reason is not None:
+                who = "the first process" if rank == 0 else f"process {rank} of {self.size}"
+                raise ProcessGroupError(f"{who} of this peer has failed: {reason}")
+        return [each for each, _ in told]
+
+    def check_same_sizes(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Check that all processes train models of one size.
+
+        Raises:
+            ValueError: they do not.
+        """
+        told = self.share([(tuple(parameter.shape), is_dtensor(parameter)) for parameter in parameters])
+        if any(each != told[0] for each in told):
+            raise ValueError("the processes of this peer train models of different sizes")
 
     def tell(self, word: ProcessMessage) -> None:
         """Send a word from the first process to all others."""
-        self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64, device="cpu"))
+        self._broadcast(word)
 
-    def give_up(self, culprit: int, error: BaseException | None) -> BaseException:
-        """Called in the first process: tell all others that a process has failed, and why.
+    def give_up(self, error: BaseException) -> None:
+        """Called in the first process: tell all others that it has failed."""
+        self.tell(ProcessMessage(Command.GIVE_UP, reason=_text_of(error)))
 
-        Args:
-            culprit: rank of the process that has failed.
-            error: the error of this process, if it has failed.
-
-        Returns:
-            The error to raise.
-        """
-        self.tell(ProcessMessage(Command.GIVE_UP, culprit=culprit))
-        return self._learn_reason(culprit, error)
-
-    def _learn_reason(self, culprit: int, error: BaseException | None) -> BaseException:
-        reason = torch.zeros(REASON_BYTES, dtype=torch.uint8, device="cpu")
-        if culprit == self.rank and error is not None:
-            text = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
-            reason[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-        self._broadcast(reason, culprit)
-        if error is not None:
-            return error
-        text = bytes(reason.tolist()).rstrip(b"\0")
-        who = "the first process" if culprit == 0 else f"process {culprit} of {self.size}"
-        return ProcessGroupError(f"{who} of this peer has failed: {text.decode(errors='replace')}")
-
-    def hear(self, error: Exception | None = None) -> ProcessMessage:
+    def hear(self) -> ProcessMessage:
         """Wait for the first process' word.
 
-        Args:
-            error: the error of this process if it has failed; the first process has been told so.
-
         Raises:
-            ProcessGroupError: another process has failed, or the first one has ended.
-            Exception: ``error``, if it is given.
+            ProcessGroupError: the first process has failed, or has ended.
         """
-        numbers = torch.zeros(len(astuple(ProcessMessage(0))), dtype=torch.float64, device="cpu")
-        self._broadcast(numbers)
-        command, forgets, sends, unit, epoch, position, global_epoch, peers, speed, culprit = numbers.tolist()
-        if command == Command.GIVE_UP:
-            raise self._learn_reason(int(culprit), error)
-        return ProcessMessage(
-            *(int(command), bool(forgets), bool(sends), int(unit)),
-            *(int(epoch), int(position), int(global_epoch), int(peers), speed),
-        )
+        word = self._broadcast(None)
+        if word.command is Command.GIVE_UP:
+            raise ProcessGroupError(f"the first process of this peer has failed: {word.reason}")
+        return word
+
+    def _broadcast(self, word: ProcessMessage | None) -> ProcessMessage:
+        words: list[Any] = [word]
+        with self._failing_clearly():
+            dist.broadcast_object_list(words, self._first, group=self._control)
+        return cast(ProcessMessage, words[0])
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def begin_call(self, name: str, *arguments: Any) -> None:
         """Called in the first process: let all others do something. :meth:`end_call` must follow."""
-        self.tell(ProcessMessage(Command.OBEY))
-        with self._failing_clearly():
-            dist.broadcast_object_list([(name, arguments)], self._first, group=self._control)
+        self.tell(ProcessMessage(Command.OBEY, call=(name, arguments)))
 
     def end_call(self) -> list[Any]:
-        """Wait until all others have done that, and return what came of it.
+        """Wait until all others have done that, and return what came of it, by rank.
 
         Raises:
             ProcessGroupError: another process has failed.
         """
-        return self._exchange_answers(None, None)[1:]
+        return self.share()[1:]
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Let all others do something, and return what came of it, by rank."""
+        """Let all others do something, and return what came of it."""
         self.begin_call(name, *arguments)
         return self.end_call()
 
-    def obey(self, handle: Callable[..., Any]) -> None:
-        """Carry out a call of the first process, after :attr:`Command.OBEY`.
+    def obey(self, word: ProcessMessage, handle: Callable[..., Any]) -> None:
+        """Do what the first process calls.
 
         Args:
             handle: takes the name of the call and its arguments.
@@ -222,29 +184,12 @@ class Processes:
             ProcessGroupError: another process has failed.
             Exception: what ``handle`` raises.
         """
-        called: list[Any] = [None]
-        with self._failing_clearly():
-            dist.broadcast_object_list(called, self._first, group=self._control)
-        name, arguments = called[0]
-        answer, error = None, None
+        (name, arguments), answer, error = word.call, None, None
         try:
             answer = handle(name, *arguments)
         except Exception as e:
             error = e
-        self._exchange_answers(answer, error)
-
-    def _exchange_answers(self, answer: Any, error: Exception | None) -> list[Any]:
-        told = self.tell_all((answer, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        for rank, (_, reason) in enumerate(told):
-            if reason is not None:
-                raise ProcessGroupError(f"process {rank} of {self.size} of this peer has failed: {reason}")
-        return [each for each, _ in told]
-
-    def _broadcast(self, numbers: torch.Tensor, sender: int = 0) -> None:
-        with self._failing_clearly():
-            dist.broadcast(numbers, self._members[sender], group=self._control)
+        self.share(answer, error)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +228,10 @@ class Processes:
                 while left and (size := size + left[0].nbytes) <= BUCKET_BYTES:
                     bucket.append(left.pop(0))
                 yield bucket, torch.cat([tensor.to(self.device).reshape(-1) for tensor in bucket])
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _scatter(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:

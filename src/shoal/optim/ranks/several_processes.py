@@ -66,8 +66,7 @@ class SeveralProcesses(SwarmOptimizer):
         model = options.get("model")
         remainder = OtherTensors() if model is None else OtherTensors.find(model, main, extra_tensors)
         is_sharded = any(map(is_dtensor, main))
-        if not self._processes.agree_on([len(main), sum(p.numel() for p in main), is_sharded]):
-            raise ValueError("the processes of this peer train models of different sizes")
+        self._processes.check_same_sizes(main)
         self._shards: Shards | None = None
         """The parameters, if the processes share some of them."""
         if is_sharded:
@@ -173,9 +172,9 @@ class SeveralProcesses(SwarmOptimizer):
             error = e
         if self._shards is not None:
             samples, error = self._accumulate_together(self._shards, samples, scaler, error)
-        total = self._processes.add_up(samples, error)
+        total = sum(self._processes.share(samples, error))
         if self.swarm is None:
-            self._follow(scaler, error)
+            self._follow(scaler)
             return loss
         with self._deciding():
             # What this process has accumulated in parts, the swarm's optimizer has not counted yet.
@@ -218,18 +217,18 @@ class SeveralProcesses(SwarmOptimizer):
             error: the error of this process, if it has failed.
 
         Returns:
-            The samples of this process that are used, and its error.
+            The samples of this process that are used, and its error if it has failed now.
         """
         is_finite = True
         try:
             is_finite = error is not None or scaler is None or scaler.are_grads_finite(self)
         except Exception as e:
             error = e
-        told = self._processes.hear_all([samples, is_finite, error is not None])
-        counts = [count for count, _, _ in told]
-        if any(has_failed for _, _, has_failed in told) or not any(counts):
-            return 0, error
-        if not all(finite for _, finite, _ in told):
+        told = self._processes.share((samples, is_finite), error)
+        counts = [count for count, _ in told]
+        if not any(counts):
+            return 0, None
+        if not all(finite for _, finite in told):
             if scaler is not None:
                 scaler.note_overflow(self)
             return 0, None
@@ -285,7 +284,7 @@ class SeveralProcesses(SwarmOptimizer):
             raise
         except BaseException as e:
             with contextlib.suppress(ProcessGroupError):  # this error says more
-                self._processes.give_up(0, e)
+                self._processes.give_up(e)
             raise
         tracker = self.swarm.tracker
         self.news = ProcessMessage(
@@ -299,6 +298,14 @@ class SeveralProcesses(SwarmOptimizer):
         )
         self._processes.tell(self.news)
         self._use_news()
+
+    def _together(self, act: Callable[[Any], Any]) -> Any:
+        """Called in all processes: the first one does something with its optimizer, and the others follow it."""
+        if self.swarm is None:
+            self._follow()
+            return None
+        with self._deciding():
+            return act(self.swarm)
 
     def _what_changed(self) -> tuple[bool, bool]:
         """In the first process: whether gradients are to be forgotten, and whether parameters are sent."""
@@ -327,13 +334,9 @@ class SeveralProcesses(SwarmOptimizer):
         """Samples per second of this peer. Only in the first process."""
         return float(self.swarm.tracker.local_progress.samples_per_second)
 
-    def _follow(self, scaler: GradScaler | None = None, error: Exception | None = None) -> None:
-        """Follow the first process' commands until the next batch may come.
-
-        Args:
-            error: the error of this process if it has failed; the first process knows of it.
-        """
-        while (word := self._processes.hear(error)).command != Command.CARRY_ON:
+    def _follow(self, scaler: GradScaler | None = None) -> None:
+        """Follow the first process' commands until the next batch may come."""
+        while (word := self._processes.hear()).command is not Command.CARRY_ON:
             self._obey(word, scaler)
         self.news = word
         self._use_news()
@@ -370,11 +373,8 @@ class SeveralProcesses(SwarmOptimizer):
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
-        if self.swarm is None:
-            self._follow()
-            return self.news.sends_parameters
-        with self._deciding():
-            return bool(self.swarm.load_state_from_peers(**kwargs))
+        loaded = self._together(lambda swarm: swarm.load_state_from_peers(**kwargs))
+        return self.news.sends_parameters if self.swarm is None else bool(loaded)
 
     def finish_background_work(self) -> None:
         """Wait for what is under way in the background; afterwards all processes have the results."""

@@ -2,14 +2,14 @@
 
 Each process has a :class:`~shoal.DiLoCo` for the part of the model that it holds, with outer parameters, their history
 and an averager, which meets the processes of the same rank in other peers. Only the first process decides: it knows the
-other peers, ends slots and finds groups. Whatever it does with a fragment, the others do with their parts of it::
+other peers, ends slots and finds groups. What it does with a fragment, the others do with their parts of it::
 
     first process      a slot ends ─► begin ─► group, round ─┐         ┌─► all parts were averaged: land
     other processes                └► begin                  └► round ─┴─► one was not: give up
 
-So all parts have the same version, and the entries of their journals are the same. The round of the other processes
-begins after that of the first one, and only those who were in that one come to it. In a download each process asks
-donors of its own rank. The state is taken over if all parts are of one version.
+So all parts have the same version, and their journals have the same entries. The round of the other processes begins
+when that of the first one is over, and only its members come. In a download each process asks donors of its own rank.
+The state is taken over if all parts are of one version.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import msgspec
@@ -33,7 +34,9 @@ from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.diloco.checkpoint import OuterCheckpoint
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragment_updates import Flight, FragmentUpdates, GroupFinding, OuterRound
+from shoal.optim.diloco.fragments import divide
 from shoal.optim.diloco.messages import (
+    PARAMETERS,
     STATISTICS,
     OuterStatement,
     Wanted,
@@ -46,7 +49,11 @@ from shoal.optim.history.journal import Entry, Update, hash_of, parse_entries
 from shoal.optim.history.window import Relation
 from shoal.optim.progress.run_settings import ParameterSettings, RunSettings
 from shoal.optim.ranks.processes import Processes
+from shoal.optim.ranks.shards import held_boxes, local_gradient, sharded_modules, volume
 from shoal.optim.recovery.adopt import refusing_nonsense
+from shoal.optim.setup.devices import is_dtensor, local_part
+from shoal.optim.setup.training_setup import with_parameters
+from shoal.optim.setup.training_state import OWN
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -76,11 +83,11 @@ class Meeting(NamedTuple):
     peers: tuple[PeerID, ...]
     """All members, in order."""
     coming: int
-    """How many of them have the result, and come with their other processes, too."""
+    """How many of them have the result, so that their other processes come."""
 
     @property
     def bits(self) -> str:
-        """Under which the processes of a rank meet: nobody else knows them."""
+        """The key bits under which the processes of a rank look for each other. Only members can derive them."""
         return f"{int.from_bytes(hash_of(self.group_id)):0128b}"
 
 
@@ -108,9 +115,9 @@ class LeadingFragment(FragmentUpdates):
     def __init__(self, processes: Processes, *args: Any) -> None:
         super().__init__(*args)
         self._processes = processes
-        # Whether the others do at present what a method of this one includes.
+        # Set while a method runs that the others run as a whole: what it calls is not told to them again.
         self._is_included = False
-        # The positions of the members that have what the round updates.
+        # Positions of the members that have the version which the round updates.
         self._up_to_date: tuple[int, ...] = ()
         # Hashes of the others' outer parameters, if peers compare them.
         self._digests = b""
@@ -134,10 +141,6 @@ class LeadingFragment(FragmentUpdates):
         message = flight.message
         attempts = frozenset(flight.attempts)
         return Standing(self.standing, flight.known, flight.group, attempts, message.is_finite, message.weight)
-
-    def agree(self) -> None:
-        """The run begins with the parameters that the model has now, in all processes."""
-        self.begin_run()
 
     def begin_run(self) -> None:
         values = self.fragment.read()
@@ -266,52 +269,95 @@ class LeadingAverager(OuterAverager):
 
 
 class ProcessDiLoCo(DiLoCo):
-    """The part of one process.
+    """The part of one process. It trains tensors that share memory with the user's parameters.
 
     Args:
         processes: of this peer.
+        sharding: names how they divide the parameters.
+        parameters: the user's, which they share.
+        params: the same, as the user gives them.
+        fragments: as for :class:`~shoal.DiLoCo`.
         options: of :class:`~shoal.DiLoCo`.
     """
 
-    def __init__(self, processes: Processes, **options: Any) -> None:
-        self.processes = processes
-        super().__init__(**options)
-
     _averager_kind: ClassVar[type[OuterAverager]] = OuterAverager
+
+    def __init__(
+        self,
+        processes: Processes,
+        sharding: str,
+        parameters: Sequence[torch.Tensor],
+        *,
+        params: list[Any],
+        fragments: int | Sequence[Iterable[torch.Tensor]] = 1,
+        **options: Any,
+    ) -> None:
+        self.processes, self.sharding, self.shared = processes, sharding, parameters
+        self._modules = sharded_modules(parameters)
+        self._leaves = [local_part(parameter).requires_grad_(parameter.requires_grad) for parameter in parameters]
+        leaf_of = {id(parameter): leaf for parameter, leaf in zip(parameters, self._leaves, strict=True)}
+        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+        # Divided by the sizes of whole parameters, each is in the same fragment in all processes.
+        divided = [[leaf_of[id(each)] for each in fragment] for fragment in divide(parameters, trained, fragments)]
+        super().__init__(params=with_parameters(params, self._leaves), fragments=divided, **options)
 
     def _make_averager(self, *args: Any, **options: Any) -> OuterAverager:
         prefix = f"{options['prefix']}_{self.processes.rank}_of_{self.processes.size}"
         return self._averager_kind(*args, **{**options, "prefix": prefix})
 
-    def version_of(self, checkpoint: Any) -> Any:
-        """Where a checkpoint of the outer state stands, the same in all processes.
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Which part this is: the rank of this process, how many there are, and how they divide the parameters."""
+        return self.processes.rank, self.processes.size, self.sharding
+
+    def take_gradients(self) -> None:
+        """The next inner step uses the gradients that the parameters have now."""
+        for leaf, parameter in zip(self._leaves, self.shared, strict=True):
+            leaf.grad = local_gradient(parameter)
+
+    def drop_gradients(self) -> None:
+        """The step is over."""
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def reshard(self) -> None:
+        """Whole parameters that a module has kept since its last pass are out of date."""
+        for module in self._modules:
+            module.reshard()
+
+    def version_of(self, state_dict: Mapping[str, Any]) -> Any:
+        """Of which moment a checkpoint is, the same in all processes; ``None``: it has no outer state.
 
         Raises:
             ValueError: it does not fit.
         """
-        fragments = self._rounds.fragments
-        place = OuterCheckpoint.parse(checkpoint, self.options.average, self.schedule, fragments).counter
+        own = state_dict.get(OWN) or {}
+        if "outer" not in own:
+            return None
+        saved = own.get("part")
+        if saved is None or tuple(saved) != self.place:
+            whose, here = (
+                "a peer that is not sharded" if each is None else f"process {each[0]} of {each[1]} ({each[2]})"
+                for each in (saved, self.place)
+            )
+            raise ValueError(
+                f"the checkpoint is of {whose}, and this is {here}: load in each process what a process of the same "
+                "rank has saved, with as many processes and the same sharding"
+            )
+        outer, fragments = own["outer"], self._rounds.fragments
+        place = OuterCheckpoint.parse(outer, self.options.average, self.schedule, fragments).counter
         counts = place.slot, place.steps, place.samples, place.inner_steps
-        return counts, [parse_entries(each["chain"]) for each in checkpoint["fragments"]]
+        return counts, [parse_entries(each["chain"]) for each in outer["fragments"]]
 
     def _note_thread(self) -> None:
         """Only together with the other processes can it take part in a round, so it does not stand by."""
 
 
 class LeadingDiLoCo(ProcessDiLoCo):
-    """In the first process.
-
-    Args:
-        sharding: names how the model is divided.
-        parameters: the user's, which are shared.
-    """
+    """In the first process."""
 
     _averager_kind = LeadingAverager
     _is_loading = False
-
-    def __init__(self, processes: Processes, sharding: str, parameters: Sequence[torch.Tensor], **options: Any) -> None:
-        self._sharding, self._whole = sharding, parameters
-        super().__init__(processes, **options)
 
     def _make_fragment(self, *args: Any) -> FragmentUpdates:
         return LeadingFragment(self.processes, *args)
@@ -332,9 +378,9 @@ class LeadingDiLoCo(ProcessDiLoCo):
         found = super()._describe()
         whole = [
             ParameterSettings(each.name, tuple(parameter.shape), each.type, each.is_trained)
-            for each, parameter in zip(found.parameters, self._whole, strict=False)
+            for each, parameter in zip(found.parameters, self.shared, strict=False)
         ]
-        needed = {"processes of a peer": str(self.processes.size), "sharding": self._sharding}
+        needed = {"processes of a peer": str(self.processes.size), "sharding": self.sharding}
         return msgspec.structs.replace(found, parameters=whole, needed={**found.needed, **needed})
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
@@ -603,3 +649,86 @@ class FollowingDiLoCo(ProcessDiLoCo):
                     self.inner.load_statistics(found[0], found[1])
         except (ShoalError, TimeoutError, ValueError) as e:
             logger.warning("process %d begins without the statistics of another peer: %s", self.processes.rank, e)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+# What steps a matrix as a whole.
+_LOOKS_AT_WHOLE = ("Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "LARS")
+
+
+def check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Check that the options of a peer go together with parameters that its processes share.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not callable(optimizer) or isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
+        raise ValueError(
+            "the parameters are sharded, and each process steps its part: give one function that makes the optimizer, "
+            "such as optimizer=torch.optim.AdamW, and params="
+        )
+    if options.get("auxiliary"):
+        raise ValueError("an auxiliary peer has no batches: one process is enough for it")
+    if options.get("fragment_sync_delay", 0) != 0:
+        raise ValueError(
+            f"fragment_sync_delay={options['fragment_sync_delay']!r}: the processes of a sharded peer exchange their "
+            "parts together, while training stands still. Leave it out"
+        )
+    if options.get("average") == PARAMETERS:
+        raise ValueError("average='parameters' is not for sharded models, whose parts must have one version")
+    if options.get("guard", "members") != "members" or options.get("aggregation") is not None:
+        raise ValueError(
+            "guard='open' and aggregation= judge whole messages, of which no process of a sharded peer has all: leave "
+            "them out"
+        )
+    if options.get("check_state") is not None:
+        raise ValueError(
+            "check_state= is called in the first process alone, which cannot run a sharded model without the others: "
+            "leave it out"
+        )
+    for name in ("model", "extra_tensors"):
+        if options.get(name) is not None and len([*options[name].parameters()] if name == "model" else options[name]):
+            raise ValueError(
+                f"{name}= is not for sharded models: only parameters of the optimizer are exchanged. Leave it out"
+            )
+    if found := {"quorum", "target_group_size"} & (options.get("averager_opts") or {}).keys():
+        raise ValueError(
+            f"{found.pop()} in averager_opts: all parts of a sharded model must be averaged over the same peers: leave "
+            "it out"
+        )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer may step parts of parameters.
+
+    Raises:
+        ValueError: it needs whole ones.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _LOOKS_AT_WHOLE:
+            raise ValueError(
+                f"{kind.__name__} looks at whole parameters, and each process has only parts: use an optimizer that "
+                "treats each value by itself, such as AdamW, Adam, SGD or Lion"
+            )
+
+
+def describe_sharding(processes: Processes, parameters: Sequence[torch.Tensor]) -> str:
+    """Names how the processes divide the parameters; peers that divide them otherwise have another name.
+
+    Raises:
+        ValueError: several processes have the same values.
+    """
+    held = held_boxes(processes, parameters)
+    for number, (parameter, boxes) in enumerate(zip(parameters, held, strict=True)):
+        full = [box for box in boxes if volume(box)]
+        if len(set(full)) < len(full):
+            what = "is sharded, and has copies" if is_dtensor(parameter) else "is not sharded, so that it is"
+            raise ValueError(
+                f"parameter {number}, of shape {tuple(parameter.shape)}, {what} in several processes, which would "
+                "exchange it several times: shard all parameters with fully_shard, over a mesh of one dimension"
+            )
+    layouts: list[Any] = list(parameters)
+    placements = {repr(placement) for layout in layouts for placement in layout.placements}
+    digest = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
+    return f"{', '.join(sorted(placements))}, parts {digest}"

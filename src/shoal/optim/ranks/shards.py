@@ -115,20 +115,15 @@ def held_boxes(processes: several.Processes, parameters: Sequence[torch.Tensor])
         ValueError: the processes of this peer together do not hold a whole parameter.
         ProcessGroupError: another process has ended.
     """
-    own = [box_of_part(parameter) for parameter in parameters]
-    told = processes.hear_all([number for box in own for span in box for number in span])
-    held, start = list[list[Box]](), 0
-    for index, parameter in enumerate(parameters):
-        stop = start + 2 * parameter.dim()
-        boxes = [tuple(zip(numbers[start:stop:2], numbers[start + 1 : stop : 2], strict=True)) for numbers in told]
-        start = stop
+    told = processes.share([box_of_part(parameter) for parameter in parameters])
+    held = [list(boxes) for boxes in zip(*told, strict=True)]
+    for index, (parameter, boxes) in enumerate(zip(parameters, held, strict=True)):
         found = sum(map(volume, set(boxes)))
         if found != parameter.numel():
             raise ValueError(
                 f"the {len(told)} processes of this peer hold {found} of the {parameter.numel()} values of "
                 f"parameter {index}: give process_group= all processes that it is sharded over"
             )
-        held.append(boxes)
     return held
 
 

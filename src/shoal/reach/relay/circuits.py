@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from shoal.access.badges import ANY_ROLE
 from shoal.base.backoff import Backoffs
 from shoal.base.logs import Seldom, quoted
-from shoal.base.tasks import TaskSet, cancel_and_wait, has_succeeded
+from shoal.base.tasks import cancel_and_wait, has_succeeded
 from shoal.errors import (
     DialError,
     NoRelayError,
@@ -475,7 +475,6 @@ class IncomingCircuits:
         self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
-        self._running = TaskSet()  # these, and those that were given up and end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
     def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
@@ -486,7 +485,7 @@ class IncomingCircuits:
             places: where this peer reaches the relay.
             incoming: what it says.
         """
-        task = self._running.start(self._answer(relay, places, incoming))
+        task = self._endpoint.tasks.start(self._answer(relay, places, incoming))
         self.tasks[task] = _Answer(relay, incoming.peer, max(1, len(incoming.cookies)))
         task.add_done_callback(lambda ended: self.tasks.pop(ended, None))
         while len(self.tasks) > MAX_ANSWERS or self.connections > self._most:
@@ -580,10 +579,6 @@ class IncomingCircuits:
     def _accept_arranged(self, stream: Stream) -> None:
         stream.is_arranged = True
         self._endpoint.server.accept(stream)
-
-    async def close(self) -> None:
-        """Answer nobody any more."""
-        await self._running.cancel()
 
 
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
