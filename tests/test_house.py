@@ -23,6 +23,10 @@ def test_nothing_imports_itself_by_way_of_others(house: House) -> None:
     assert not house.knots()
 
 
+def test_no_two_classes_have_one_name(house: House) -> None:
+    assert not house.double_names()
+
+
 def test_every_test_is_in_the_table_of_its_folder_and_every_file_has_tests(house: House) -> None:
     root = SOURCE.parent
     tables = read_tables()

@@ -139,6 +139,10 @@ class ScriptedSession(Session):
         taken, self.script = self.script[:size], self.script[size:]
         return taken
 
+    async def read_some(self) -> bytes:
+        taken, self.script = self.script, b""
+        return taken
+
     def abort(self) -> None:
         self.script = b""
 

@@ -310,7 +310,7 @@ class _Described(NamedTuple):
     """How many tensors it has."""
 
 
-class _Answer(msgspec.Struct):
+class _Found(msgspec.Struct):
     updates: list[_Described]
 
 
@@ -319,7 +319,7 @@ def answer(found: Mapping[int, Iterable[Update]]) -> OwnedState:
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
     updates = [_Described(n, *each[:4], each.names, len(each.tensors)) for n, each in listed]
     tensors = [tensor for _, each in listed for tensor in each.tensors]
-    return OwnedState(msgspec.to_builtins(_Answer(updates), builtin_types=(bytes,)), tensors)
+    return OwnedState(msgspec.to_builtins(_Found(updates), builtin_types=(bytes,)), tensors)
 
 
 def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int) -> dict[int, list[Update]]:
@@ -329,7 +329,7 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int)
         ValueError: it makes no sense.
     """
     try:
-        described = msgspec.convert(metadata, _Answer).updates
+        described = msgspec.convert(metadata, _Found).updates
     except msgspec.ValidationError as e:
         raise ValueError(f"no updates: {words_of(e)}") from e
     left, found = list(tensors), dict[int, list[Update]]()
