@@ -1,7 +1,7 @@
 """The shape of the source: how many things a reader must hold in the head, and how files depend on each other.
 
 ``python tools/house.py`` prints it, and ``python tools/house.py --all`` names what it counts. The numbers are signals,
-not limits: ``tests/test_house.py`` only holds that no file imports itself by way of others, with all imports counted, and
+not limits: ``tests/test_house.py`` only holds that no file imports itself by way of others, all imports counted, and
 that no two classes have one name.
 
 *Floors*: a file stands one floor above the highest file of its own room that it imports. Imports for type checking do
