@@ -1,7 +1,6 @@
 """The options of the optimizers: defaults are filled in, contradictions refused, inherited switches become a mode.
 
-To add an option: a parameter of the constructor, a field here, and the object that uses it, which gets the options
-whole. ``docs/training.md`` must have it, too.
+CONTRIBUTING.md says what else an option needs.
 """
 
 from __future__ import annotations
