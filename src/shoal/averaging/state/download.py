@@ -255,7 +255,7 @@ class _Queue:
     def __init__(self, longest: int) -> None:
         self.chunks: deque[int] = deque()
         self._longest = longest
-        self._rate = 0.0
+        self._rate = 0.0  # in chunks per second
 
     def is_quick(self, chunk_bytes: int) -> bool:
         """Whether the donor delivers a large piece in a quarter of a second."""
