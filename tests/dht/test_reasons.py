@@ -61,15 +61,19 @@ async def test_node_says_why_it_refuses_a_record():
     check(plain(seconds=-1), Reason.EXPIRED)
     check(plain(b"x" * 100, 90), Reason.INVALID, "OnlyShort")
     check(entry(b"mine" + OWNER_TAG), Reason.WRONG_SIGNATURE)
+    check(entry("a", seconds=30), Reason.OTHER_KIND)
     assert here.keep(plain(seconds=1e6), ALICE).reason is Reason.TOO_LONG
     assert here.keep(NewRecord(KEY, WHOLE_DICTIONARY, b"nonsense", later(60)), ALICE).reason is Reason.MALFORMED
-    for number in range(3):
+    check(entry(0, seconds=100), Reason.KEPT)
+    check(plain(), Reason.OTHER_KIND)
+    for number in (1, 2):
         check(entry(number, seconds=100), Reason.KEPT)
     check(entry(3, seconds=100), Reason.CROWDED_KEY)
     counted = here._metrics.records_refused  # type: ignore[attr-defined]
     assert counted[Reason.NOT_NEWER] == counted[Reason.INVALID] == counted[Reason.CROWDED_KEY] == 1
-    assert here.keep(plain(), None).reason is Reason.NOT_NEWER
-    assert counted[Reason.NOT_NEWER] == 1, "this node's own records are counted where they are stored"
+    assert counted[Reason.OTHER_KIND] == 2
+    assert here.keep(plain(), None).reason is Reason.OTHER_KIND
+    assert counted[Reason.OTHER_KIND] == 2, "this node's own records are counted where they are stored"
 
 
 @in_virtual_time
@@ -182,6 +186,9 @@ def test_programs_get_reports_from_any_thread():
         assert not report
         assert report.nodes == {dht.peer_id: Outcome(Reason.NOT_NEWER)}
         assert dht.store("key", "older", later(30), explain=True, return_future=True).result(10) == report
+        entry_too = dht.store("key", "entry", later(30), subkey="name", explain=True)
+        assert entry_too.nodes == {dht.peer_id: Outcome(Reason.OTHER_KIND)}
+        assert dht.p2p.metrics.stores_failed == {Reason.NOT_NEWER: 2, Reason.OTHER_KIND: 1}
         found = dht.get("key", explain=True)
         assert found.found.value == "value"
         assert str(found) == "1 of 1 nodes: found (this peer's own copy)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -27,8 +28,12 @@ LIMIT = VALUES * 4 / RATE
 """Seconds that one donor needs for all of it."""
 
 
-def seconds_from(*rates: float) -> float:
-    """How long a newcomer downloads from donors that send so many bytes per second."""
+def seconds_from(*rates: float, limit: float = math.inf, time_limit: float = 100) -> float:
+    """How long a newcomer downloads from donors that send so many bytes per second.
+
+    Args:
+        limit: the most bytes per second that the newcomer takes.
+    """
 
     async def main() -> float:
         network, table = Network(Link(delay=0.03)), SharedTable()
@@ -37,14 +42,15 @@ def seconds_from(*rates: float) -> float:
             network.host_of(donor.p2p.peer_id).uplink = rate
             donor.state_sharing.set(allowed=True)
             await donor.state_sharing.declare(True)
-        newcomer = await start_averager(network.add_host(), [torch.zeros(1)], table)
+        newcomer = await start_averager(network.add_host(), [torch.zeros(1)], table, state_download_rate=limit)
         began = asyncio.get_running_loop().time()
         state = await network.host_of(newcomer.p2p.peer_id).run(newcomer.state_downloads.download())
         assert state is not None
         assert torch.equal(state.tensors[0], torch.arange(float(VALUES)))
+        assert not newcomer.state_downloads.left
         return asyncio.get_running_loop().time() - began
 
-    return run(main(), time_limit=100)
+    return run(main(), time_limit=time_limit)
 
 
 def test_three_donors_are_nearly_three_times_as_fast_as_one() -> None:
@@ -56,6 +62,13 @@ def test_three_donors_are_nearly_three_times_as_fast_as_one() -> None:
 @pytest.mark.parametrize("slow", [RATE / 5, RATE / 20])
 def test_a_slow_donor_holds_nobody_up(slow: float) -> None:
     assert seconds_from(RATE, RATE, slow) < LIMIT * RATE / (2 * RATE + slow) * 1.15
+
+
+@pytest.mark.parametrize("limit", [RATE / 5, 2e4])
+def test_a_limited_download_takes_its_time_and_loses_no_donor(limit: float) -> None:
+    """At the lower rate four donors that take turns would not hear from the newcomer for longer than they wait."""
+    seconds = seconds_from(RATE, RATE, RATE, RATE, limit=limit, time_limit=3000)
+    assert VALUES * 4 / limit <= seconds < VALUES * 4 / limit * 1.05
 
 
 # --- donors and newcomers that hold others up -------------------------------------------------------------------------

@@ -41,7 +41,7 @@ SECONDS_BETWEEN_LOOKS = 2.0
 # How many donors may give a bad state in one attempt. Chosen.
 MOST_BAD = 3
 LEAST_RATE = 1e5
-"""Bytes per second: a donor would take a slower archiver for a dead one."""
+"""Bytes per second. Donors take an archiver for dead that needs a minute for a chunk, of 4 MiB in a large state."""
 
 
 class _NobodyGives(ArchiveError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from shoal.averaging.aggregation import Aggregation, check_aggregation
 from shoal.averaging.control import AveragingMode
@@ -55,6 +57,8 @@ class AveragerConfig:
     """How the values of several members become one; ``None``: their mean."""
     agreement: Mapping[str, str] = field(default_factory=dict)
     """Further settings that must be the same in all peers, by name."""
+    state_download_rate: float = math.inf
+    """The most bytes of a state that are downloaded in a second."""
 
     def __post_init__(self) -> None:
         if self.quorum is not None and (self.quorum < 1 or self.quorum_grace < 0 or self.averaging_alpha != 1):
@@ -63,6 +67,7 @@ class AveragerConfig:
                 f"quorum={self.quorum}, quorum_grace={self.quorum_grace}, averaging_alpha={self.averaging_alpha}"
             )
         check_aggregation("aggregation", self.aggregation)
+        check_state_download_rate(self.state_download_rate)
         for name, value in self.agreement.items():
             if not (isinstance(name, str) and isinstance(value, str)):
                 raise TypeError(f"agreement must have texts by name, got {name!r}: {value!r}")
@@ -121,6 +126,18 @@ def resolve_timeouts(chunk: float | None, sender: float | None, reducer: float |
         )
     sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
     return sender, 2 * sender if reducer is None else reducer
+
+
+def check_state_download_rate(rate: object) -> None:
+    """Check how many bytes of a state may be downloaded in a second.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    if not isinstance(rate, Real) or not float(rate) > 0:
+        raise ValueError(
+            f"state_download_rate must be a number of bytes per second above 0, got {rate!r}: leave it out for no limit"
+        )
 
 
 def check_names(prefix: object, initial_group_bits: str, bandwidth: float | None) -> None:

@@ -105,6 +105,7 @@ class DecentralizedAverager(Facade):
             weighted mean. The same in all peers.
         agreement: further settings by name, such as what is trained on. A peer with other values of them gets neither
             into a group nor a state, and both sides are told.
+        state_download_rate: the most bytes per second that a download of a state takes. Default: no limit.
 
     Raises:
         AssertionError: an argument that the description above excludes.
@@ -152,6 +153,7 @@ class DecentralizedAverager(Facade):
         tags: Mapping[str, Sequence[int]] | None = None,
         aggregation: Aggregation | None = None,
         agreement: Mapping[str, str] | None = None,
+        state_download_rate: float = math.inf,
     ) -> None:
         check_dht(dht)
         check_names(prefix, initial_group_bits, bandwidth)

@@ -189,6 +189,7 @@ class AveragerNode(ServicerBase):
             chunk_timeout=config.chunk_timeout,
             agreement=config.agreement,
             is_one_state=config.target_group_size is None,
+            rate=config.state_download_rate,
         )
         self.state_downloads = StateDownloads(p2p, dht_node, key, self.stub, downloads, self.trust)
         """Gets the states of others."""

@@ -445,9 +445,14 @@ class LocalRecords:
         is_expired = expiration_time < get_dht_time()
         if is_owned and not is_expired:
             storage.drop(key_id, None)
+        is_other_kind = present is not None and isinstance(present.value, DictionaryDHTValue) is (subkey is None)
         if not storage.store(key_id, value, expiration_time, subkey):
-            return Outcome(Reason.EXPIRED if is_expired else Reason.NO_ROOM if present is None else Reason.NOT_NEWER)
-        if present is not None and isinstance(present.value, DictionaryDHTValue) is (subkey is None):
+            if is_expired:
+                return Outcome(Reason.EXPIRED)
+            if present is None:
+                return Outcome(Reason.NO_ROOM)
+            return Outcome(Reason.OTHER_KIND if is_other_kind else Reason.NOT_NEWER)
+        if present is not None and is_other_kind:
             # The present value was of the other kind (plain or dictionary), so the new one has replaced all of it.
             self._release(in_cache, key_id, present.value)
         evicted = self.ledger.note(place, size, expiration_time, payer)

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     TOO_LONG = "lives too long"
     NOT_NEWER = "not newer than what is there"
+    OTHER_KIND = "a value of the other kind is there"
     INVALID = "invalid"
     WRONG_SIGNATURE = "wrong signature"
     OWNED = "others own entries under this key"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,8 @@ class Optimizer(JointOptimizer):
             which costs a fast newcomer its first rounds. The same in all peers.
         on_mismatch: what :meth:`step` does if this peer's settings are not those of its run: ``"raise"``
             :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
+        state_download_rate: the most bytes per second that this peer downloads of a state when it joins or catches up.
+            Default: no limit.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -205,6 +208,7 @@ class Optimizer(JointOptimizer):
         frozen_base: str | None = None,
         guard: str = "members",
         on_mismatch: str = "raise",
+        state_download_rate: float = math.inf,
     ) -> None:
         params, options = listed(params), self.options
         main = main_parameters(optimizer, params)

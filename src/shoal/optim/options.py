@@ -1,7 +1,6 @@
 """The options of the optimizers: defaults are filled in, contradictions refused, inherited switches become a mode.
 
-To add an option: a parameter of the constructor, a field here, and the object that uses it, which gets the options
-whole. ``docs/training.md`` must have it, too.
+CONTRIBUTING.md says what else an option needs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from shoal.access.badges import Roles, name_of
 from shoal.averaging.aggregation import Aggregation, check_aggregation
+from shoal.averaging.arguments import check_state_download_rate
 from shoal.averaging.groups.settings import FROZEN_BASE
 from shoal.compression import CompressionBase
 from shoal.compression.base import check_codec
@@ -100,6 +100,7 @@ class SwarmOptions:
     frozen_base: str | None
     guard: str
     on_mismatch: str
+    state_download_rate: float
 
     @property
     def draws_groups(self) -> bool:
@@ -173,8 +174,10 @@ def resolve_shared(given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation",
         "frozen_base",
         "guard",
+        "state_download_rate",
     )
     check_aggregation("aggregation", given["aggregation"])
+    check_state_download_rate(given["state_download_rate"])
     return {
         **{name: given[name] for name in unchanged},
         **{name: None if count is None else count_of_samples(name, count) for name, count in counts.items()},
@@ -363,6 +366,7 @@ class Options(SwarmOptions):
             "aggregation": self.state_aggregation,
             "compression": self.state_averaging_compression,
             "state_compression": self.load_state_compression,
+            "state_download_rate": self.state_download_rate,
             "delta_rule_averaging": not self.mode.averages_gradients and self.mode.delays_state,
             "performance_ema_alpha": self.performance_ema_alpha,
             "average_opt_statistics": self.average_opt_statistics,

@@ -161,7 +161,7 @@ def make_averager(
         table: where it finds others.
         average: runs a round in a group that was found.
         get_state: returns the state that newcomers download; default: the tensors.
-        settings: fields of :class:`~shoal.averaging.node.AveragerConfig` that override the defaults of
+        settings: fields of :class:`~shoal.averaging.arguments.AveragerConfig` that override the defaults of
             :func:`make_averager_config`.
     """
     infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]

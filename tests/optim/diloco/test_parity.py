@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
+import time
 
 import pytest
 import torch
@@ -123,6 +126,36 @@ def test_check_state_refuses_a_downloaded_state(make_dhts, make, caplog):
     state = first.opt.averager.get_current_state()
     newcomer.opt.load_state(state)
     assert newcomer.opt.outer_versions() == first.opt.outer_versions()
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+def test_a_state_comes_no_faster_than_it_may(make_dhts, closing, kind):
+    def start(dht, seed, **options):
+        model = make_model(seed)
+        training = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "target_batch_size": 8}
+        return closing(kind(dht=dht, run_id="run", batch_size_per_step=8, **training, **options)), model
+
+    dhts, seconds = make_dhts(2), 1.5
+    donor, model = start(dhts[0], seed=0)
+    while donor.local_epoch < 1:
+        donor.zero_grad()
+        backward(model, torch.ones(8, 6))
+        donor.step()
+    newcomer, _ = start(dhts[1], seed=5, state_download_rate=values(model).nbytes / seconds)
+    began_at = time.monotonic()
+    assert newcomer.load_state_from_peers(timeout=30)
+    assert time.monotonic() - began_at >= seconds, "all parameters are in the state, and without a limit come at once"
+    assert newcomer.local_epoch == 1
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+@pytest.mark.parametrize("rate", [0, -1e6, math.nan, "5M"])
+def test_a_rate_at_which_nothing_comes_is_refused(make_dhts, kind, rate):
+    (dht,) = make_dhts(1)
+    training = {"optimizer": torch.optim.SGD(make_model().parameters(), lr=0.01), "target_batch_size": 8}
+    wrong = re.escape(f"state_download_rate must be a number of bytes per second above 0, got {rate!r}: leave it out")
+    with pytest.raises(ValueError, match=wrong):
+        kind(dht=dht, run_id="run", **training, state_download_rate=rate)
 
 
 def outer(parameters):

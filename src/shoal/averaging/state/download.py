@@ -62,6 +62,9 @@ _MAX_PIECES = 64
 SPEED_SECONDS = 10.0
 # From this share of the rate on, the limit decides how fast the download is, and not the donors.
 _SHARE_OF_LIMIT = 0.7
+# A limited download takes from so few donors at once that each of them hears from it this often, in seconds. A donor to
+# which nothing is said takes it for dead (SILENCE_SECONDS in donor.py).
+_SECONDS_BETWEEN_REQUESTS = 10.0
 # After a pause of the donors, the bytes of this many seconds may come at once.
 _BURST_SECONDS = 1.0
 
@@ -242,7 +245,8 @@ class RateMeter:
 
     def is_at_limit(self, now: float) -> bool:
         """Whether more or other donors would not bring the bytes any sooner."""
-        return self.recent(now) >= _SHARE_OF_LIMIT * self._rate
+        # At a low rate there are long pauses between the chunks, in which nothing comes.
+        return self.seconds_to_rest(now) > 0 or self.recent(now) >= _SHARE_OF_LIMIT * self._rate
 
 
 class _Queue:
@@ -251,7 +255,7 @@ class _Queue:
     def __init__(self, longest: int) -> None:
         self.chunks: deque[int] = deque()
         self._longest = longest
-        self._rate = 0.0
+        self._rate = 0.0  # in chunks per second
 
     def is_quick(self, chunk_bytes: int) -> bool:
         """Whether the donor delivers a large piece in a quarter of a second."""
@@ -312,6 +316,8 @@ class Download:
         # Chunks that came while another donor, slower or stuck, was still writing them into the state's own memory.
         self._copies: dict[int, memoryview] = {}
         self._arrivals = RateMeter(asyncio.get_running_loop().time(), rate)
+        self.most_donors = max(1.0, rate * _SECONDS_BETWEEN_REQUESTS / self._chunks.chunk_bytes)
+        """From how many donors chunks should come at once. There is always one; others are of no use at a low rate."""
         self.finished = asyncio.Event()
         self._check_finished()
 

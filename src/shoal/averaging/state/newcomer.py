@@ -535,7 +535,8 @@ class _Attempt:
             offer.decide(None)
 
     def _most_active(self, download: Download) -> int:
-        return (MAX_DONORS if download.total_bytes >= WORTH_SHARING_BYTES else 1) + self._extra
+        most = MAX_DONORS if download.total_bytes >= WORTH_SHARING_BYTES else 1
+        return int(min(most, download.most_donors)) + self._extra
 
     async def _fetch(self, download: Download, call: Call, peer: PeerID) -> None:
         """Fetch from a donor until it fails or all chunks are here, even if this donor still owes some of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,8 @@ class DiLoCo(JointOptimizer):
             :class:`~shoal.errors.SettingsMismatch`, or ``"warn"`` and continue.
         check_state: can refuse a downloaded state, as for :class:`~shoal.Optimizer`. The model has the parameters of
             that state while it is called. Updates that this peer has missed are not checked.
+        state_download_rate: the most bytes per second that this peer downloads of a state when it joins or catches up.
+            Default: no limit.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -188,6 +191,7 @@ class DiLoCo(JointOptimizer):
         guard: str = "members",
         on_mismatch: str = "raise",
         check_state: CheckState | None = None,
+        state_download_rate: float = math.inf,
     ) -> None:
         options = self.options
         self.inner = InnerOptimizers(optimizer, params, scheduler)
@@ -228,6 +232,7 @@ class DiLoCo(JointOptimizer):
             prefix=f"{run_id}_outer_averager",
             compression=extra.codec(options.codec) if extra else options.codec,
             state_compression=load_state_compression,
+            state_download_rate=state_download_rate,
             **options.for_averagers(),
             aggregation=aggregation,
             **options.own_averager_opts(),
