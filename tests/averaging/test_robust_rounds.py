@@ -364,7 +364,7 @@ async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatu
     liar, honest = swarm.nodes[LIAR], swarm.nodes[1:]
     assert all(torch.equal(flat(each), flat(tensors[1])) for each in tensors)
     await until(lambda: all(node.p2p.metrics.members_untrue for node in honest))
-    named = warnings_of(caplog, "has told different members different norms of its vector")
+    named = warnings_of(caplog, "has announced different norms of its vector to different members")
     assert len(named) == 4, "the coordinator has shown the proof to all"
     assert all(str(liar.p2p.peer_id) in text for text in named)
     controls = await run_round(swarm, nodes=honest)
@@ -436,7 +436,7 @@ def test_members_without_values_and_other_rules_need_no_norms():
     book, _ = make_book([])
     assert [book.is_needed_of(member) for member in range(3)] == [True, True, False]
     book.take_claim(2, [], b"")
-    with pytest.raises(ProtocolError, match="told 0 norms for 3 members"):
+    with pytest.raises(ProtocolError, match="announced 0 norms for 3 members"):
         book.take_claim(1, [], b"")
     for rule in (None, TrimmedMean(0.2)):
         book, _ = make_book([], rule)

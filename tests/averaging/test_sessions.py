@@ -300,7 +300,7 @@ async def test_one_member_takes_few_of_the_places_for_early_calls():
     calls = [asyncio.ensure_future(rounds.find(each, greedy, patience=60)) for each in unknown]
     await asyncio.sleep(0)
     assert [call.done() for call in calls] == [False] * MAX_UNKNOWN_ROUNDS + [True]
-    with pytest.raises(AllreduceException, match="means 8 rounds already"):
+    with pytest.raises(AllreduceException, match="already waits for 8 rounds"):
         calls[-1].result()
     # Calls of the same round, over which it spreads what it sends, and those of other members still wait.
     more = [asyncio.ensure_future(rounds.find(*each, patience=60)) for each in ((unknown[0], greedy), (GROUP, PEER))]
