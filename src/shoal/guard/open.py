@@ -1,4 +1,4 @@
-"""The limits that ``guard="open"`` adds for a run that anyone may join: what a member delivers bounds what it may claim.
+"""The limits that ``guard="open"`` adds for a run that anyone may join: deliveries bound what a member may claim.
 
 * Samples and weights: at most four times what the peer itself, or what most members, delivered to the last round,
   whichever is larger. The limit grows with each round, so a machine that is 300 times as fast as the others counts in
