@@ -43,7 +43,7 @@ from shoal.errors import NotAMemberError, P2PDaemonError, make_private
 from shoal.peers.identity import NEW_BINARY_FILE, PUBLIC_KEY_BYTES, Identity, PeerID
 
 RUN, INVITATION, BADGE = "shoal-run-", "shoal-invite-", "shoal-badge-"
-CHECKSUM_BYTES = 4
+CHECKSUM_BYTES = 4  # chosen: misses one damaged text in four billion
 # Chosen: the time to decode grows with the square of the length.
 MAX_TEXT_CHARACTERS = 2048
 DAY = 24 * 60 * 60

@@ -23,6 +23,7 @@ Gathered = dict[PeerID, Any]
 """By member, the value that it gave as ``gather``."""
 
 
+# Chosen: 160 random bits never repeat by chance.
 GROUP_ID_BYTES = 20
 
 

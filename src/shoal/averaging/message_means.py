@@ -100,6 +100,7 @@ def _add_sparse(sums: torch.Tensor, shares: torch.Tensor | None, sent: SparseTen
 # --- passing messages on ----------------------------------------------------------------------------------------------
 
 _COUNT, _ENTRY = struct.Struct("<H"), struct.Struct("<dI")
+# In place of a length: the receiver's own message. Chosen: the largest number of 4 bytes, which no message has.
 YOURS = 2**32 - 1
 
 

@@ -28,7 +28,7 @@ from shoal.base.logs import quoted
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_DIMENSIONS = 64
+MAX_DIMENSIONS = 64  # chosen: far more than any tensor has
 # Smaller tensors do not gain from huge pages. numpy, too, asks for them from this size on.
 HUGE_FROM_BYTES = 2**22
 # Each copy starts at a multiple of this many bytes: a cache line.

@@ -23,7 +23,7 @@ import torch
 from shoal.compression.base import CompressionType, typed
 from shoal.compression.floating import CHUNK, FP32_MAX, FloatingPointCompression, finite, in_chunks, saturate, scratch
 
-LEVELS = 256
+LEVELS = 256  # derived: one byte per value
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
 
 # If a larger share of the values has the same code (chosen), most values are equal, or small compared with the rest.

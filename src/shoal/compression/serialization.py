@@ -35,7 +35,7 @@ from shoal.compression.quantization import (
 from shoal.compression.statistics import NonNegative16BitCompression
 from shoal.compression.topk import TopKCompression
 
-STREAMING_CHUNK_SIZE_BYTES = 2**16
+STREAMING_CHUNK_SIZE_BYTES = 2**16  # chosen: the default size of a piece
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ BLOCK = 4096
 # The smallest and the largest finite magnitude of float16 (IEEE 754).
 _SMALLEST, _LARGEST = np.float32(2.0**-24), np.float32(65504)
 _SMALLEST_BITS, _INFINITY_BITS = int(_SMALLEST.view(np.int32)), int(np.float32(np.inf).view(np.int32))
-_STEPS_8BIT = 128
+_STEPS_8BIT = 128  # derived: 8 bits without the sign
 
 
 @dataclass(frozen=True)

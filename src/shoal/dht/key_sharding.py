@@ -51,7 +51,7 @@ MOST_ARE_DEEPER, FEW_ARE_AS_DEEP = 1 / 2, 1 / 3
 # The number of readings of other keys that a peer combines (chosen). It brings the estimates of all peers together,
 # although some keys have more owners than others.
 READINGS_ELSEWHERE = 3
-_PATH_BITS = 32
+_PATH_BITS = 32  # chosen: more than ``MAX_DEPTH``
 
 
 def path_of(owner: bytes) -> str:

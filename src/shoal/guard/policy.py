@@ -149,7 +149,7 @@ class Members:
         self._alone, self._has_told_of_it = 0, False
         self.troubles: Counter[str] = Counter()
         """Counts warnings by kind, see :class:`~shoal.metrics.Metrics`."""
-        # A message that asks for no action, because it may be nobody's fault, is no warning.
+        # A message about something that may be no peer's fault asks for no action, so it is no warning.
         self._tell_seldom, self._warn_seldom = Seldom(logger.info), Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------

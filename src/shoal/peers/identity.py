@@ -30,9 +30,10 @@ from shoal.peers.multiaddr import DAMAGED, Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
-PUBLIC_KEY_BYTES = 32
+PUBLIC_KEY_BYTES = 32  # Ed25519 (RFC 8032)
 # Chosen: enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
+# The most ids that share one object (chosen).
 MAX_INTERNED = 4 * MOST
 
 
@@ -239,7 +240,7 @@ def check_circuit(place: Multiaddr, peer: PeerID) -> None:
 
 # The start of libp2p's PrivateKey in protobuf: type Ed25519; 64 bytes of data follow.
 _FILE_HEADER = b"\x08\x01\x12\x40"
-SIGNATURE_BYTES = 64
+SIGNATURE_BYTES = 64  # Ed25519 (RFC 8032)
 # Flags to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key.
 NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # Points of small order, without the sign bit: anyone can forge signatures for such a key.

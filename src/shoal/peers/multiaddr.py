@@ -63,7 +63,7 @@ _NAMES_WITHOUT_VALUE = frozenset(
 # Bytes of the value in binary form; a value of any other protocol is prefixed with its length.
 _FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
 
-_MAX_LENGTH = 1024
+_MAX_LENGTH = 1024  # chosen: several times the longest address in use
 _UNKNOWN_NAME, _UNKNOWN_VALUE = re.compile(r"[a-z][a-z0-9-]{0,49}"), re.compile(r"[!-.0-~]+")
 _HOST_LABEL = re.compile(r"[^\W_]([\w-]{0,61}[^\W_])?|_[\w-]{1,61}")
 DAMAGED = "is damaged: a character is missing or wrong. Copy the whole address"

@@ -16,7 +16,7 @@ from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p import P2P, PeerID
 from shoal.reach.reachability import Reach
 
-# What a member behind a narrow relay reduces, in parts of what it would reduce otherwise.
+# The part of its usual share that a member behind a narrow relay reduces (chosen).
 NARROW_SHARE = 0.25
 
 # The size of a member's entry in a group's description without its addresses and gathered value: 38 bytes of id, and
@@ -154,7 +154,7 @@ def _split(
         min_size: a member that would get fewer values gets none.
     """
     able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
-    # If all members ask to be spared, somebody still has to reduce: split evenly.
+    # If all members ask to be spared, split evenly, because some member has to reduce.
     if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
         able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
     welcome = [bandwidth if part else 0.0 for bandwidth, part in zip(able, wanted, strict=True)]

@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
-# Averager keys have one bit less than progress keys. A progress record is always present, but an averager looks for a
-# group for a few seconds only, and peers reach the end of an epoch at different times. So among the peers of one
-# progress key, too few look at once to fill a group. With even fewer bits, the holders of a key would send too much.
+# Averager keys have this many bits less than progress keys (chosen). A progress record is always present, but an
+# averager looks for a group for a few seconds only, and peers reach the end of an epoch at different times. So among
+# the peers of one progress key, too few look at once to fill a group. With even fewer bits, the holders of a key would
+# send too much.
 _BITS_LESS = 1
 # Each node is asked for at most this many full groups of averagers. Chosen: enough to find one group.
 _GROUPS_READ = 4

@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 # Seconds between two lookups in the table. The pause grows from the first to the second value (chosen): most peers
 # start at the same time, so early lookups find the most.
 FIRST_LOOKUP_PAUSE, MAX_LOOKUP_PAUSE = 0.1, 1.0
-# When this peer gives up, it waits this long for its goodbye to reach the leader and for the last answer: a few
+# When this peer gives up, it waits this long for its goodbye to reach the leader and for the last answer. Chosen: a few
 # round trips of a slow line.
 GOODBYE_SECONDS = 1.0
 # Seconds that a member of the group has to end the call of an obsolete invitation (chosen: a few round trips).

@@ -365,7 +365,7 @@ class Judge(NamedTuple):
     seconds: float
     started: bool
     in_vain: bool = False
-    """It started late although all members were peers that this one expected, so it waited for nobody."""
+    """It started late although all members were peers that this one expected, so it waited in vain."""
 
 
 class Waste(NamedTuple):

@@ -49,11 +49,11 @@ MAX_NORM = 1e300
 # A member may claim any number of samples. With a rule, its weight is clipped to this multiple of the weight of most
 # others (chosen).
 MOST_WITH_RULE = 2
-# With more values than this, of all members together, a rule may take more than a millisecond, so it runs in a thread.
+# With more values than this, of all members together, a rule runs in a thread (chosen): it may take over a millisecond.
 HEAVY_VALUES = 2**15
 
 _LABEL = b"shoal norms 1\0"
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of SHA-256
 _SIGNATURE_BYTES = STATEMENT_BYTES - _DIGEST_BYTES
 
 Accuse = Callable[[int, str], object]

@@ -102,7 +102,7 @@ class _PartState:
 
 
 class PartReducer:
-    """Averages the parts of which this member is the reducer.
+    """Averages the parts that this member reduces.
 
     Args:
         parts: the parts to reduce.

@@ -135,7 +135,7 @@ def make_plan(parts: Sequence[int], held: Mapping[int, Sequence[int]], own: int,
         may_reduce: whether parts that no member holds are reduced again; otherwise local values stay.
     """
     plan = Plan()
-    if len(held) < 2:  # nobody to average with
+    if len(held) < 2:  # there is no other member to average with
         return plan
     for reducer, count in enumerate(parts):
         counts = {member: held[member][reducer] for member in sorted(held)}
@@ -430,7 +430,7 @@ class RoundState:
     def coordinators(self) -> list[int]:
         """Positions of the members that can coordinate the end of the round, first choice first.
 
-        A member in client mode cannot be one, because nobody can call it.
+        A member in client mode cannot, because no member can call it.
         """
         return [member.index for member in self.members if member.mode is not AveragingMode.CLIENT]
 

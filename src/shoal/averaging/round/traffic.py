@@ -501,7 +501,7 @@ class Delivery:
         open_call: begins a call to the reducer.
         calls: keeps the calls to the reducer.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
-        has_news: tells whether nobody may conclude from the end of the calls that the round is over.
+        has_news: tells whether this member has news, so that the end of its calls does not mean that the round is over.
         timeout: the reducer is given up after this many seconds without the next average.
     """
 

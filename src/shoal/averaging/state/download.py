@@ -55,7 +55,7 @@ MOST_CHUNKS, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 128, 2**18, 2**22
 # so that it does not look silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
 HASH_BYTES = 32  # of BLAKE3
-HASHING_THREADS = 4  # a donor still trains meanwhile
+HASHING_THREADS = 4  # chosen: few, because a donor still trains meanwhile
 # A chunk of more pieces than this is copied together before it is sent (chosen), because each piece has overhead.
 _MAX_PIECES = 64
 
