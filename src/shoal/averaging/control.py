@@ -408,4 +408,4 @@ class StepControl(AwaitableFuture[Gathered]):
     def __del__(self) -> None:
         # The attribute is missing if the constructor has refused its arguments.
         if not getattr(self, "triggered", True) and not self.done() and self.stage > AveragingStage.IDLE:
-            logger.warning("an averaging step was dropped without being triggered: its group waits for nothing")
+            logger.warning("an averaging step was dropped without being triggered: its group waits in vain")
