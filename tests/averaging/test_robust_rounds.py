@@ -184,7 +184,7 @@ async def test_codecs_change_little_and_accuse_nobody(rule, codec, caplog):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @alone_in_virtual_time
-async def test_who_has_values_that_are_not_finite_has_no_voice(rule, caplog):
+async def test_member_with_bad_values_has_no_weight(rule, caplog):
     tensors = make_tensors(5)
     before = [flat(each) for each in tensors]
     tensors[2][0][3, 3] = torch.nan
@@ -200,7 +200,7 @@ async def test_who_has_values_that_are_not_finite_has_no_voice(rule, caplog):
 
 @pytest.mark.parametrize("rule", [ClipToMedianNorm(), TrimmedMean(0.3)], ids=repr)
 @alone_in_virtual_time
-async def test_who_sends_what_is_not_finite_is_named_although_the_rule_would_hide_it(rule, caplog):
+async def test_bad_values_are_named_although_rules_hide_them(rule, caplog):
     async def send_unchecked(session, tensors, infos):
         async def believe(*_):
             return True
@@ -310,7 +310,7 @@ LIAR_CALLS_ONLY = [CLIENT, *[NODE] * 4]
 
 @pytest.mark.parametrize("factor", [0.01, 0.9])
 @alone_in_virtual_time
-async def test_who_sends_more_than_it_told_is_left_out_and_named(monkeypatch, caplog, factor):
+async def test_sending_more_than_announced_is_ignored_and_named(monkeypatch, caplog, factor):
     tensors = make_tensors(5, liars=(LIAR,))
     before = [flat(each) for each in tensors]
 
@@ -347,7 +347,7 @@ async def test_who_sends_more_than_it_told_is_left_out_and_named(monkeypatch, ca
 
 
 @alone_in_virtual_time
-async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatures(monkeypatch, caplog):
+async def test_contradicting_norms_are_proven_by_their_signatures(monkeypatch, caplog):
     """To each of them it says that this one's share is all that there is: nobody sees that more than that comes."""
     tensors = make_tensors(5, liars=(LIAR,))
     deliver = Delivery.run
@@ -374,7 +374,7 @@ async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatu
 
 @pytest.mark.parametrize("lie", ["no norms", "too few", "not signed", "of another round"])
 @in_virtual_time
-async def test_who_tells_no_norms_of_its_own_takes_no_part(monkeypatch, lie):
+async def test_member_without_own_norms_takes_no_part(monkeypatch, lie):
     tensors = make_tensors(5, liars=(LIAR,))
     before = [flat(each) for each in tensors]
     deliver = Delivery.run

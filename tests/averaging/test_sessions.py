@@ -132,7 +132,7 @@ async def test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything(l
 
 @pytest.mark.parametrize("leavers", [{0}, {1}, {2}, {0, 1}, {2, 3}], ids=str)
 @alone_in_virtual_time
-async def test_who_has_left_before_the_round_is_no_member_of_its_result(leavers):
+async def test_member_that_left_early_is_not_in_result(leavers):
     """Only one member has something to reduce. The coordinator may be another one, which waits for nobody's parts."""
     swarm = Swarm()
 

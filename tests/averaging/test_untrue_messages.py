@@ -99,7 +99,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @in_virtual_time
-async def test_who_lies_to_those_who_ask_to_be_led_keeps_nobody_from_averaging(lie):
+async def test_lying_leader_does_not_stop_others_from_averaging(lie):
     swarm = Swarm()
     tensors = [torch.full([8], float(i)) for i in range(2)]
     honest = [await swarm.add([tensor]) for tensor in tensors]
@@ -132,7 +132,7 @@ async def look_for_ever(liar):
 
 
 @in_virtual_time
-async def test_who_starts_groups_without_itself_is_not_followed_again():
+async def test_leader_outside_its_own_group_is_not_followed():
     swarm = Swarm()
     tensors = [torch.full([8], float(i)) for i in range(2)]
     honest = [await swarm.add([tensor]) for tensor in tensors]

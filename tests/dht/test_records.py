@@ -163,7 +163,7 @@ async def test_records_of_faster_clocks_spoil_nothing():
 
 
 @in_virtual_time
-async def test_who_wants_more_is_told_once(caplog, monkeypatch):
+async def test_too_long_lifetime_is_warned_of_once(caplog, monkeypatch):
     # Another test may have caused that line already.
     monkeypatch.setattr(store, "warn_seldom", Seldom(store.logger.warning))
     made = [make_record("key", None, 1, get_dht_time() + 1e9, CompositeValidator()) for _ in range(3)]
