@@ -448,7 +448,7 @@ async def test_forged_list_is_refused(kind: str) -> None:
         assert server.membership.serial == 0
 
 
-async def test_who_promises_a_list_and_has_none_is_asked_once() -> None:
+async def test_peer_without_its_promised_list_is_asked_once() -> None:
     async with Peers("memory") as peers:
         server, liar = await peers.start(token=SECRET.text), await peers.start(token=invitation())
         server.add_addresses(liar.peer_id, liar.get_addresses(liar.peer_id))

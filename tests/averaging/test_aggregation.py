@@ -233,7 +233,7 @@ def test_fractions_that_leave_nothing_are_refused(make):
 
 @pytest.mark.parametrize("tau", [0, -1, math.inf, math.nan])
 def test_radii_that_are_none_are_refused(tau):
-    with pytest.raises(ValueError, match="tau is the length of a vector and must be above 0"):
+    with pytest.raises(ValueError, match="tau is the norm of a vector and must be above 0"):
         CenteredClip(tau)
     with pytest.raises(ValueError, match="at least one iteration"):
         CenteredClip(1.0, 0)

@@ -117,7 +117,7 @@ async def test_the_warning_comes_once_until_the_values_are_sound_again(codec, ca
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 @alone_in_virtual_time
-async def test_who_moves_part_of_the_way_takes_the_average_where_its_own_values_are_bad(alpha):
+async def test_with_small_alpha_bad_values_become_the_average(alpha):
     tensors = [[torch.full((SIZE,), float(i))] for i in range(3)]
     tensors[0][0][5] = torch.nan
     swarm = await start(tensors, averaging_alpha=alpha)
@@ -160,7 +160,7 @@ async def test_clients_and_auxiliaries():
 @pytest.mark.parametrize("are_all_bad", [False, True])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
 @alone_in_virtual_time
-async def test_who_is_late_and_bad_gets_the_result(late, are_all_bad):
+async def test_late_member_with_bad_values_gets_the_result(late, are_all_bad):
     tensors = [[torch.full((SIZE,), float(i))] for i in range(4)]
     for index in range(4) if are_all_bad else [late]:
         tensors[index][0][7] = torch.nan
@@ -226,7 +226,7 @@ async def test_bad_values_of_weight_zero_are_nobody_s_concern(caplog):
 
 
 @alone_in_virtual_time
-async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
+async def test_sender_of_bad_values_is_refused_temporarily(monkeypatch):
     monkeypatch.setattr("shoal.averaging.groups.memory.SEEN_SEARCHES", 2)
     tensors = make_tensors(4)
     swarm = await start(
@@ -253,7 +253,7 @@ async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
 
 
 @alone_in_virtual_time
-async def test_who_sees_it_tells_the_others_through_the_coordinator():
+async def test_witness_reports_bad_values_through_the_coordinator():
     """They take it for true for one round: what a single peer says may be a lie."""
     tensors = make_tensors(4)
     tensors[0][0][-1] = torch.nan

@@ -152,7 +152,7 @@ async def test_many_averagers_with_groups_of_a_size_are_divided_by_bits_drawn_an
         assert keys.draw_key(4) == f"run.0b{bits}", "a user's own bits, or one group of all"
 
 
-async def test_who_finds_too_few_looks_one_bit_above_and_below(dht, other_dht):
+async def test_few_peers_look_one_bit_above_and_below(dht, other_dht):
     keys, other = GroupKeyManager(dht, "run", "", 3), GroupKeyManager(other_dht, "run", "", 3)
     key, expiration = keys.draw_key(3), get_dht_time() + 60
     bits = key.rpartition("0b")[2]

@@ -80,7 +80,7 @@ PUBLIC, EASY, HARD = (Reach.PUBLIC, 0.0), (Reach.EASY, 0.0), (Reach.HARD, 100.0)
         ([4.0, 0.0, None], [PUBLIC, EASY, HARD], [4.0, 0.0, 1.0]),
     ],
 )
-def test_who_is_behind_a_narrow_relay_reduces_less(bandwidths, links, expected):
+def test_member_behind_a_narrow_relay_reduces_less(bandwidths, links, expected):
     members = [(int(AveragingMode.NODE), bandwidth) for bandwidth in bandwidths]
     assert [bandwidth for _, bandwidth in spare_relays(members, links)] == expected
 

@@ -58,7 +58,7 @@ def test_over_whom_the_mean_goes(codec: TopKCompression) -> None:
 
 
 @every_mean
-def test_who_has_no_weight_is_not_even_decoded(sparse_mean: str) -> None:
+def test_messages_without_weight_are_not_decoded(sparse_mean: str) -> None:
     codec = TopKCompression()
     good, other = messages_of(codec, tensors_of(2, (5000,)))
     bad = replace(other, buffer=b"")

@@ -163,7 +163,7 @@ def test_mean_of_integers_is_rounded():
 
 
 @alone_in_virtual_time
-async def test_who_was_excluded_does_not_take_what_others_still_need():
+async def test_excluded_member_leaves_averages_that_others_still_need():
     reducer = make_reducer([torch.zeros(3)], [1, 2, 3], local=False)
     for sender in (1, 2):
         reducer.begin(sender, 1.0)
@@ -342,7 +342,7 @@ async def test_a_rule_that_fails_beside_the_loop_is_the_fault_of_who_reduces():
         await reducer.peek(1)
 
 
-async def test_who_gives_up_a_round_does_not_wait_for_its_rule():
+async def test_abandoned_round_does_not_wait_for_its_rule():
     rule = HeldUp()
     reducer = make_reducer([torch.zeros(LARGE)], [1], rule=rule)
     await deliver_all(reducer, [1])

@@ -100,7 +100,7 @@ async def test_survivors_have_the_same_bits(monkeypatch, codec, kind):
 
 @every_codec
 @alone_in_virtual_time
-async def test_who_is_late_gets_the_same_bits(codec):
+async def test_late_member_gets_the_same_bits(codec):
     swarm, tensors = await start(codec, quorum=3, quorum_grace=0.1)
     controls = await average_while_one_is_late(swarm)
     assert controls[0].round.late

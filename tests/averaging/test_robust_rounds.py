@@ -184,7 +184,7 @@ async def test_codecs_change_little_and_accuse_nobody(rule, codec, caplog):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @alone_in_virtual_time
-async def test_who_has_values_that_are_not_finite_has_no_voice(rule, caplog):
+async def test_member_with_bad_values_has_no_weight(rule, caplog):
     tensors = make_tensors(5)
     before = [flat(each) for each in tensors]
     tensors[2][0][3, 3] = torch.nan
@@ -200,7 +200,7 @@ async def test_who_has_values_that_are_not_finite_has_no_voice(rule, caplog):
 
 @pytest.mark.parametrize("rule", [ClipToMedianNorm(), TrimmedMean(0.3)], ids=repr)
 @alone_in_virtual_time
-async def test_who_sends_what_is_not_finite_is_named_although_the_rule_would_hide_it(rule, caplog):
+async def test_bad_values_are_named_although_rules_hide_them(rule, caplog):
     async def send_unchecked(session, tensors, infos):
         async def believe(*_):
             return True
@@ -310,7 +310,7 @@ LIAR_CALLS_ONLY = [CLIENT, *[NODE] * 4]
 
 @pytest.mark.parametrize("factor", [0.01, 0.9])
 @alone_in_virtual_time
-async def test_who_sends_more_than_it_told_is_left_out_and_named(monkeypatch, caplog, factor):
+async def test_sending_more_than_announced_is_ignored_and_named(monkeypatch, caplog, factor):
     tensors = make_tensors(5, liars=(LIAR,))
     before = [flat(each) for each in tensors]
 
@@ -335,9 +335,9 @@ async def test_who_sends_more_than_it_told_is_left_out_and_named(monkeypatch, ca
     counted = float(before[LIAR][~is_without].norm()) / float(before[LIAR].norm())
     assert counted <= 1.01 * factor
     assert counted > 0.5 * factor or factor < 0.5
-    warnings = warnings_of(caplog, "has sent values whose norm is")
+    warnings = warnings_of(caplog, "has sent values with a norm of at least")
     assert len(warnings) == 4
-    assert all(str(liar.p2p.peer_id) in text and "told" in text for text in warnings)
+    assert all(str(liar.p2p.peer_id) in text and "announced" in text for text in warnings)
     assert [node.p2p.metrics.members_untrue for node in swarm.nodes] == [0, 1, 1, 1, 1]
     # The next round is one of the others.
     tensors[LIAR][0].fill_(7.0)
@@ -347,7 +347,7 @@ async def test_who_sends_more_than_it_told_is_left_out_and_named(monkeypatch, ca
 
 
 @alone_in_virtual_time
-async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatures(monkeypatch, caplog):
+async def test_contradicting_norms_are_proven_by_their_signatures(monkeypatch, caplog):
     """To each of them it says that this one's share is all that there is: nobody sees that more than that comes."""
     tensors = make_tensors(5, liars=(LIAR,))
     deliver = Delivery.run
@@ -364,7 +364,7 @@ async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatu
     liar, honest = swarm.nodes[LIAR], swarm.nodes[1:]
     assert all(torch.equal(flat(each), flat(tensors[1])) for each in tensors)
     await until(lambda: all(node.p2p.metrics.members_untrue for node in honest))
-    named = warnings_of(caplog, "has told different members different norms of its vector")
+    named = warnings_of(caplog, "has announced different norms of its vector to different members")
     assert len(named) == 4, "the coordinator has shown the proof to all"
     assert all(str(liar.p2p.peer_id) in text for text in named)
     controls = await run_round(swarm, nodes=honest)
@@ -374,7 +374,7 @@ async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatu
 
 @pytest.mark.parametrize("lie", ["no norms", "too few", "not signed", "of another round"])
 @in_virtual_time
-async def test_who_tells_no_norms_of_its_own_takes_no_part(monkeypatch, lie):
+async def test_member_without_own_norms_takes_no_part(monkeypatch, lie):
     tensors = make_tensors(5, liars=(LIAR,))
     before = [flat(each) for each in tensors]
     deliver = Delivery.run
@@ -436,7 +436,7 @@ def test_members_without_values_and_other_rules_need_no_norms():
     book, _ = make_book([])
     assert [book.is_needed_of(member) for member in range(3)] == [True, True, False]
     book.take_claim(2, [], b"")
-    with pytest.raises(ProtocolError, match="told 0 norms for 3 members"):
+    with pytest.raises(ProtocolError, match="announced 0 norms for 3 members"):
         book.take_claim(1, [], b"")
     for rule in (None, TrimmedMean(0.2)):
         book, _ = make_book([], rule)

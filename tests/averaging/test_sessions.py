@@ -132,7 +132,7 @@ async def test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything(l
 
 @pytest.mark.parametrize("leavers", [{0}, {1}, {2}, {0, 1}, {2, 3}], ids=str)
 @alone_in_virtual_time
-async def test_who_has_left_before_the_round_is_no_member_of_its_result(leavers):
+async def test_member_that_left_early_is_not_in_result(leavers):
     """Only one member has something to reduce. The coordinator may be another one, which waits for nobody's parts."""
     swarm = Swarm()
 
@@ -300,7 +300,7 @@ async def test_one_member_takes_few_of_the_places_for_early_calls():
     calls = [asyncio.ensure_future(rounds.find(each, greedy, patience=60)) for each in unknown]
     await asyncio.sleep(0)
     assert [call.done() for call in calls] == [False] * MAX_UNKNOWN_ROUNDS + [True]
-    with pytest.raises(AllreduceException, match="means 8 rounds already"):
+    with pytest.raises(AllreduceException, match="already waits for 8 rounds"):
         calls[-1].result()
     # Calls of the same round, over which it spreads what it sends, and those of other members still wait.
     more = [asyncio.ensure_future(rounds.find(*each, patience=60)) for each in ((unknown[0], greedy), (GROUP, PEER))]

@@ -150,7 +150,7 @@ async def test_peers_without_token_fail_at_start():
 
 
 @in_virtual_time
-async def test_who_loses_membership_is_told_by_each_call():
+async def test_former_member_is_told_by_each_call():
     swarm, authority = Swarm(), Authority()
     authorizers = [Member(authority, lifetime=60.0) for _ in range(3)]
     nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]

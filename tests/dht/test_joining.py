@@ -148,7 +148,7 @@ async def test_one_objecting_peer_keeps_nobody_out():
 
 
 @in_virtual_time
-async def test_who_says_that_it_is_public_must_be():
+async def test_peer_that_claims_to_be_public_must_be():
     swarm = Swarm()
     await swarm.node()
     p2p = await swarm.p2p(force_reachability="public")

@@ -105,7 +105,7 @@ async def test_later_nodes_join_one_that_started_alone(
     async with nodes() as start:
         first = await start_alone(start, monkeypatch)
         assert caplog.messages == [
-            "no peer is in the local network yet: starting alone. Whenever one appears, the two join"
+            "no peer is in the local network yet: starting alone. When one appears, the two join"
         ]
         second, third = await start(), await start()
         for node in (second, third):

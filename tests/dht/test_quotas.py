@@ -263,7 +263,7 @@ async def test_peers_of_one_public_network_share_a_quota():
 
 
 @in_virtual_time
-async def test_who_is_refused_is_named_once(caplog):
+async def test_refused_peer_is_named_once(caplog):
     here = some_records(records_of_size(4))
     for number in range(50):
         here.keep(plain(number), ALICE)

@@ -163,11 +163,11 @@ async def test_records_of_faster_clocks_spoil_nothing():
 
 
 @in_virtual_time
-async def test_who_wants_more_is_told_once(caplog, monkeypatch):
+async def test_too_long_lifetime_is_warned_of_once(caplog, monkeypatch):
     # Another test may have caused that line already.
     monkeypatch.setattr(store, "warn_seldom", Seldom(store.logger.warning))
     made = [make_record("key", None, 1, get_dht_time() + 1e9, CompositeValidator()) for _ in range(3)]
     assert {record.expiration_time for record in made} == {get_dht_time() + MAX_LIFETIME_SECONDS}
     [line] = [record.getMessage() for record in caplog.records]
-    assert "the record for key 'key' is to live 1000000000 s, over the limit of a day" in line
+    assert "the record for key 'key' would live 1000000000 s, over the limit of a day" in line
     assert make_record("key", None, 1, get_dht_time() + 60, CompositeValidator()).expiration_time == get_dht_time() + 60

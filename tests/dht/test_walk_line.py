@@ -66,7 +66,7 @@ async def _line() -> asyncio.Semaphore:
 
 
 @in_virtual_time
-async def test_who_is_cancelled_in_line_leaves_it():
+async def test_cancelled_walk_leaves_the_line():
     swarm = Swarm(seed=1)
     nodes = await swarm.grow(4)
     async with asyncio.TaskGroup() as group:

@@ -59,7 +59,7 @@ async def test_an_initial_peer_with_another_identity_is_reported_though_others_l
         node = await DHTNode.create(initial_peers=[good, wrong])
         await until(lambda: bool(caplog.messages))
         [line] = caplog.messages
-        assert line.startswith("an initial peer is another one than expected: /ip4/127.0.0.1/tcp/")
+        assert line.startswith("an initial peer is not the expected one: /ip4/127.0.0.1/tcp/")
         assert f"peer {first.peer_id} answers there, not {STRANGER}" in line
         await node.shutdown()
         await first.shutdown()

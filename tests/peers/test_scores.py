@@ -115,7 +115,7 @@ def test_of_two_that_are_alone_either_leads_for_longer(memory: Memory) -> None:
     assert memory.behaviour.may_lead(REDUCER)
 
 
-def test_who_fails_again_rests_twice_as_long(memory: Memory) -> None:
+def test_second_failure_doubles_the_rest(memory: Memory) -> None:
     memory.rounds(FAILURES_TO_LOSE_SHARE, withheld=[REDUCER])
     rest = 10.0 / SHARE_WASTED
     for _ in range(20):
@@ -216,7 +216,7 @@ def test_a_coordinator_that_got_stuck_does_not_lead_for_a_while(memory: Memory) 
     assert memory.behaviour.may_lead(FRIEND)
 
 
-def test_who_breaks_off_a_short_round_is_not_worth_a_line(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_breaking_off_a_short_round_is_not_logged(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     memory.rounds(1, withheld=[REDUCER], seconds=1.0)
     assert memory.behaviour.share_of(REDUCER) == 0.5
     assert not caplog.records

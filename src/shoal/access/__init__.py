@@ -1,2 +1,2 @@
-"""Who may take part in a private run: peers show :mod:`~.badges`, made from :mod:`~.tokens`; :mod:`~.membership`
-judges."""
+"""Access to a private run: users get :mod:`~.tokens`, peers show :mod:`~.badges` made from them, and
+:mod:`~.membership` decides which peers to accept."""

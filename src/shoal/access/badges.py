@@ -1,15 +1,14 @@
 """Badges: chains of signatures from the key of a run to the key of a peer.
 
-A run with a key is private. The key's public half is the run's identity; who holds the secret half can grant access::
+A run with a key is private. The public half of the key identifies the run; the secret half grants access::
 
     run key ──signs──► grant to a delegate ──signs──► grant to a peer      = the peer's badge, 1 to 3 grants
 
-A grant says to which key it is given, for which roles, and until when. Roles only shrink along the chain, and the
-earliest end counts. Granting further needs the role ``ISSUE``. Each signature covers the run key, which the
-badge itself does not contain: who does not know the key cannot tell for which run a badge is.
+A grant names the key that gets access, its roles, and the expiry. Roles only shrink along the chain, and the earliest
+expiry counts. Granting to others needs the role ``ISSUE``. Each signature covers the run key, which the badge itself
+does not contain, so a badge does not reveal its run to a peer that does not know the key.
 
-What was granted is taken back by a :class:`RevocationList`, signed by the run key. A key on it is worth nothing, and
-neither is what it has granted.
+A :class:`RevocationList`, signed by the run key, takes access back. A key on it is void, and so are all of its grants.
 
 Everything here is a plain value: no network, no clock.
 """
@@ -32,6 +31,7 @@ from shoal.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, Pe
 
 # Chosen: the run key, a delegate and a guest of it. Each grant takes about 200 bytes.
 MAX_GRANTS = 3
+# Derived: ``MAX_GRANTS`` grants, with room.
 MAX_BADGE_BYTES = 1024
 # Keys on a list of revocations. Chosen: the list takes 140 kB, and a message has at most a megabyte.
 MAX_REVOKED = 4096
@@ -40,7 +40,7 @@ GRANT_PURPOSE, REVOCATION_PURPOSE = "shoal grant 1", "shoal revocations 1"
 
 _Key = Annotated[bytes, Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
 _Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
-# DHT time, until the year 3000: later times cannot be written as dates everywhere.
+# The latest DHT time, in the year 3000 (chosen): not every system can format later dates.
 MAX_SECONDS = 32_503_680_000
 _Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 
@@ -53,9 +53,9 @@ class Roles(IntFlag):
     RELAY = 2
     """Help others to find each other: be a node of the DHT, and store records."""
     MONITOR = 4
-    """Read the DHT, and what peers tell of themselves."""
+    """Read the DHT, and the reports of peers about themselves."""
     ISSUE = 8
-    """Grant others what it may do itself."""
+    """Grant its own roles to others."""
 
 
 ANY_ROLE = Roles.TRAIN | Roles.RELAY | Roles.MONITOR | Roles.ISSUE
@@ -66,7 +66,7 @@ ROLES_BY_NAME = {
     "monitor": Roles.MONITOR,
     "issue": ANY_ROLE,
 }
-"""What can be granted, by the name of the highest role."""
+"""The roles that can be granted, by the name of the highest role."""
 
 
 def name_of(roles: Roles) -> str:
@@ -86,22 +86,22 @@ class Grant(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     expires: _Seconds
     """DHT time."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-    """For people: the name of the holder."""
+    """The name of the holder, for people."""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
     def signed_bytes(self, run_key: bytes) -> bytes:
-        """What the issuer signs."""
+        """The bytes that the issuer signs."""
         fields = [GRANT_PURPOSE, run_key, self.issuer, self.subject, self.roles, self.expires, self.name]
         return msgspec.msgpack.encode(fields)
 
 
 Chain = tuple[Grant, ...]
-"""Grants, each one signed by the subject of the one before, the first one by the run key."""
+"""Grants, each signed by the subject of the one before; the first is signed by the run key."""
 
 
 @dataclass(frozen=True)
 class Badge:
-    """What a valid badge says."""
+    """The content of a valid badge."""
 
     peer: PeerID
     roles: Roles
@@ -109,7 +109,7 @@ class Badge:
     """DHT time."""
     name: str
     keys: frozenset[bytes]
-    """The keys of the chain, the peer's own included; if one of them is revoked, the badge is worth nothing."""
+    """The keys of the chain, including the peer's own. If one of them is revoked, the badge is void."""
 
 
 def grant(
@@ -119,8 +119,8 @@ def grant(
 
     Args:
         run_key: the public half of the run's key.
-        chain: leads from the run key to the issuer; empty if the issuer is the run key.
-        expires: DHT time; the chain may end earlier.
+        chain: the chain from the run key to the issuer; empty if the issuer is the run key.
+        expires: DHT time; the chain may expire earlier.
 
     Raises:
         ValueError: the chain would be too long, the name is too long, or the issuer may not grant this.
@@ -142,17 +142,17 @@ def grant(
 
 
 def encode_badge(chain: Chain) -> bytes:
-    """The badge as it is shown to others."""
+    """The badge in the form that is shown to others."""
     return msgspec.msgpack.encode(chain)
 
 
 _decoder = msgspec.msgpack.Decoder(Annotated[list[Grant], Meta(min_length=1, max_length=MAX_GRANTS)])
 
 
-# A signature takes a tenth of a millisecond to check.
+# Cached, because checking a signature takes a tenth of a millisecond.
 @functools.lru_cache(MOST)
 def read_badge(run_key: bytes, data: bytes) -> Badge:
-    """Check the signatures of a badge. Whether it has expired or is revoked is another question.
+    """Check the signatures of a badge, but not whether it has expired or is revoked.
 
     Raises:
         NotAMemberError: it is no valid badge of this run.
@@ -192,12 +192,12 @@ def badge_of(run_key: bytes, chain: Chain) -> Badge:
 
 
 class RevocationList(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All keys that are worth nothing any more. A list with a higher serial number replaces the others."""
+    """All revoked keys. A list with a higher serial number replaces the others."""
 
     serial: Annotated[int, Meta(ge=1, lt=2**53)]
     keys: Annotated[list[_Key], Meta(max_length=MAX_REVOKED)]
     time: _Seconds
-    """When it was made, DHT time."""
+    """When it was made, in DHT time."""
     signature: _Signature
 
     @staticmethod
@@ -209,16 +209,16 @@ class RevocationList(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
         """Revoke keys, in addition to those of the previous list.
 
         Raises:
-            ValueError: more keys than a list can have.
+            ValueError: there are more keys than a list can have.
         """
         all_keys = sorted({*keys, *(() if previous is None else previous.keys)})
         if len(all_keys) > MAX_REVOKED:
-            raise ValueError(f"at most {MAX_REVOKED} keys can be revoked: begin a new run key with `shoal token new`")
+            raise ValueError(f"at most {MAX_REVOKED} keys can be revoked: make a new run key with `shoal token new`")
         serial = 1 if previous is None else previous.serial + 1
         return cls(serial, all_keys, time, run.sign(cls._signed(run.public_key, serial, all_keys, time)))
 
     def to_bytes(self) -> bytes:
-        """The form in which it travels."""
+        """The list as it travels."""
         return msgspec.msgpack.encode(self)
 
     @classmethod

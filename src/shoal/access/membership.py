@@ -1,10 +1,11 @@
 """What a peer of a private run shows to others, and which peers it accepts.
 
-Both sides of a connection show their badges in the handshake, see :mod:`~shoal.net.tcp.handshake`. The dialler judges
-the listener before it proves who it is. The listener judges the dialler before it reads anything else, and tells it the
-reason if it is refused. Later calls on the connection only compare roles and times, see :meth:`Membership.check`.
+Both sides of a connection show their badges in the handshake, see :mod:`~shoal.net.tcp.handshake`. The dialler checks
+the listener's badge before it proves its own identity. The listener checks the dialler's badge before it reads anything
+else, and tells it the reason of a refusal. Later calls on the connection only compare roles and times, see
+:meth:`Membership.check`.
 
-A peer of an open run has no membership. It shows no badge, and accepts everybody but peers of private runs.
+A peer of an open run has no membership. It shows no badge, and accepts all peers except those of private runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shoal.peers.identity import Identity, PeerID
 
 logger = logging.getLogger(__name__)
 
-# The list of revocations that is kept beside a token file has its name and this ending.
+# The file name of the revocation list beside a token file: the name of that file, and this suffix.
 REVOKED_SUFFIX = ".revoked"
 ADVICE = "`shoal token show` tells what a token allows; ask who has invited you for a new one"
 
@@ -44,10 +45,10 @@ class Membership:
     """A peer's place in a private run.
 
     Args:
-        token: what the user was given.
-        identity: of the peer.
+        token: the user's token.
+        identity: the identity of this peer.
         clock: tells the DHT time.
-        metrics: counts who was refused.
+        metrics: counts refused peers.
 
     Raises:
         P2PDaemonError: the token is for another peer.
@@ -58,11 +59,11 @@ class Membership:
         self.run_key = token.run_key
         self.clock = clock
         self.revocations: RevocationList | None = None
-        """The newest list of keys that are worth nothing any more."""
+        """The newest list of revoked keys."""
         self._revoked: frozenset[bytes] = frozenset()
         self._identity = identity
         self._metrics = metrics
-        # A refused peer tries again and again: once an hour is enough for the user.
+        # A refused peer tries again and again, so warn at most once an hour.
         self._warn_seldom = Seldom(logger.warning, 3600.0)
         self._chain: Chain = token.chain_for(identity, clock.time())
         self._shown = encode_badge(self._chain)
@@ -94,10 +95,10 @@ class Membership:
     # --- this peer ----------------------------------------------------------------------------------------------------
 
     def shown_badge(self) -> bytes:
-        """The badge to show now. A peer that grants itself badges gets a new one when half of its time is over."""
+        """The badge to show now. A peer that grants itself badges renews its badge after half of the lifetime."""
         if self.token.signer is not None:
             left = self._chain[-1].expires - self.clock.time()
-            # More is left than there can be if the clock was set back: then others might not believe the badge.
+            # If more is left than the lifetime, the clock was set back, and others might not accept the badge.
             if not OWN_BADGE_SECONDS / 2 < left <= OWN_BADGE_SECONDS + 1:
                 self._renew()
         return self._shown
@@ -118,8 +119,8 @@ class Membership:
         """Judge the badge that a peer has shown in the handshake.
 
         Args:
-            peer: whose identity has been proven.
-            dialled: this peer has dialled, perhaps to learn the DHT time.
+            peer: the peer, whose identity has been proven.
+            dialled: whether this peer has dialled, perhaps to learn the DHT time.
 
         Raises:
             NotAMemberError: it is not accepted.
@@ -135,7 +136,7 @@ class Membership:
         return badge
 
     def check(self, badge: Badge | None, roles: Roles, *, dialled: bool) -> None:
-        """Check that a connection may still be used, and for calls that need one of these roles of its other side.
+        """Check that a connection may still be used for calls that need one of these roles of the other side.
 
         Raises:
             NotAMemberError: it may not.
@@ -163,20 +164,20 @@ class Membership:
     def has_expired(self, badge: Badge, *, dialled: bool) -> bool:
         """Whether a badge has expired, as far as this peer can tell.
 
-        The clock of a newcomer may be years off. It checks again as soon as others have told it the time.
+        A newcomer's clock may be years off. The newcomer checks again when others have told it the time.
         """
         knows_time = bool(self.clock.samples) if dialled else not self.clock.is_joining
         return knows_time and self.seconds_left(badge) < 0
 
     def seconds_left(self, badge: Badge) -> float:
-        """Until a badge has expired; negative afterwards."""
+        """The seconds until a badge expires; negative afterwards."""
         return badge.expires + TOLERANCE_SECONDS - self.clock.time()
 
     def is_revoked(self, badge: Badge) -> bool:
         return bool(self._revoked) and not self._revoked.isdisjoint(badge.keys)
 
     def check_own(self, roles: Roles) -> None:
-        """Check that this peer's own role is enough for a call, before another peer is troubled.
+        """Check that this peer's own role allows a call, before the call is made.
 
         Raises:
             NotAMemberError: it is not.
@@ -187,12 +188,12 @@ class Membership:
             raise NotAMemberError(text, reason="wrong role")
 
     def note_refused(self, peer: PeerID, error: NotAMemberError) -> None:
-        """Another peer has refused this one: tell the user."""
+        """Warn the user that another peer has refused this one."""
         if error.reason != "wrong role":
             self._warn_seldom("%s", one_line(str(error)), about=peer)
 
     def note_stranger(self, peer: PeerID, error: NotAMemberError) -> None:
-        """Another peer was refused by this one: tell the user."""
+        """Warn the user that this peer has refused another one."""
         self._warn_seldom(
             "peer %s was refused: %s. If it belongs to this run, give it a token: shoal token invite",
             peer,
@@ -204,7 +205,7 @@ class Membership:
 
     @property
     def serial(self) -> int:
-        """Of the newest list of revocations; 0 if there is none."""
+        """The serial number of the newest revocation list; 0 if there is none."""
         return 0 if self.revocations is None else self.revocations.serial
 
     def adopt(self, found: RevocationList) -> bool:
@@ -218,7 +219,7 @@ class Membership:
 
 
 def kept_revocations(path: Path, run_key: bytes) -> RevocationList | None:
-    """The list that is kept beside a token file, or ``None``.
+    """The revocation list beside a token file, or ``None``.
 
     Raises:
         P2PDaemonError: the file does not hold a list of this run.
@@ -238,7 +239,7 @@ def date(moment: float) -> str:
 
 
 def describe_roles(roles: Roles) -> str:
-    """In words, that one of these roles is needed."""
+    """These roles in words, as alternatives."""
     return " or ".join(str(role.name).lower() for role in Roles if role in roles)
 
 

@@ -1,16 +1,16 @@
-"""Tokens: what a user is given to take part in a private run, as a line of text or a file.
+"""Tokens: the line of text or file that lets a user take part in a private run.
 
 ===================  =========================  ====================================================================
 text                 holds                      use
 ===================  =========================  ====================================================================
-``shoal-run-…``      the secret key of the run  a run among friends: everybody who has it grants itself a badge
-``shoal-invite-…``   a delegate's key and its   an invitation for any number of guests, whose peer ids nobody needs
-                     grant                      to know; a guest grants itself a badge
+``shoal-run-…``      the secret key of the run  a run among friends: each peer that has it grants itself a badge
+``shoal-invite-…``   a delegate's key and its   an invitation for any number of guests, whose peer ids need not be
+                     grant                      known; a guest grants itself a badge
 ``shoal-badge-…``    a badge for one peer id    no secret; needs the identity file of that peer
 ===================  =========================  ====================================================================
 
-After the prefix comes base58 of a small msgpack array and of the first bytes of its SHA-256, so that a text with a
-missing or wrong character is told from a good one.
+The prefix is followed by the base58 form of a small msgpack array and the first bytes of its SHA-256, which reveal a
+missing or wrong character.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from shoal.errors import NotAMemberError, P2PDaemonError, make_private
 from shoal.peers.identity import NEW_BINARY_FILE, PUBLIC_KEY_BYTES, Identity, PeerID
 
 RUN, INVITATION, BADGE = "shoal-run-", "shoal-invite-", "shoal-badge-"
-CHECKSUM_BYTES = 4
-# The time to decode grows with the square of the length.
+CHECKSUM_BYTES = 4  # chosen: misses one damaged text in four billion
+# Chosen: the time to decode grows with the square of the length.
 MAX_TEXT_CHARACTERS = 2048
 DAY = 24 * 60 * 60
-# How long a badge lasts that its owner has granted itself; it renews it in time.
+# The lifetime of a badge that its owner has granted itself (chosen); the owner renews it in time.
 OWN_BADGE_SECONDS = 30 * DAY
 
 KINDS = {
@@ -81,9 +81,9 @@ class Token:
     chain: Chain
     """From the run key to the signer, or to the peer of a badge."""
     signer: Identity | None
-    """Who grants badges: the run or a delegate. A badge has none."""
+    """The run or delegate that grants badges. A badge has no signer."""
     roles: Roles
-    """What its holder may do."""
+    """The roles of its holder."""
 
     @classmethod
     def new_run(cls, name: str) -> Token:
@@ -99,12 +99,12 @@ class Token:
 
     @property
     def run(self) -> str:
-        """The run in a few characters: its name, and the beginning of its key."""
+        """A short form of the run: its name, and the start of its key."""
         return f"{self.run_name} ({base58.b58encode(self.run_key).decode()[:8]})"
 
     @property
     def content(self) -> Badge | None:
-        """What its chain says; ``None`` for the key of a run."""
+        """The badge of its chain; ``None`` for the key of a run."""
         return badge_of(self.run_key, self.chain) if self.chain else None
 
     @property
@@ -130,7 +130,7 @@ class Token:
         try:
             raw = base58.b58decode(text[len(kind) :])
         except ValueError:
-            raise ValueError("the token contains a character that no token has: copy the whole text again") from None
+            raise ValueError("the token contains an invalid character: copy the whole text again") from None
         packed, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
         if checksum != _checksum(kind, packed):
             raise ValueError("the token is damaged, a character is missing or wrong: copy the whole text again")
@@ -178,10 +178,10 @@ class Token:
         """A token for others: an invitation, or with ``peer`` a badge for this peer alone.
 
         Args:
-            roles: what its holder may do.
+            roles: the roles of the new holder.
             expires: DHT time.
-            name: for people: the holder. Peers that meet the holder can read it.
-            holder: of this token; only needed if it is a badge.
+            name: the name of the new holder, for people. Peers that meet the holder can read it.
+            holder: the identity of this token's holder; only needed if this token is a badge.
 
         Raises:
             ValueError: this token does not allow that.
@@ -207,7 +207,7 @@ class Token:
         """The badge of a peer that has this token: the one in it, or a new one that the peer grants itself.
 
         Raises:
-            P2PDaemonError: this badge is for another peer.
+            P2PDaemonError: the badge in it is for another peer.
         """
         if self.signer is not None:
             expires = int(now) + OWN_BADGE_SECONDS

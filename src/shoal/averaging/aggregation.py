@@ -1,16 +1,16 @@
 """Aggregation rules: how the values of several members become one.
 
-The default is the weighted mean. With it, a single member that sends its gradient times -100 decides the result. The
-rules here bound what a minority can do. All members of a group must use the same rule.
+The default is the weighted mean, with which a single member that sends its gradient times -100 decides the result. The
+rules here bound the influence of a minority. All members of a group must use the same rule.
 
 =========================  ===========================================================================================
-:class:`ClipToMedianNorm`  cuts every vector to the length of the median member's vector; try this one first
+:class:`ClipToMedianNorm`  clips every vector to the norm of the median member's vector; try this one first
 :class:`CenteredClip`      lets no member pull the average further than a given radius
-:class:`TrimmedMean`       leaves out the largest and the smallest of each value
+:class:`TrimmedMean`       for each value, leaves out the largest and the smallest members
 =========================  ===========================================================================================
 
-To write your own rule, subclass :class:`Aggregation` and define ``combine``. How a reducer applies a rule is in
-:mod:`shoal.averaging.round.combining`.
+To write your own rule, subclass :class:`Aggregation` and define ``combine``.
+:mod:`shoal.averaging.round.combining` applies a rule at a reducer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 
 __all__ = ["Aggregation", "CenteredClip", "ClipToMedianNorm", "TrimmedMean"]
 
-# The median of two norms is the smaller one. With two members a liar could choose it alone.
+# Derived: the lower median of two norms is the smaller one, so one of two members could choose it alone.
 FEWEST_TO_CLIP = 3
-# CenteredClip stops when a step is not longer than this.
+# CenteredClip stops when a step is not longer than this (chosen).
 SMALLEST_STEP = 1e-6
-# CenteredClip cuts values to this: their squares add up to a number, and such vectors are cut to τ anyway.
+# CenteredClip clips values to this (chosen): the sum of their squares is finite, and τ clips such vectors anyway.
 LARGEST_OFFSET = 1e140
 
 
@@ -36,13 +36,12 @@ def weighted_mean(
 ) -> torch.Tensor | None:
     """The weighted mean of equally shaped tensors, in their own type; ``None`` if all weights are 0.
 
-    It is summed in float32 or wider. Values with weight 0 are left out, even if they are NaN. Weights may be of any
-    size.
+    The sum is in float32 or wider. Values with weight 0 are left out, even if they are NaN. Weights may be of any size.
 
     Args:
-        values: one tensor of each member.
-        weights: of the same members, each 0 or more.
-        factors: multiply the values of each member, but not its weight; ``None``: 1 for all.
+        values: one tensor per member.
+        weights: one per member, each 0 or more.
+        factors: one per member, applied to its values but not to its weight; ``None``: 1 for all.
     """
     largest = max(weights, default=0.0)
     if largest == 0:
@@ -68,7 +67,7 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_type(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A result converted back to the type of its inputs; for integer types it is rounded, not cut off."""
+    """A result converted back to the type of its inputs; for integer types it is rounded, not truncated."""
     if not (dtype.is_floating_point or dtype.is_complex):
         result = result.round_()
     return result.to(dtype)
@@ -77,14 +76,14 @@ def as_type(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Aggregation:
     """Base class of the rules.
 
-    A rule must give the same result for the same arguments, and depend on nothing else: a part may be averaged again by
-    another member. Of large parts it runs in a thread beside the event loop, for one part of a round after another.
+    A rule must give the same result for the same arguments, and depend on nothing else: another member may average a
+    part again. For large parts it runs in a thread beside the event loop, one part of a round after another.
     """
 
     needs_norms: ClassVar[bool] = False
-    """Members announce the norms of their vectors before they send them, because :meth:`factors` needs them."""
+    """Whether members announce the norms of their vectors before they send them, because :meth:`factors` needs them."""
     ignores_weights: ClassVar[bool] = False
-    """Every member counts the same, however many samples it has; a member with weight 0 is still left out."""
+    """Whether every member counts the same, however many samples it has. A member with weight 0 is still left out."""
 
     def combine(self, values: torch.Tensor, weights: torch.Tensor, share: float) -> torch.Tensor:
         """The average of one part of the vector.
@@ -104,8 +103,8 @@ class Aggregation:
         """The factor for each member's vector, applied before :meth:`combine`. Called only if ``needs_norms`` is set.
 
         Args:
-            norms: the norm of each member's whole vector, for all members whose weight is above 0.
-            weights: of the same members.
+            norms: the norm of each member's whole vector, for all members with a weight above 0.
+            weights: the weights of these members.
         """
         return [1.0] * len(norms)
 
@@ -115,9 +114,9 @@ class Aggregation:
         """Apply :meth:`combine` to tensors of any type; returns ``None`` if all weights are 0.
 
         Args:
-            values: one tensor of each member, all of the same shape.
-            weights: of the same members.
-            factors: the result of :meth:`factors`, for the same members.
+            values: one tensor per member, all of the same shape.
+            weights: one per member.
+            factors: the result of :meth:`factors` for these members.
             share: as in :meth:`combine`.
 
         Raises:
@@ -133,7 +132,7 @@ class Aggregation:
                 :, None
             ]
         if dtype.is_complex:
-            # Rules see real numbers only: the real and imaginary parts count as values of their own.
+            # Rules see real numbers only. Real and imaginary parts count as separate values.
             rows = torch.view_as_real(rows).flatten(1)
         counts = torch.tensor([weight for _, weight, _ in kept], dtype=torch.float64, device="cpu")
         counts /= counts.max()  # otherwise their sum may overflow
@@ -168,7 +167,7 @@ def check_aggregation(name: str, rule: object) -> None:
 
 
 class ClipToMedianNorm(Aggregation):
-    """The weighted mean after every vector has been cut to the length of the median member's vector.
+    """The weighted mean after every vector has been clipped to the norm of the median member's vector.
 
     Each vector counts as x_i · min(1, median_k ‖x_k‖ / ‖x_i‖). The norms are those of whole vectors, so the result does
     not depend on how vectors are cut into parts. There is nothing to tune. The median is weighted; if it falls between
@@ -186,12 +185,12 @@ class ClipToMedianNorm(Aggregation):
     def aggregate(
         self, values: Sequence[torch.Tensor], weights: Sequence[float], factors: Sequence[float], share: float
     ) -> torch.Tensor | None:
-        # The mean adds up one tensor after another, so it needs no stacked copy of all of them.
+        # The mean adds one tensor after another, so it needs no stacked copy of all of them.
         return weighted_mean(values, weights, factors)
 
 
 def lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted median, the lower one of two. Weights are above 0.
+    """The weighted lower median. Weights are above 0.
 
     It is the smallest value such that it and all smaller ones together have at least half of the total weight.
     """
@@ -208,7 +207,7 @@ def lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
 class TrimmedMean(Aggregation):
     """For each value, the mean of the members without the largest and the smallest ones.
 
-    It ignores weights: a member with one sample counts as much as one with a thousand. Otherwise liars would give
+    It ignores weights, so a member with one sample counts as much as one with a thousand; otherwise liars would give
     themselves large weights. Yin et al., 2018, https://arxiv.org/abs/1803.01498
 
     Args:
@@ -228,7 +227,7 @@ class TrimmedMean(Aggregation):
 
     def combine(self, values: torch.Tensor, weights: torch.Tensor, share: float) -> torch.Tensor:
         members = len(values)
-        # In floating point 0.29 · 100 is a little below 29, and would be rounded down to 28.
+        # In floating point, 0.29 · 100 is slightly below 29 and would be rounded down to 28.
         trimmed = math.floor(self.fraction * members + 1e-9)
         return in_order(values)[trimmed : members - trimmed].mean(0)
 
@@ -255,14 +254,14 @@ class CenteredClip(Aggregation):
 
     def __init__(self, tau: float, iterations: int = 20) -> None:
         if not 0 < tau < math.inf:
-            raise ValueError(f"tau is the length of a vector and must be above 0, got {tau!r}")
+            raise ValueError(f"tau is the norm of a vector and must be above 0, got {tau!r}")
         if iterations < 1:
             raise ValueError(f"CenteredClip needs at least one iteration, got {iterations!r}")
         self.tau, self.iterations = float(tau), int(iterations)
 
     def combine(self, values: torch.Tensor, weights: torch.Tensor, share: float) -> torch.Tensor:
         ordered, members = in_order(values.clone()), len(values)
-        # Halved before they are added: the sum of two huge values may overflow.
+        # Halve before adding, because the sum of two huge values may overflow.
         start = ordered[(members - 1) // 2] * 0.5 + ordered[members // 2] * 0.5
         del ordered
         offsets = values.sub_(start)
@@ -274,7 +273,7 @@ class CenteredClip(Aggregation):
     def _weigh(self, gram: torch.Tensor, weights: torch.Tensor, tau: float) -> torch.Tensor:
         """The point v that the steps reach, as one coefficient for each member's offset from the start.
 
-        Every vector here is a linear combination of the offsets. So its length follows from the inner products of the
+        Every vector here is a linear combination of the offsets. So its norm follows from the inner products of the
         offsets (``gram``), and no step has to read the values again.
         """
         moved, members = torch.zeros_like(weights), torch.eye(len(weights), dtype=weights.dtype, device="cpu")
@@ -289,7 +288,7 @@ class CenteredClip(Aggregation):
         return moved
 
 
-# Rows are sorted and multiplied in pieces of this many values, which stay in the processor's cache.
+# Rows are sorted and multiplied in pieces of this many values (chosen), which stay in the processor's cache.
 PIECE = 2**14
 
 

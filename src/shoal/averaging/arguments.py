@@ -13,9 +13,10 @@ from shoal.averaging.messages import MAX_BANDWIDTH
 from shoal.compression import CompressionBase
 from shoal.compression.one_result import Relayed
 
-# A member is given up after this many seconds of silence, unless the user has set a limit: TCP repairs lines sooner.
+# A member is given up after this many seconds of silence, unless the user has set a limit. Chosen: TCP recovers a lossy
+# line sooner.
 DEFAULT_STALL_TIMEOUT = 30.0
-# The most settings of the user's own; peers refuse those that name more settings than there can be.
+# The most settings of the user's own. Chosen: peers refuse a peer that names more than ``MAX_SETTINGS`` in total.
 MOST_AGREED = 16
 
 
@@ -50,11 +51,11 @@ class AveragerConfig:
     """When this many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
     quorum_grace: float = 3.0
     phases: str = "one"
-    """What is done in a group, in words; the same in all members."""
+    """The phases of a step, in words; the same in all members."""
     tags: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By tag, the indices of the tensors that are averaged under it; empty: all tensors, without a tag."""
     aggregation: Aggregation | None = None
-    """How the values of several members become one; ``None``: their mean."""
+    """The rule that combines the values of several members; ``None``: their mean."""
     agreement: Mapping[str, str] = field(default_factory=dict)
     """Further settings that must be the same in all peers, by name."""
     state_download_rate: float = math.inf
@@ -80,7 +81,7 @@ class AveragerConfig:
             )
 
     def lane_prefix(self, tag: str) -> str:
-        """Prefix of the keys under which averagers look for groups for this tag."""
+        """The prefix of the keys under which averagers look for groups for this tag."""
         return f"{self.prefix}:{tag}" if tag else self.prefix
 
 
@@ -88,7 +89,7 @@ def check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple
     """Check tags, and return them.
 
     Args:
-        tags: by name, the indices of its tensors.
+        tags: by name of a tag, the indices of its tensors.
         count: the number of averaged tensors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The averager that users hold. The work is done in the event loop, by :mod:`shoal.averaging.node`."""
+"""The averager that users hold. :mod:`shoal.averaging.node` does its work in the event loop."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ Infos = Sequence[CompressionInfo]
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """The same method, but it does not keep its object alive: the loop must not keep what the user has dropped."""
+    """The same method without a reference to its object, so that the loop does not keep a dropped averager alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         alive = weak()
         if alive is None:
-            raise ReactorError("this averager does not exist any more")
+            raise ReactorError("this averager no longer exists")
         result: T = alive(*args, **kwargs)
         return result
 
@@ -62,13 +62,13 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 class DecentralizedAverager(Facade):
     """Averages a list of tensors with other peers that do the same under the same prefix.
 
-    A step finds a group of peers, then every member of the group ends with the weighted mean of all members' tensors.
-    Without lossy compression all members end with the same bits.
+    A step finds a group of peers; then every member of the group gets the weighted mean of all members' tensors.
+    Without lossy compression all members get the same bits.
 
     Args:
         averaged_tensors: tensors to average in place; leaves of autograd. Use them inside :meth:`get_tensors`.
-        dht: the table in which averagers find each other.
-        start: begin to answer other averagers at once; otherwise call :meth:`run_in_background` later.
+        dht: the DHT in which averagers find each other.
+        start: start to answer other averagers at once; otherwise call :meth:`run_in_background` later.
         prefix: name of the run; averagers with different prefixes never meet. No dots.
         target_group_size: close a group at this size; ``None``: no limit.
         min_group_size: smaller groups do not start.
@@ -88,7 +88,7 @@ class DecentralizedAverager(Facade):
         tensor_infos: a description of each tensor for the codecs.
         bandwidth: relative speed of this peer's network; 0: let others reduce; ``None``: the mean of the others.
         min_vector_size: members that would reduce fewer values reduce none.
-        auxiliary: help to reduce, without data of its own.
+        auxiliary: help to reduce, without own data.
         allow_state_sharing: let newcomers download this averager's state. Default: yes, unless client or auxiliary.
         declare_state_period: seconds between renewals of that offer.
         client_mode: only connect to others and accept no connections. Default: the DHT's setting.
@@ -96,15 +96,15 @@ class DecentralizedAverager(Facade):
         averaging_expiration: old name of ``min_matchmaking_time``.
         quorum: do not wait for all members. When this many members of a group have sent their tensors, the others have
             ``quorum_grace`` seconds left; then the round ends without the parts that they have not sent. Members that
-            come later get the result. ``None``: wait for all that live. The same in all peers.
-        quorum_grace: the seconds of grace in a round with a ``quorum``.
-        tags: for averagers that do not average everything at once: names, and for each the indices of the tensors that
-            a step with this name averages. Steps with different tags may run at the same time, so no tensor may have
-            two tags. The same in all peers.
-        aggregation: how the values of all members become one, see :mod:`shoal.averaging.aggregation`; ``None``: their
-            weighted mean. The same in all peers.
-        agreement: further settings by name, such as what is trained on. A peer with other values of them gets neither
-            into a group nor a state, and both sides are told.
+            come later get the result. ``None``: wait for all living members. The same in all peers.
+        quorum_grace: the grace period in seconds of a round with a ``quorum``.
+        tags: for averagers that do not average everything at once: by name, the indices of the tensors that a step with
+            this name averages. Steps with different tags may run at the same time, so no tensor may have two tags. The
+            same in all peers.
+        aggregation: the rule that combines the values of all members, see :mod:`shoal.averaging.aggregation`; ``None``:
+            their weighted mean. The same in all peers.
+        agreement: further settings by name, for example the dataset. A peer with other values is rejected: it joins no
+            group and gets no state. Both peers log which settings differ.
         state_download_rate: the most bytes per second that a download of a state takes. Default: no limit.
 
     Raises:
@@ -115,7 +115,7 @@ class DecentralizedAverager(Facade):
     serializer = MSGPackSerializer
     instead_of_a_copy = "save the tensors themselves, inside `with averager.get_tensors()`"
     phases: str = "one all-reduce"
-    """What :meth:`average_in_group` does, in words. Only peers that say the same form groups."""
+    """What :meth:`average_in_group` does, in words. Only peers with the same words form groups."""
 
     @at_the_door
     def __init__(
@@ -228,10 +228,10 @@ class DecentralizedAverager(Facade):
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Begin to answer other averagers.
+        """Start to answer other averagers.
 
         Raises:
-            ValueError: another averager with this prefix is at work on this DHT.
+            ValueError: another averager with this prefix already runs on this DHT.
         """
         if self._started is None:
             self.be_the_only(f"an averager with prefix {self.prefix!r}", self.dht)
@@ -322,7 +322,7 @@ class DecentralizedAverager(Facade):
             scheduled_time: DHT time at which the group should start; default: now + ``min_matchmaking_time``.
             weight: this peer's weight; default 1.
             timeout: seconds after which the step gives up looking for a group; ``None``: never.
-            allow_retries: look for another group if a round fails before that.
+            allow_retries: look for another group if a round fails before ``timeout`` is over.
             require_trigger: wait for ``allow_allreduce()`` of the returned control before the tensors are read.
             wait: wait for the result and return it; otherwise return a :class:`StepControl` at once.
             expected_group_size: start before the scheduled time if the group has this many members; auxiliaries are not
@@ -340,8 +340,8 @@ class DecentralizedAverager(Facade):
         """
         if not self.dht.is_alive():
             raise ReactorError(
-                f"the DHT of this {type(self).__name__} is shut down, so it finds nobody: make both anew, and shut the "
-                "DHT down last"
+                f"the DHT of this {type(self).__name__} is shut down, so it finds no peers: make both again, and shut "
+                "the DHT down last"
             )
         assert not (wait and require_trigger), "a step that waits for a trigger cannot be waited for: use wait=False"
         now = get_dht_time()
@@ -381,8 +381,8 @@ class DecentralizedAverager(Facade):
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
         """Average in a group that was found. Runs in the event loop while the tensors are locked.
 
-        Override it to average in several phases, and say so in :attr:`phases`. If it raises, the step has failed, and
-        the tensors must be unchanged.
+        Override it to average in several phases, and describe them in :attr:`phases`. If it raises, the step has
+        failed, and the tensors must be unchanged.
 
         Args:
             session: the group; its ``all_reduce`` may be awaited several times, equally often in all members.
@@ -403,12 +403,12 @@ class DecentralizedAverager(Facade):
         try:
             await (await self._ready_node()).run_step(control)
         finally:
-            # This has an effect only if the step ended without a result, such as in a shutdown.
+            # This has an effect only if the step ended without a result, for example in a shutdown.
             control.cancel()
 
     @contextmanager
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
-        """The averaged tensors, protected: no averaging happens inside this block. Keep it short."""
+        """The averaged tensors, locked: they are not averaged inside this block. Keep it short."""
         with self._lock.hold():
             yield self._tensors
 
@@ -434,7 +434,7 @@ class DecentralizedAverager(Facade):
 
     @property
     def mode(self) -> AveragingMode:
-        """How this peer takes part at present: as a client too while nobody can call it."""
+        """How this peer takes part now. While no peer can call it, it takes part as a client."""
         return present_mode(self._mode, self._p2p)
 
     @property
@@ -481,7 +481,7 @@ class DecentralizedAverager(Facade):
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos)
 
     def get_part(self, part: bytes) -> OwnedState | None:
-        """A part of the state by its name, for peers that ask for no more; ``None``: there is none by this name.
+        """A part of the state by its name, for peers that want only that; ``None``: there is no part of this name.
 
         Called in a worker thread, like :meth:`get_current_state`.
         """
@@ -504,9 +504,9 @@ class DecentralizedAverager(Facade):
         return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)
 
     def _check_of_downloads(self) -> CheckTensors | None:
-        """What refuses tensors that this peer has no use for, before they are downloaded; ``None``: nothing does.
+        """A check that refuses tensors that this peer cannot use, before they are downloaded; ``None``: no check.
 
-        Called before each download, by its caller.
+        Called before each download, in the thread that wants the download.
         """
         layout = self._expected_layout()
         return None if layout is None else functools.partial(check_fit, own=layout)
@@ -514,17 +514,17 @@ class DecentralizedAverager(Facade):
     def _expected_layout(self) -> Layout | None:
         """The tensors that a downloaded state must have.
 
-        ``None``: a subclass decides itself what a state is, so its size is limited, but not its shape.
+        ``None``: a subclass defines its own state, so only the size is limited, not the shape.
         """
         return layout_of(self._tensors) if self._gives_the_state_of(DecentralizedAverager) else None
 
     def _gives_the_state_of(self, kind: type[DecentralizedAverager]) -> bool:
-        """Whether no subclass has changed what the state of this kind of averager is."""
+        """Whether this averager gives the same state as this kind, because no subclass has overridden it."""
         return getattr(self.get_current_state, "__func__", None) is kind.get_current_state
 
     async def _download_state(self, skip: Collection[PeerID], check: CheckTensors | None) -> State | None:
         return await (await self._ready_node()).state_downloads.download(skip, check=check)
 
     def leave_out(self, donor: PeerID, version: bytes | None) -> None:
-        """Do not ask this donor for a while, whose state was refused."""
+        """Do not ask this donor for a while, because its state was refused."""
         self._portal.reactor.loop.call_soon_threadsafe(self.node.state_downloads.leave_out, donor, version)

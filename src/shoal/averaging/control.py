@@ -1,4 +1,4 @@
-"""One averaging step as its caller sees it: a future with a few settings and a trigger; and the result of a round."""
+"""One averaging step as its caller sees it (a future with settings and a trigger), and the result of a round."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 
 Gathered = dict[PeerID, Any]
-"""By member, the value that it gave for the others to read."""
+"""By member, the value that it gave as ``gather``."""
 
 
+# Chosen: 160 random bits never repeat by chance.
 GROUP_ID_BYTES = 20
 
 
@@ -32,13 +33,13 @@ class AveragingMode(IntEnum):
     NODE = 0
     """Sends its tensors and reduces a share."""
     CLIENT = 1
-    """Sends only, because nobody can connect to it."""
+    """Sends only, because no peer can connect to it."""
     AUX = 2
     """Reduces only, because it has no data of its own."""
 
 
 class Absence(Enum):
-    """Why a peer that another one has seen, or expected, is not in its group."""
+    """Why a peer that this one has seen or expected is not in its group."""
 
     DID_NOT_COME = "was not seen looking for a group"
     DID_NOT_JOIN = "looked for a group and did not join this one in time"
@@ -62,7 +63,7 @@ class Absence(Enum):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it happens to honest peers on good lines that form several groups at a time."""
+        """Whether this is normal when honest peers on good lines form several groups at once."""
         usual = (Absence.DID_NOT_JOIN, Absence.NOT_LOOKING, Absence.FOLLOWS_ANOTHER, Absence.FULL, Absence.DISBANDED)
         return self in usual
 
@@ -72,19 +73,19 @@ class GroupInfo:
     """A group as its leader announced it; the same in all members."""
 
     group_id: bytes
-    """Random bytes that name this group."""
+    """A random id of this group."""
     peer_ids: tuple[PeerID, ...]
     """All members. A member's position in this order identifies it in the messages of a round."""
     gathered: tuple[bytes, ...]
-    """The serialized value that each member gave for the others, in the same order."""
+    """The serialized value that each member gave as ``gather``, in the same order."""
     modes: tuple[int, ...] = ()
     """Each member's :class:`~AveragingMode`."""
     shares: tuple[int, ...] = ()
     """The number of the vector's values that each member reduces."""
     largest_weights: tuple[float, ...] = field(default=(), compare=False)
-    """How much each member may weigh in what this peer reduces, whatever it claims; empty: no limits."""
+    """The largest weight of each member in the parts that this peer reduces, whatever it claims; empty: no limits."""
     leader: PeerID | None = field(default=None, compare=False)
-    """The member that has led this peer into the group; ``None``: it led itself."""
+    """The leader of the group; ``None``: this peer."""
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected and that are not in the group, and why."""
 
@@ -136,7 +137,7 @@ class LossCause(IntEnum):
 
 
 class AveragingStage(IntEnum):
-    """How far a step has come."""
+    """The progress of a step."""
 
     IDLE = 0
     LOOKING_FOR_GROUP = 1
@@ -147,10 +148,10 @@ class AveragingStage(IntEnum):
 
 @dataclass(frozen=True)
 class MemberTraffic:
-    """What this peer and another member of a round have exchanged."""
+    """The traffic between this peer and another member of a round."""
 
     bytes_sent: int = 0
-    """Of parts and averages, encoded. Includes what was sent again after a connection broke."""
+    """The size of encoded parts and averages. Includes retransmissions after a connection broke."""
     bytes_received: int = 0
     seconds: float = 0.0
     """From the trigger to the last part or average that came from it; 0 if none came."""
@@ -188,12 +189,12 @@ class RoundResult:
     """Members that stayed to the end, but whose values are missing from some averages, because a reducer had lost its
     connection to them and did not get it back. As far as this peer has heard."""
     bytes_sent: int = 0
-    """Of parts and averages that this peer has sent to other members, encoded; what is sent again after a death, and
-    what surrounds them on the wire, is not counted."""
+    """The size of encoded parts and averages that this peer has sent to other members. What is sent again after a death
+    is not counted, nor is protocol overhead."""
     bytes_received: int = 0
-    """The same for what it has received."""
+    """The same for received parts and averages."""
     seen_failing: tuple[PeerID, ...] = ()
-    """Those of ``failed_peers`` whose failure this peer has seen itself; of the others it was told."""
+    """Those of ``failed_peers`` whose failure this peer has seen itself; others have reported the rest."""
     causes: Mapping[PeerID, LossCause] = field(default_factory=dict)
     """Why each of ``failed_peers`` was lost, as far as this peer has seen or heard."""
     traffic: Mapping[PeerID, MemberTraffic] = field(default_factory=dict)
@@ -201,17 +202,17 @@ class RoundResult:
     absent: Mapping[PeerID, Absence] = field(default_factory=dict, compare=False)
     """Peers that this one has seen or expected while it looked for the group and that are not in it, and why."""
     waits: Mapping[PeerID, float] = field(default_factory=dict, compare=False)
-    """By member: for how many seconds the others waited for it while all else was there. The same in all members;
-    without waits of less than a second."""
+    """By member: the seconds that the others waited for it alone. The same in all members; waits of less than a second
+    are left out."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
-        """The result of several all-reduces in one group. Of weights and of the averaged share the smallest counts.
+        """The result of several all-reduces in one group, with the smallest of the weights and averaged shares.
 
-        A member that failed in one phase has failed.
+        A member that failed in one phase counts as failed.
 
         Args:
-            weights: of all members, in the phases whose weights say something about them.
+            weights: the weights of all members, for each phase that uses the weights of the step.
         """
         first = phases[0]
 
@@ -258,7 +259,7 @@ class StepControl(AwaitableFuture[Gathered]):
         deadline: DHT time after which the step gives up looking for a group.
         allow_retries: look for another group when a round fails before the deadline.
         weight: this peer's weight in the average.
-        data_for_gather: the value for the other members to read, already serialized.
+        data_for_gather: the serialized value for the other members.
         expected_group_size: the group starts early when it has this many members; ``None``: unknown.
         tag: which of the averager's tensors are averaged.
 
@@ -282,7 +283,7 @@ class StepControl(AwaitableFuture[Gathered]):
         self._weight = check_weight(weight)
         self._expected_group_size = expected_group_size
         self.awaited: frozenset[PeerID] | None = None
-        """Whom :attr:`expected_group_size` counts, besides this peer; ``None`` = that is not known."""
+        """The peers that :attr:`expected_group_size` counts, besides this one; ``None``: unknown."""
         self.deadline = deadline
         self.allow_retries = allow_retries
         self.data_for_gather = data_for_gather
@@ -328,7 +329,7 @@ class StepControl(AwaitableFuture[Gathered]):
     @scheduled_time.setter
     def scheduled_time(self, scheduled_time: float) -> None:
         if self.began_allreduce:
-            logger.warning("the scheduled time was changed after the all-reduce began: it has no effect any more")
+            logger.warning("the scheduled time was changed after the all-reduce began: this has no effect")
         if scheduled_time >= self.deadline:
             logger.warning("the scheduled time was moved beyond the deadline of the step")
         self._scheduled_time = scheduled_time
@@ -343,13 +344,13 @@ class StepControl(AwaitableFuture[Gathered]):
     def weight(self, weight: float) -> None:
         self._weight = check_weight(weight)
         if self.began_allreduce:
-            logger.warning("the weight was changed after the all-reduce began: it has no effect any more")
+            logger.warning("the weight was changed after the all-reduce began: this has no effect")
 
     @property
     def expected_group_size(self) -> int | None:
         """The group starts before the scheduled time if it has this many members; ``None``: unknown.
 
-        Auxiliaries are not counted, because nobody knows how many there are.
+        Auxiliaries are not counted, because their number is unknown.
         """
         return self._expected_group_size
 
@@ -360,10 +361,10 @@ class StepControl(AwaitableFuture[Gathered]):
             self._notify()
 
     def expect(self, peers: Collection[PeerID], least: int = 1) -> None:
-        """These and this peer are to be members: strangers who come do not stand for any of them.
+        """Expect these peers and this one as members. Other peers that join do not replace any of them.
 
         Args:
-            least: a smaller group is of no use, even if all of them come.
+            least: the least number of members, even if all of these peers join.
         """
         size = max(1 + len(peers), least)
         if (self.awaited, self._expected_group_size) != (peers, size):
@@ -374,7 +375,7 @@ class StepControl(AwaitableFuture[Gathered]):
     def keep_open(self) -> bool:
         """While this is set, the group waits until it is complete, even beyond the scheduled time.
 
-        This is for steps that are scheduled in advance. As long as the round is not due, more members may join.
+        It is for steps that are scheduled in advance: more members may join until the round is due.
         """
         return self._keep_open
 
@@ -407,4 +408,4 @@ class StepControl(AwaitableFuture[Gathered]):
     def __del__(self) -> None:
         # The attribute is missing if the constructor has refused its arguments.
         if not getattr(self, "triggered", True) and not self.done() and self.stage > AveragingStage.IDLE:
-            logger.warning("an averaging step was dropped without being triggered: its group has to wait for nothing")
+            logger.warning("an averaging step was dropped without being triggered: its group waits in vain")

@@ -9,7 +9,7 @@ import torch
 
 from shoal.compression import CompressionInfo, TensorRole
 
-# Where a check needs a copy of the values, it copies so many at a time.
+# If a check needs a copy of the values, it copies this many at a time (chosen).
 PIECE = 2**19
 
 

@@ -1,4 +1,4 @@
-"""What many peers say, some of whom lie: each host has one vote, and up to a fifth of the hosts may be liars."""
+"""Votes of many peers, some of which lie: each host has one vote, and up to a fifth of the hosts may be liars."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 PEERS_PER_LIAR = 5
-"""One of this many may lie."""
+"""One of this many peers may lie (chosen)."""
 
 
 def largest_but_for_liars(values: Iterable[float]) -> float:
-    """The largest value after the largest fifth is left out; of fewer than five values, simply the largest."""
+    """The largest value without the largest fifth of the values; with fewer than five values, simply the largest."""
     ordered = sorted(values, reverse=True)
     return ordered[len(ordered) // PEERS_PER_LIAR]
 
 
 def votes_by_host(epochs: Mapping[bytes, int], host_of: Callable[[bytes], Hashable]) -> list[int]:
-    """The epoch that each host votes for, the lowest first. The vote of a host is the lower median of its peers.
+    """The epoch that each host votes for, lowest first. The vote of a host is the lower median of its peers' epochs.
 
     Args:
         epochs: the epoch that each peer claims.
@@ -36,9 +36,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def cut_to_others(weights: Mapping[Key, float], times: float) -> dict[Key, float]:
-    """Weights of peers, none of which is more than so many times the largest but for the largest fifth.
+    """Clip each peer's weight to ``times`` × the largest weight without the largest fifth.
 
-    Of fewer than five peers each counts in full: nobody can tell a liar from a fast machine.
+    With fewer than five peers nothing is clipped, because a liar cannot be told from a fast machine.
     """
     heavy = [weight for weight in weights.values() if weight > 0]
     most = times * largest_but_for_liars(heavy) if len(heavy) >= PEERS_PER_LIAR else math.inf

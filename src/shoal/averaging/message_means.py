@@ -1,15 +1,15 @@
 """Messages that a reducer passes on as they are, because they are shorter than their encoded mean; and their mean.
 
-A sparse message is so short that those of a dozen members are shorter than their mean. So the reducer sends each member
-what the others have sent, and how much it counts. Everybody decodes the same messages and averages them in the order of
-the members. Each operation rounds once, so all members get the same bits on whatever processors.
-:func:`~shoal.averaging.aggregation.weighted_mean` is for one reducer that tells others its result.
+A sparse message is so short that the messages of a dozen members are shorter than their mean. So the reducer sends each
+member the messages of the others, with their weights. All members decode the same messages and average them in the
+order of the members. Each operation rounds once, so all members get the same bits on any processor.
+(:func:`~shoal.averaging.aggregation.weighted_mean` is for one reducer that tells others its result.)
 
 The payload, little-endian: the number of messages, 2 bytes; for each of them, in the order of the members, its weight
-(float64) and its length (4 bytes); then the messages themselves. The receiver's own message is not sent back: it has a
-length of its own that cannot be (:data:`YOURS`).
+(float64) and its length (4 bytes); then the messages themselves. The receiver's own message is not sent back; an
+impossible length (:data:`YOURS`) marks its place.
 
-Each message has been read by the reducer before, so one that makes no sense is the fault of its sender alone.
+The reducer reads each message before it passes it on, so only the sender is to blame for a malformed one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from shoal.compression.one_result import Relayed
 
 SENDERS, MEMBERS = "senders", "members"
 SPARSE_MEANS = (SENDERS, MEMBERS)
-"""Over whom the mean of a value goes if not everybody has sent it: those who have sent it, or everybody."""
+"""Which members the mean of a value covers if not all have sent it: only the senders, or all members."""
 
 
 def check_sparse_mean(sparse_mean: str) -> None:
     """Check the name of a kind of mean.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: the name is unknown.
     """
     if sparse_mean not in SPARSE_MEANS:
         raise ValueError(f"sparse_mean must be one of {', '.join(SPARSE_MEANS)}, got {sparse_mean!r}")
@@ -55,17 +55,17 @@ def mean_of_messages(
     weights: Sequence[float],
     sparse_mean: str = SENDERS,
 ) -> torch.Tensor | None:
-    """The weighted mean of what equally shaped messages say, in float32; ``None`` if all weights are 0.
+    """The weighted mean of equally shaped messages, in float32; ``None`` if all weights are 0.
 
     Args:
-        codec: has made all messages.
-        messages: one of each member, in the order of the members. Those with weight 0 are not decoded.
-        weights: of the same members, each 0 or more, of any size.
-        sparse_mean: over whom the mean goes if the codec leaves values out. Over ``"senders"``, a value that nobody has
-            sent is 0. Over ``"members"``, whoever has not sent a value counts as 0.
+        codec: the codec of all messages.
+        messages: one per member, in the order of the members. Those with weight 0 are not decoded.
+        weights: one per member, each 0 or more, of any size.
+        sparse_mean: which members the mean covers if the codec leaves values out. With ``"senders"``, a value that no
+            member has sent is 0. With ``"members"``, a member that has not sent a value counts as 0.
 
     Raises:
-        ValueError: the messages differ in shape, or have metadata that make no sense.
+        ValueError: the messages differ in shape, or their metadata are malformed.
         RuntimeError: bytes do not fit their metadata.
     """
     check_sparse_mean(sparse_mean)
@@ -97,9 +97,10 @@ def _add_sparse(sums: torch.Tensor, shares: torch.Tensor | None, sent: SparseTen
         shares.view(-1).index_add_(0, sent.indices, torch.full_like(sent.values, weight))
 
 
-# --- what is passed on ------------------------------------------------------------------------------------------------
+# --- passing messages on ----------------------------------------------------------------------------------------------
 
 _COUNT, _ENTRY = struct.Struct("<H"), struct.Struct("<dI")
+# In place of a length: the receiver's own message. Chosen: the largest number of 4 bytes, which no message has.
 YOURS = 2**32 - 1
 
 
@@ -109,10 +110,10 @@ def as_bytes(message: SerializedTensor) -> torch.Tensor:
 
 
 def checked(codec: Relayed, message: SerializedTensor) -> torch.Tensor:
-    """The bytes of a message that has arrived, once it has been read without trouble.
+    """The bytes of a message that has arrived, after it has been decoded as a check.
 
     Raises:
-        ValueError, RuntimeError: it makes no sense, or has values that are not finite.
+        ValueError, RuntimeError: it is malformed, or has values that are not finite.
     """
     if not torch.isfinite(codec.out.extract(message)).all():
         raise ValueError("sent values that are not finite")
@@ -121,13 +122,13 @@ def checked(codec: Relayed, message: SerializedTensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PartMessages:
-    """What members have sent of one part. Those with weight 0 are left out."""
+    """The members' messages for one part. Members with weight 0 are left out."""
 
     codec: Relayed
     metadata: TensorMetadata
-    """Of each message."""
+    """The metadata of each message."""
     members: Sequence[int]
-    """Their positions, ascending."""
+    """The members' positions, ascending."""
     weights: Sequence[float]
     buffers: Sequence[Buffer]
 
@@ -152,16 +153,16 @@ class PartMessages:
         )
 
     def pay(self, info: CompressionInfo) -> bool:
-        """Whether the messages of all others are not longer than the mean, encoded."""
+        """Whether the messages of all others are no longer than the encoded mean."""
         others = sum(len(each) for each in self.buffers) * (1 - 1 / max(1, len(self.buffers)))
         whole = info.descriptor.dtype.itemsize * math.prod(info.size)
         return others <= whole * self.codec.back.estimate_compression_ratio(info)
 
     def mean(self) -> torch.Tensor | None:
-        """Their mean; ``None``: there are none.
+        """The mean of the messages; ``None``: there are none.
 
         Raises:
-            ValueError, RuntimeError: a message makes no sense.
+            ValueError, RuntimeError: a message is malformed.
         """
         messages = [SerializedTensor(self.metadata, buffer) for buffer in self.buffers]
         mean = mean_of_messages(self.codec.out, messages, self.weights, sparse_mean=self.codec.sparse_mean)
@@ -186,7 +187,7 @@ def unpack(codec: Relayed, packed: SerializedTensor, own: Callable[[], Buffer]) 
         own: makes the message that this member has sent.
 
     Raises:
-        ValueError, RuntimeError: the payload makes no sense.
+        ValueError, RuntimeError: the payload is malformed.
     """
     data = memoryview(packed.buffer)
     if len(data) < _COUNT.size:

@@ -30,8 +30,8 @@ from shoal.p2p import Call, Header
 
 # The errors with which a call to another peer fails.
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
-# The errors that another member can cause here. None of them may end the round. Bad bytes may make codecs raise the
-# last two.
+# The errors that another member can cause here. None of them may end the round. The last two come from codecs that get
+# bad bytes.
 PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
 
 PartKey = tuple[int, int]
@@ -55,13 +55,14 @@ class Code(IntEnum):
     OTHER_MODEL = 12
 
 
-# The most bytes that a member may give for the others to read. The leader sends those of all members in one message.
+# The largest gathered value of a member (chosen). The leader sends those of all members in one message.
 MAX_GATHERED_BYTES = 2**16
-# The id of a group and the number of a phase take 21 bytes today; later versions may need more.
+# Chosen: the id of a group and the number of a phase take 21 bytes today, and later versions may need more.
 MAX_ROUND_ID_BYTES = 64
+# Chosen: far more than any line has, in any unit.
 MAX_BANDWIDTH = 1e12
 
-# A digest of 32 bytes and a signature of 64.
+# Derived: a digest of 32 bytes and a signature of 64.
 STATEMENT_BYTES = 96
 
 RoundID = Annotated[bytes, Meta(max_length=MAX_ROUND_ID_BYTES)]
@@ -72,7 +73,7 @@ Norm = Annotated[float, Meta(ge=0.0, le=1e300)]
 Statement = Annotated[bytes, Meta(max_length=STATEMENT_BYTES)]
 """A member's signed statement about its norms, see :mod:`shoal.averaging.round.combining`."""
 Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
-"""Relative to that of the other members; 0: the others shall reduce."""
+"""Relative to that of the other members; 0: the others reduce."""
 
 
 class PeerAddresses(Header):
@@ -87,24 +88,24 @@ class JoinRequest(Header):
 
     group_key: str
     settings: dict[str, str]
-    """Everything that must be the same in all members, in readable form."""
+    """The settings that must be the same in all members, in readable form."""
     expiration: Moment
     """DHT time until which the follower waits for the group to start."""
     mode: Mode
     gathered: Gathered = b""
     bandwidth: Bandwidth | None = None
     expected_group_size: Count | None = None
-    """For a leader that does not know how many to expect."""
+    """The number of members that the follower expects. It counts if the leader does not know how many to expect."""
     reach: Annotated[int, Meta(ge=0, le=255)] = 0
     """How others call the follower, see :class:`shoal.reach.reachability.Reach`."""
     relay_rate: Amount = 0.0
-    """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
+    """Bytes per second that its relays carry in total; 0: they set no limit, or it has none."""
     search: Count = 0
-    """The number of the follower's search. Those of a client in no hurry do not differ in anything else."""
+    """The number of the follower's search. Two requests of a client may differ in nothing else."""
 
 
 class Leave(Header):
-    """A follower does not want to be in the group any more."""
+    """A follower leaves the group."""
 
 
 class Member(Header):
@@ -136,32 +137,32 @@ class JoinReply(Header):
 
 
 class Invitation(Header):
-    """A peer that may lead tells a peer that may follow it that it looks for a group, too."""
+    """A peer that may lead invites a peer that may follow it."""
 
     group_key: str
     expiration: Moment
 
 
 class InvitationReply(Header):
-    """Whether the invited peer joins. With no field set: it does not, or it has asked to join already."""
+    """The answer of an invited peer. With no field set: it does not join, or it has asked to join already."""
 
     request: JoinRequest | None = None
-    """The invited peer joins. The call goes on as after a request to join."""
+    """The invited peer joins. The call continues as after a request to join."""
     better_leader: PeerAddresses | None = None
     """The invited peer does not join, because it follows this leader; or it names itself, because it leads."""
     expiration: Moment = 0.0
     """DHT time at which that leader will start."""
 
 
-# Parts travel in order, so few gaps are open at a time: about one for each connection.
+# Chosen: parts travel in order, so there are few gaps at a time, about one for each connection.
 MAX_GAPS = 256
 
 Gaps = Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_GAPS)]
-"""Ranges of parts that have not come, in order: for each one the first index, and the index after the last one."""
+"""Ranges of missing parts, in order: for each one the first index, and the index after the last one."""
 
 
 class Resume(Header, omit_defaults=True):
-    """What a member lacks when an exchange restarts."""
+    """The parts and averages that a member lacks when an exchange restarts."""
 
     missing_parts: Gaps = msgspec.field(default_factory=list)
     missing_averages: Gaps = msgspec.field(default_factory=list)
@@ -180,15 +181,15 @@ class BeginReduce(Header, omit_defaults=True):
     """The norm of each reducer's share of the sender's vector, if the group's aggregation rule needs it."""
     statement: Statement = b""
     resume: Count = 0
-    """How often the exchange of these two members has begun anew because a connection broke. If it has, the reducer
+    """How often the exchange of these two members has restarted because a connection broke. Above 0, the reducer
     answers with :class:`Resume`, and the next field counts."""
     lacks: Resume = msgspec.field(default_factory=Resume)
-    """What the sender still lacks: averages of the reducer, and as a reducer itself, parts."""
+    """What the sender still lacks: averages from the reducer and, if it also reduces, parts."""
 
 
 class PartStatus(IntEnum):
     VALUES = 1
-    """The payload holds values: those of a sender, or the average."""
+    """The payload holds a sender's values, or the average."""
     DELTA = 2
     """The payload holds the difference between the average and the sender's values as the reducer has decoded them."""
     UNCHANGED = 3
@@ -210,23 +211,23 @@ class PartHeader(msgspec.Struct, array_like=True):
 class PartMessage(Header, array_like=True):
     """Parts or averages; their bytes follow as the payload.
 
-    There are many of these messages. So they are encoded as arrays, without the names of the fields.
+    There are many of these messages, so they are encoded as arrays, without field names.
     """
 
     index: Count = 0
     """The index of the first part, among those of the reducer."""
     parts: list[PartHeader] = msgspec.field(default_factory=list)
-    """One part, of which the payload may be a slice; or several small parts in a row. Empty: no more parts come on this
+    """One part (the payload may be a slice of it), or several small parts in a row. Empty: no more parts come on this
     call."""
     is_average: bool = False
     """Whether these are averages from the reducer, rather than the values of one member for the reducer."""
     offset: Count = 0
     """The offset of the payload within the part, in bytes, if it is a slice."""
     held: Count = 0
-    """How many averages of the receiver the sender holds, from the first one on. They need not be kept any longer for
-    the case that a connection breaks."""
+    """How many averages of the receiver the sender holds, from the first one on. The receiver need no longer keep them
+    for the case that a connection breaks."""
     left_out: list[Count] = msgspec.field(default_factory=list)
-    """If these are averages: members without whose values the reducer has averaged these parts, or others so far."""
+    """If these are averages: members whose values are missing in these averages, or in earlier ones."""
 
 
 Ranges = list[tuple[Count, Count, Count]]
@@ -252,22 +253,22 @@ class Greeting(RoundMessage, tag=1, omit_defaults=True):
 
 
 class RoundAlive(RoundMessage, tag=2):
-    """Either way, now and then: a sign of life. From the coordinator also its answer to a greeting."""
+    """Either way: a heartbeat. Also the coordinator's answer to a greeting."""
 
 
 class Report(RoundMessage, tag=3, omit_defaults=True):
-    """From a member that has exchanged all that it will."""
+    """From a member whose exchange of parts is over."""
 
     held: list[Count]
     """The number of averages of each reducer that it holds, from the first one on."""
     not_finite: list[Count] = msgspec.field(default_factory=list)
     """Members whose values it has left out, because they are not finite."""
     left_out: list[Count] = msgspec.field(default_factory=list)
-    """Members without whose values it has averaged some parts, because it had given them up."""
+    """Members that it gave up, so that some parts were averaged without their values."""
     statements: list[Statement] = msgspec.field(default_factory=list)
-    """What it has got from each member, see :class:`BeginReduce`; empty: nothing."""
+    """The statement that it has got from each member, see :class:`BeginReduce`; empty: none."""
     waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
-    """By member: the seconds for which it has waited for that one alone."""
+    """By member: the seconds that it has waited for that one alone."""
 
 
 class MembersLost(RoundMessage, tag=4):
@@ -277,7 +278,7 @@ class MembersLost(RoundMessage, tag=4):
 
 
 class Assignment(RoundMessage, tag=5, omit_defaults=True):
-    """From the coordinator: parts to send to it, and parts that it is going to send."""
+    """From the coordinator: parts to send to it, and parts that it will send."""
 
     send: Ranges = msgspec.field(default_factory=list)
     expect: Ranges = msgspec.field(default_factory=list)
@@ -296,20 +297,20 @@ class Restart(RoundMessage, tag=7):
 
 
 class Commit(RoundMessage, tag=8, omit_defaults=True):
-    """From the coordinator, its last message: all members have all averages that could be saved."""
+    """From the coordinator, its last message: all members have all averages that could be recovered."""
 
     weights: list[Amount]
     """The weight of each member in the average."""
     lost: dict[Count, LossCause] = msgspec.field(default_factory=dict)
     not_finite: list[Count] = msgspec.field(default_factory=list)
-    """The members from all reports, as in the next field."""
+    """The members named in all reports. The same holds for the next field."""
     left_out: list[Count] = msgspec.field(default_factory=list)
     untrue: list[Count] = msgspec.field(default_factory=list)
     """Members that have announced different norms to different members."""
     statements: list[Statement] = msgspec.field(default_factory=list)
     """Two of each member in ``untrue``."""
     waits: dict[Count, Amount] = msgspec.field(default_factory=dict)
-    """By member: the seconds for which the group has waited for that one alone."""
+    """By member: the seconds that the group has waited for that one alone."""
 
 
 class Delivered(RoundMessage, tag=9):
@@ -317,8 +318,8 @@ class Delivered(RoundMessage, tag=9):
 
 
 class Late(RoundMessage, tag=10):
-    """From the coordinator: the others do not wait for this member, it must stop. From the member: it has stopped, and
-    wants the result when the round is over."""
+    """From the coordinator: the others do not wait for this member, so it must stop. From the member: it has stopped,
+    and wants the result when the round is over."""
 
 
 class Resigns(RoundMessage, tag=11):
@@ -338,32 +339,32 @@ class RoundStatus(IntEnum):
 
 
 class StatusRequest(Header, omit_defaults=True):
-    """Asks a member about a round, and tells it what it may not know yet: that calls between the two have broken."""
+    """Asks a member about a round, and tells it which calls between the two have broken. It may not know yet."""
 
     round_id: RoundID
     resume: Count = 0
-    """All calls on which the two exchange parts are broken, if they have begun anew less often than this."""
+    """All calls on which the two exchange parts are broken if their exchange has restarted less often than this."""
     is_link_broken: bool = False
-    """The call with which one of the two follows the other one as its coordinator is broken."""
+    """The call on which one of the two follows the other as its coordinator is broken."""
 
 
 class StatusReply(Header, omit_defaults=True):
     status: int
     has_given_up: bool = False
-    """The one who answers exchanges nothing more with the asker in this round."""
+    """The answering member has given up the asker in this round."""
     is_waiting: bool = False
-    """The one who answers has nothing left to do in this round but to wait for its coordinator."""
+    """The answering member is only waiting for its coordinator."""
     follows_another: bool = False
-    """The one who answers does not follow the asker any more, which has coordinated the round until now."""
+    """The answering member no longer follows the asker as its coordinator."""
 
 
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
 
     part: Annotated[bytes, Meta(max_length=1024)] = b""
-    """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
+    """The name of a part of the state, as averagers of one kind agree on it; empty: all of it."""
     trains: bool = True
-    """Whether the asker is going to train with it; an archive only keeps it."""
+    """Whether the asker will train with it; an archive only keeps it."""
     agreement: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings that must be the same in both peers, as far as both have them."""
 
@@ -384,14 +385,14 @@ class StateRefused(StateAnswer, tag=2):
     """The donor does not give its state to this newcomer."""
 
     contradiction: str = ""
-    """The settings that differ, in words; empty: it does not share its state with anybody."""
+    """The settings that differ, in words; empty: it shares its state with no peer."""
 
 
 class DonorBusy(StateAnswer, tag=3):
     """Too many others are downloading."""
 
     again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
-    """The number of seconds after which there may be a place."""
+    """The number of seconds after which a slot may be free."""
 
 
 class ChunkRequest(Header):
@@ -411,7 +412,7 @@ class NotFiniteError(ProtocolError):
 
 
 class ResignedError(ProtocolError):
-    """The coordinator is late itself and does not lead the round to its end."""
+    """The coordinator is late itself and has resigned."""
 
 
 class MissedError(ProtocolError):
@@ -419,15 +420,15 @@ class MissedError(ProtocolError):
 
 
 class Loss(NamedTuple):
-    """Why a member does not take part in a round any more."""
+    """Why a member no longer takes part in a round."""
 
     cause: LossCause
     reason: str
-    """The same in words, for the log and for errors."""
+    """The cause in words, for the log and for errors."""
 
     @classmethod
     def of(cls, error: BaseException) -> Loss:
-        """From the error that the failure of the member has caused."""
+        """The loss that follows from the error that a member's failure caused."""
         causes = (cause for kinds, cause in _CAUSES if isinstance(error, kinds))
         return cls(next(causes, LossCause.BROKE_PROTOCOL), reason_of(error))
 
@@ -447,7 +448,7 @@ _CAUSES: tuple[tuple[type[BaseException], LossCause], ...] = (
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason in words why a member failed, from the error that its failure has caused."""
+    """Why a member failed, in words, from the error that its failure caused."""
     if isinstance(error, TimeoutError):
         return "silent for too long"
     if isinstance(error, asyncio.CancelledError):
@@ -466,7 +467,7 @@ def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> Descr
 
 
 class SharedCall:
-    """A call on which several tasks send. A lock keeps their messages whole, one after another."""
+    """A call on which several tasks send. A lock keeps their messages apart."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -484,7 +485,7 @@ class SharedCall:
 
 
 async def show_life(shared: SharedCall, silence: float) -> None:
-    """Send signs of life for ever; the other side gives this one up after ``silence`` seconds without a message."""
+    """Send heartbeats until cancelled. The other side gives this one up after ``silence`` seconds without a message."""
     while True:
         await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
         await shared.send(RoundAlive())

@@ -56,10 +56,11 @@ from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, pat
 
 logger = logging.getLogger(__name__)
 
-# A rough number: it only serves to guess how many connections a round will use.
+# A rough number (float32), used only to guess how many connections a round will use.
 BYTES_PER_VALUE = 4
 
 _RETRIABLE = (AveragingError, *CALL_FAILURES)
+# The most seconds before a step tries again (chosen).
 _MAX_RETRY_PAUSE = 1.0
 
 
@@ -118,7 +119,7 @@ class Lane:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of this lane. Others may take their place between two rounds."""
+        """The tensors of this lane. Other tensors may replace them between two rounds."""
         return [self._all_tensors[index] for index in self.indices]
 
 
@@ -127,7 +128,7 @@ def _auxiliaries(group: GroupInfo) -> list[PeerID]:
 
 
 def schema_of(infos: Sequence[CompressionInfo]) -> str:
-    """Hash of the shapes, types and roles that all members of a group must share."""
+    """A hash of the shapes, types and roles that all members of a group must share."""
     description = ";".join(
         f"{info.descriptor.size}:{dtype_name(info.descriptor.dtype)}:{info.role.name}" for info in infos
     )
@@ -139,9 +140,9 @@ class AveragerNode(ServicerBase):
 
     Args:
         p2p: this peer.
-        dht_node: the distributed table.
-        tensors: the tensors to average; changed in place. The list may get other tensors of the same shapes while the
-            lock is held.
+        dht_node: the DHT.
+        tensors: the tensors to average; changed in place. While the lock is held, other tensors of the same shapes may
+            replace those in the list.
         infos: one for each tensor.
         config: the options.
         lock: held while the tensors are averaged.
@@ -195,7 +196,7 @@ class AveragerNode(ServicerBase):
         """Gets the states of others."""
         self._warn_seldom = Seldom(logger.warning)
         self._tasks: list[asyncio.Task[Any]] = []
-        # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
+        # A dictionary as an ordered set, so that every run of a simulation cancels in the same order.
         self.connecting: dict[asyncio.Task[None], None] = {}
         """Tasks that make connections ahead of a round."""
 
@@ -205,7 +206,7 @@ class AveragerNode(ServicerBase):
         return next(iter(self.lanes.values())).keys.group_bits
 
     def believe(self, trust: Trust) -> None:
-        """From the next search on, for a group or for donors, trust others as far as this says."""
+        """Use this trust from the next search on, for a group or for donors."""
         self.trust = self.state_sharing.trust = self.state_downloads.trust = trust
         for lane in self.lanes.values():
             lane.matchmaking.believe(trust)
@@ -215,7 +216,7 @@ class AveragerNode(ServicerBase):
         return self.get_stub(self.p2p, peer, namespace=self.config.prefix)
 
     async def start(self) -> None:
-        """Begin to answer other averagers.
+        """Start to answer other averagers.
 
         Raises:
             P2PDaemonError: this peer runs another averager with the same prefix.
@@ -229,7 +230,7 @@ class AveragerNode(ServicerBase):
 
     async def close(self) -> None:
         """Stop serving others, and withdraw the records of this averager from the DHT."""
-        # The handlers go first, because the next averager with this prefix may already be starting.
+        # Remove the handlers first, because the next averager with this prefix may already be starting.
         if self.config.mode is not AveragingMode.CLIENT:
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
         await cancel_and_wait(*self._tasks, *self.connecting)
@@ -266,7 +267,7 @@ class AveragerNode(ServicerBase):
                 return await self._attempt(control)
             except _RETRIABLE as e:
                 left = control.deadline - get_dht_time()
-                # Some tensors hold averages already. A second round would average them with values from before.
+                # Some tensors already hold averages. A second round would average them with old values of others.
                 is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0
                 if not control.allow_retries or is_changed or left <= pause:
                     raise
@@ -304,7 +305,7 @@ class AveragerNode(ServicerBase):
         """Average in a group, within the time limit for the whole all-reduce.
 
         Raises:
-            AllreduceException: it failed; ``share_averaged`` of the error says how much has changed nevertheless.
+            AllreduceException: it failed; ``share_averaged`` of the error tells how much has changed anyway.
         """
         tensors = lane.tensors
         if any(map(is_stand_in, tensors)):
@@ -326,8 +327,8 @@ class AveragerNode(ServicerBase):
             raise failure from e
 
     def _report_not_finite(self, session: GroupSession, lane: Lane) -> None:
-        """Warn of values that were left out of averages. Other peers that have sent such values are then refused."""
-        # Own values are warned of once, until they are finite again.
+        """Warn of values that were left out of averages, and refuse the peers that have sent them."""
+        # Warn of own values once, until they are finite again.
         level = logging.DEBUG if lane.is_spoilt else logging.WARNING
         lane.is_spoilt = session.not_finite is not None
         if lane.is_spoilt:
@@ -349,25 +350,25 @@ class AveragerNode(ServicerBase):
             )
 
     def _note_untrue(self, group: GroupInfo, lane: Lane, peer: PeerID, what: str) -> None:
-        """Refuse a member for a while that has lied about its values, and warn of it."""
+        """Refuse a member that has lied about its values for a while, and log a warning."""
         if peer == self.p2p.peer_id:
             return
         self.p2p.metrics.members_untrue += 1
         if lane.matchmaking.refusals.note({peer}, (), group.peer_ids, _auxiliaries(group), UNTRUE):
             logger.warning(
-                "%s %s. Its values count only as far as it has told the truth, and it is refused for a while: either "
-                "it lies on purpose, or its machine is broken",
+                "%s %s. Its false values are left out, and it is refused for a while: either it lies on purpose, or "
+                "its machine is broken",
                 peer,
                 what,
             )
 
     def _connect_ahead(self, group: GroupInfo, lane: Lane) -> None:
-        """Make the connections of the round before its trigger, because that takes a while over long links."""
+        """Make the connections of the round before its trigger, because this takes a while over long links."""
         for peer, share in zip(group.peer_ids, group.shares, strict=True):
             if share and peer != self.p2p.peer_id:
                 parts = share * BYTES_PER_VALUE // self.config.part_size_bytes
                 stripes = stripes_for(self.p2p.round_trip_to(peer), parts)
-                # One connection more than stripes, for the calls that carry no parts.
+                # One connection more than the number of stripes, for the calls that carry no parts.
                 task = asyncio.ensure_future(self._connect(peer, stripes + 1))
                 self.connecting[task] = None
                 task.add_done_callback(self.connecting.pop)
@@ -399,7 +400,7 @@ class AveragerNode(ServicerBase):
             )
         if result.left_out_peers:
             logger.info(
-                "some averages of the round lack values of members that a reducer could not reach: %s",
+                "some averages of the round lack the values of members that a reducer could not reach: %s",
                 ", ".join(map(str, result.left_out_peers)),
             )
 
@@ -409,7 +410,7 @@ class AveragerNode(ServicerBase):
             try:
                 gathered[peer] = MSGPackSerializer.loads(blob)
             except ValueError as e:
-                self._warn_seldom("could not read what %s gave to the group: %s", peer, one_line(str(e)), about=peer)
+                self._warn_seldom("could not read the gathered value of %s: %s", peer, one_line(str(e)), about=peer)
                 gathered[peer] = None
         return gathered
 
@@ -421,7 +422,7 @@ class AveragerNode(ServicerBase):
     async def rpc_join_group(self, call: Call, context: P2PContext) -> None:
         request = await call.receive(JoinRequest)
         if request is None:
-            raise ProtocolError("ended before asking anything")
+            raise ProtocolError("ended before its request")
         lane = self._lane_of(request.group_key)
         if lane is None:
             await call.send(JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
@@ -456,7 +457,7 @@ class AveragerNode(ServicerBase):
     async def rpc_complete(self, call: Call, context: P2PContext) -> None:
         greeting = await call.receive(RoundMessage)
         if not isinstance(greeting, Greeting):
-            raise ProtocolError("ended before saying which round, or did not greet first")
+            raise ProtocolError("ended before its greeting, or sent something else first")
         try:
             current = await self._find_round(call, greeting.round_id)
         except RoundIsCommitted:

@@ -33,7 +33,7 @@ class TensorLock:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self.tickets: list[_Ticket] = []
-        """Tickets of all holders and waiters, in the order in which they came."""
+        """Tickets of all holders and waiters, in order of arrival."""
 
     def _take_ticket(self, tensors: Iterable[int] | None) -> _Ticket:
         ticket = _Ticket(None if tensors is None else frozenset(tensors))
@@ -43,7 +43,7 @@ class TensorLock:
         return ticket
 
     def _return(self, ticket: _Ticket) -> None:
-        """Give a ticket back, after its use or after an interrupted wait, and grant those that waited for it."""
+        """Give a ticket back, after its use or an interrupted wait, and grant the tickets that waited for it."""
         with self._mutex:
             self.tickets.remove(ticket)
             self._grant()

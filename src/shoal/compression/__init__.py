@@ -1,7 +1,13 @@
 """Turns tensors into bytes and back.
 
 Each codec is a :class:`CompressionBase`. It turns a tensor into a :class:`SerializedTensor`: metadata for a message
-header, and a buffer. The metadata names the codec by its code, so a receiver can decode without being told which one.
+header, and a buffer. The metadata has the code of the codec, so a receiver can decode any tensor by itself.
+
+- :mod:`~.base`: the base class, the description of a tensor for a codec, and the codec that changes nothing.
+- :mod:`~.floating`: 16 bits per value. :mod:`~.quantization`: 8 or 4 bits. :mod:`~.topk`: only the largest values.
+- :mod:`~.adaptive`: another codec for each tensor. :mod:`~.statistics`: the codecs that optimizer states can bear.
+- :mod:`~.one_result`: averages with the same bits at all members.
+- :mod:`~.serialization`: any codec by its code; and tensors in pieces.
 """
 
 import shoal.base.needs_torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Codecs that pick another codec for each tensor by its size, role or name."""
+"""Codecs that choose a codec for each tensor, by its size, role or name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shoal.compression.serialization import deserialize_torch_tensor
 class AdaptiveCompressionBase(CompressionBase):
     """Base class: override :meth:`choose_compression`. All peers must choose the same codec for the same tensor.
 
-    The chosen codec compresses the parts of a tensor. If a subclass overrides :meth:`compress` too, that is called
-    for every part of every tensor instead.
+    The chosen codec compresses the parts of a tensor. If a subclass also overrides :meth:`compress`, that is called for
+    every part of every tensor instead.
     """
 
     @abstractmethod
@@ -126,7 +126,7 @@ class RoleAdaptiveCompression(AdaptiveCompressionBase):
 
 
 class PerTensorCompression(AdaptiveCompressionBase):
-    """One codec per tensor, looked up by ``info.key``: give a sequence if the keys are indices, else a mapping."""
+    """One codec per tensor, looked up by ``info.key``: give a sequence if the keys are indices, otherwise a mapping."""
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[Any, CompressionBase]) -> None:
         if isinstance(tensor_compressions, Mapping):

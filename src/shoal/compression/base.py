@@ -28,12 +28,12 @@ from shoal.base.logs import quoted
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_DIMENSIONS = 64
-# Tensors of fewer bytes do not gain from huge pages.
+MAX_DIMENSIONS = 64  # chosen: far more than any tensor has
+# Smaller tensors do not gain from huge pages. numpy, too, asks for them from this size on.
 HUGE_FROM_BYTES = 2**22
-# Each copy starts at a multiple of this many bytes.
+# Each copy starts at a multiple of this many bytes: a cache line.
 _ALIGNMENT = 64
-# Bytes that a thread copies at a time, and the number of threads that copy a large state.
+# The bytes that a thread copies at a time, and the number of threads that copy a large state (chosen).
 COPY_BYTES, _COPY_THREADS = 2**25, 4
 
 # The element types that can be sent, by their name on the wire.
@@ -130,15 +130,15 @@ class TensorDescriptor:
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has in the module that was compiled, so that it is the same in peers that do not compile.
+    """The name of a tensor in the original module, so that peers with and without ``torch.compile`` use the same names.
 
-    ``torch.compile`` puts a module into another one, and the names of its tensors get one more part.
+    ``torch.compile`` wraps a module in another one, which adds a part to the names of its tensors.
     """
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 class TensorRole(Enum):
-    """What training uses a tensor for. Some codecs treat roles differently."""
+    """The use of a tensor in training. Some codecs treat roles differently."""
 
     ACTIVATION = auto()
     PARAMETER = auto()
@@ -146,7 +146,7 @@ class TensorRole(Enum):
     OPTIMIZER = auto()
     UNSPECIFIED = auto()
     COUNTER = auto()
-    """Numbers that must not be rounded, such as counts and marks."""
+    """Numbers that must not be rounded, such as counts and flags."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,12 @@ class CompressionInfo:
         return cls(key, descriptor or TensorDescriptor.from_tensor(tensor), **kwargs)
 
     def get_part(self, part_index: int, part_size: int | None) -> CompressionInfo:
-        """The same for one part of the tensor."""
+        """The description of one part of the tensor."""
         return replace(self, part_index=part_index, part_size=part_size)
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of what is being compressed: the whole tensor, or one part of its flattened values."""
+        """The shape to compress: the whole tensor, or one part of its flattened values."""
         if self.part_size is None:
             return self.descriptor.size
         left = self.descriptor.numel() - self.part_index * self.part_size
@@ -183,7 +183,7 @@ class CompressionInfo:
 
 
 class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader of a serialized tensor needs besides its bytes; small enough for any message header."""
+    """The data that a reader of a serialized tensor needs besides its bytes; small enough for any message header."""
 
     compression: int
     """Code of the codec, see :class:`CompressionType`."""
@@ -234,7 +234,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a CPU tensor. A large one fills three times as fast as with torch, as numpy asks for huge pages."""
+    """Memory for a CPU tensor. A large one fills three times as fast as with torch: numpy asks for huge pages."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
         return torch.empty(tuple(size), dtype=dtype, device="cpu")
@@ -242,7 +242,7 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a CPU tensor. Once freed, that of a large one returns to the system: no allocator keeps it."""
+    """Memory for a CPU tensor. When freed, the memory of a large one returns to the system: no allocator keeps it."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
         return torch.empty(tuple(size), dtype=dtype, device="cpu")
@@ -268,7 +268,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Like :func:`copied` for several tensors; uses threads if there is enough to copy to make up for starting them."""
+    """Like :func:`copied` for several tensors; uses threads if there is enough data to make up for starting them."""
     copies = room_for(tensors)
     pairs = list(zip(copies, (tensor.detach() for tensor in tensors), strict=True))
     if sum(copy.nbytes for copy in copies) < COPY_BYTES * 2:
@@ -298,7 +298,7 @@ def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def zeros_like_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Zeros of the same shapes and types, in memory as that of :func:`room_for`."""
+    """Zeros of the same shapes and types, in memory like that of :func:`room_for`."""
     zeros = room_for(tensors)
     for tensor in zeros:
         tensor.zero_()
@@ -306,9 +306,9 @@ def zeros_like_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor that has a shape and hardly any memory: it takes the place of one whose memory is not needed now.
+    """A CPU tensor that has a shape but hardly any memory, to replace one whose memory is not needed now.
 
-    Nothing can be written to it, and its values are NaN, so that nobody takes them for real ones.
+    It is read-only, and its values are NaN, so that they are not mistaken for real ones.
     """
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device="cpu").expand(tuple(shape))
@@ -342,7 +342,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def array_over(buffer: Buffer, nbytes: int) -> np.ndarray:
-    """Received bytes as an array of ``uint8``: a view where the memory is writable, else a copy.
+    """Received bytes as an array of ``uint8``: a view if the memory is writable, otherwise a copy.
 
     Raises:
         RuntimeError: there are not ``nbytes`` of them.
@@ -355,16 +355,16 @@ def array_over(buffer: Buffer, nbytes: int) -> np.ndarray:
 
 
 def typed(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Read bytes (at least one) as numbers: a view where they are aligned, else a copy."""
+    """Read bytes (at least one) as numbers: a view if they are aligned, otherwise a copy."""
     numbers = torch.frombuffer(array, dtype=dtype)
     return numbers if numbers.data_ptr() % dtype.itemsize == 0 else torch.frombuffer(array.copy(), dtype=dtype)
 
 
 def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """A tensor over received bytes: a view where the memory is writable and aligned, else a copy.
+    """A tensor over received bytes: a view if the memory is writable and aligned, otherwise a copy.
 
     Raises:
-        RuntimeError: the number of bytes is not what such a tensor takes.
+        RuntimeError: the number of bytes does not fit such a tensor.
     """
     array = array_over(buffer, math.prod(size) * dtype.itemsize)
     if not len(array):
@@ -383,7 +383,7 @@ class CompressionBase(ABC):
     lossy: bool = True
     """Whether the restored tensor may differ from the original one."""
     sparse: bool = False
-    """Whether most values are not sent and read as 0."""
+    """Whether most values are left out and read as 0."""
     keeps_small_values: bool = False
     """Whether no value changes by more than its own magnitude, however large others are."""
 
@@ -399,13 +399,13 @@ class CompressionBase(ABC):
 
     @property
     def for_averages(self) -> CompressionBase | None:
-        """The codec of averages, if all members must end with the same bits, see
-        :class:`~shoal.compression.one_result.OneResult`; ``None``: averages are sent as differences to what each member
-        has sent."""
+        """The codec of averages, if all members must get the same bits, see
+        :class:`~shoal.compression.one_result.OneResult`; ``None``: each member gets the difference between the average
+        and its own values."""
         return None
 
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
-        """The codec that really encodes this tensor: this one, unless it chooses among others."""
+        """The codec that encodes this tensor: this one, unless it chooses among others."""
         return self
 
     @property
@@ -434,7 +434,7 @@ class CompressionBase(ABC):
         """Restore a tensor. It may share memory with the given bytes: copy it before you keep or change it.
 
         Raises:
-            ValueError: the metadata makes no sense.
+            ValueError: the metadata is malformed.
             RuntimeError: the bytes are truncated, too many, or do not fit the metadata.
         """
 
@@ -443,8 +443,8 @@ class CompressionBase(ABC):
     ) -> tuple[SerializedTensor, torch.Tensor]:
         """Turn a tensor into bytes, and also return the values that the receiver will see, on the tensor's own device.
 
-        For error feedback: add ``tensor - decoded`` to what is sent next time. The values equal those of
-        :meth:`extract` bit by bit, and may share memory with the bytes just as those do.
+        For error feedback: add ``tensor - decoded`` to the tensor that is sent next time. The values equal those of
+        :meth:`extract` bit by bit, and may also share memory with the bytes.
         """
         serialized = self.compress(tensor, info, allow_inplace)
         return serialized, self.extract(serialized).to(tensor.device)

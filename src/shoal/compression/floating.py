@@ -26,7 +26,7 @@ from shoal.compression.base import (
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Values processed at a time: few enough for the processor's cache, and many enough that Python costs little.
+# The values processed at a time (chosen): few enough for the processor's cache, many enough that Python costs little.
 # With an 8-bit codec they fill a part of 512 KiB.
 CHUNK = 2**19
 
@@ -36,7 +36,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def in_chunks(values: torch.Tensor, length: int = CHUNK) -> Sequence[torch.Tensor]:
     """Views of consecutive parts of a one-dimensional tensor."""
-    # Skip the split of a single piece: it costs time.
+    # Skip the split of a single piece, because it costs time.
     return torch.split(values, length) if values.numel() > length else (values,)
 
 
@@ -50,7 +50,7 @@ class _Scratch(threading.local):
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
         kept = self._kept.get((purpose, dtype))
         if kept is None or kept.numel() != count:
-            # A tensor made in inference mode could not be used outside of it.
+            # A tensor made in inference mode cannot be used outside of it.
             with torch.inference_mode(False):
                 memory = torch.empty(CHUNK, dtype=dtype, device="cpu") if kept is None else kept
                 kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
@@ -78,10 +78,10 @@ def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
 
 
 def check_type(codec: CompressionBase, dtype: torch.dtype) -> None:
-    """Check that a codec for floating point numbers was given such.
+    """Check that a codec for floating point numbers gets floating point numbers.
 
     Raises:
-        ValueError: it was given something else.
+        ValueError: it gets another type.
     """
     if dtype not in FLOATING_TYPES:
         names = ", ".join(str(each).removeprefix("torch.") for each in FLOATING_TYPES)
@@ -92,7 +92,7 @@ def check_type(codec: CompressionBase, dtype: torch.dtype) -> None:
 
 
 class FloatingPointCompression(CompressionBase):
-    """Base class of codecs whose bytes depend on nothing but the floating point values and the shape."""
+    """Base class of codecs whose bytes depend only on the floating point values and the shape."""
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         metadata, payload = self._compress(tensor)
@@ -213,7 +213,7 @@ class ScaledFloat16Compression(FloatingPointCompression):
     ) -> None:
         spoiled = None
         centred = _standardise(rows if rows.dtype == torch.float64 else rows.float(), means, deviations)
-        # Written so that NaN takes this branch too. Squares overflow float32 at about 1e38.
+        # Written so that NaN takes this branch, too. Squares overflow float32 at about 1e38.
         if not bool(deviations.sum() < 1e30):
             spoiled = rows.isnan()
             centred = _standardise(finite(rows), means, deviations)

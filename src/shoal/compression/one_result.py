@@ -1,4 +1,4 @@
-"""Codecs for averages of which all members of a group must have the same bits."""
+"""Codecs for averages that must have the same bits at all members of a group."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from shoal.compression.base import CompressionBase, CompressionInfo, NoCompressi
 class OneResult(CompressionBase):
     """Members send their values with one codec, and each average comes back in one encoding for all.
 
-    Elsewhere a lossy codec encodes for each member the difference between the average and what that member has sent.
-    That loses less, but leaves members with different averages. Here the reducer encodes the average itself, once, and
-    takes what the others decode. Its own values count as if they had been sent, too.
+    Without this class, a lossy codec encodes for each member the difference between the average and the member's sent
+    values. That loses less, but leaves members with different averages. Here the reducer encodes the average itself,
+    once, and takes the same decoded values as the others. Its own values count as if they had been sent, too.
 
     Args:
-        out: codec of what members send.
-        back: codec of averages; default: the same. What it has decoded, it must restore exactly if it is
-            encoded again.
+        out: the codec of members' values.
+        back: the codec of averages; default: the same. Encoding its decoded values again must restore them exactly.
     """
 
     def __init__(self, out: CompressionBase, back: CompressionBase | None = None) -> None:
@@ -67,15 +66,15 @@ class OneResult(CompressionBase):
 
 
 class Relayed(OneResult):
-    """Like :class:`OneResult`, but where that takes fewer bytes, reducers pass on the members' messages as they are.
+    """Like :class:`OneResult`, but reducers pass on the members' messages as they are if that takes fewer bytes.
 
-    Everybody then decodes the same messages and computes the mean itself, so no second codec loses anything. That pays
-    if messages are short: with 4 bits among two members, with sparse messages among some dozens.
+    All members then decode the same messages and compute the mean themselves, so no second codec adds an error. This
+    pays if messages are short: with 4 bits among two members, with sparse messages among a few dozen.
 
     Args:
-        out: codec of what members send.
-        back: codec of averages where messages are not passed on.
-        sparse_mean: over whom the mean goes, see :mod:`shoal.averaging.message_means`.
+        out: the codec of members' values.
+        back: the codec of averages if messages are not passed on.
+        sparse_mean: the members that the mean covers, see :mod:`shoal.averaging.message_means`.
     """
 
     def __init__(self, out: CompressionBase, back: CompressionBase, sparse_mean: str = "senders") -> None:
@@ -96,10 +95,10 @@ class Relayed(OneResult):
 
 
 class Averages(CompressionBase):
-    """The codec of averages of :class:`Relayed` messages, for members that get an average itself.
+    """The codec of averages of :class:`Relayed` messages, for members that get the average itself.
 
-    What it writes is exact: an average that has been made of messages has no shorter encoding. It also reads what the
-    codec for averages has made.
+    It writes exact values, because an average of messages has no shorter encoding. It also reads the output of the
+    codec for averages.
 
     Args:
         of: the codec of the messages.

@@ -6,7 +6,7 @@ Blockwise codecs have fixed levels between -1 and 1. The scale of a block is its
 the sign. So that value is always level 1, and 4 bits need no level -1. Every value takes exactly the nearest level.
 
 NaN counts as 0, and an infinity as the largest finite magnitude of the tensor or block. So restored values are always
-finite, and one broken value does not spoil the others.
+finite, and a single non-finite value does not spoil the others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from shoal.compression.base import CompressionType, typed
 from shoal.compression.floating import CHUNK, FP32_MAX, FloatingPointCompression, finite, in_chunks, saturate, scratch
 
-LEVELS = 256
+LEVELS = 256  # derived: one byte per value
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
 
-# If a larger share of the values has the same code, most values are equal, or small compared with the rest. Then the
-# sum of each code must be exact, which takes two passes.
+# If a larger share of the values has the same code (chosen), most values are equal, or small compared with the rest.
+# Then the sum of each code must be exact, which takes two passes.
 MOST_IN_ONE_PASS = 0.125
 
 # 8-bit levels are the cubes of this many equal steps to either side of 0. They reach from 5e-7 to 1. Their relative
@@ -84,7 +84,7 @@ def _averages(
     Args:
         chunks: codes, each with its value minus the offset.
         offset: added to all averages.
-        largest_sum: an upper bound for the sum of any values of one chunk. It saves a pass where that is exact enough.
+        largest_sum: an upper bound for the sum of any values of one chunk. It saves a pass if that is exact enough.
     """
     unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 0.0
     total = None
@@ -100,8 +100,8 @@ def _averages(
 def _in_one_pass(codes: torch.Tensor, values: torch.Tensor, unit: float) -> tuple[np.ndarray, np.ndarray] | None:
     """Count and sum the values of each code in one pass: add a large unit to each value before summing.
 
-    The unit is so large that no sum of values reaches half of it. So the sum, rounded to units, is the count. ``None``
-    if that would not be exact enough.
+    No sum of values reaches half of the unit. So the sum, rounded to units, is the count. ``None`` if this would not be
+    exact enough.
     """
     weights = scratch("weights", torch.float64, len(values)).copy_(values).add_(unit)
     found = torch.bincount(codes, weights, LEVELS).numpy()
@@ -144,14 +144,14 @@ def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
     mean, square = total / count, squares / count
     if values.dtype != torch.float64:
         mean = float(np.float32(mean))
-    # Here the mean makes up nearly all of the squares, and the difference would lose most of the precision.
+    # If the mean makes up nearly all of the squares, the difference loses most of the precision.
     if square - mean * mean < 0.01 * square:
         return mean, math.sqrt(sum(float(torch.dot(part, part)) for part in _centred(values, mean)) / count)
     return mean, math.sqrt(square - mean * mean)
 
 
 def _centre(mean: float, deviation: float) -> float:
-    """What to subtract from the values to keep their precision; usually nothing, which is fastest."""
+    """The number to subtract from the values to keep their precision; usually 0, which is fastest."""
     return mean if abs(mean) > deviation / 2 else 0.0
 
 
@@ -197,7 +197,7 @@ class Uniform8BitQuantization(CodebookQuantization):
             yield some.copy_(bins.view(torch.int32)), distance
 
 
-# From here on float32 holds only whole numbers: adding this rounds a number and leaves it in the lowest bits.
+# From 2**23 on, float32 holds only whole numbers: adding this rounds a number and leaves it in the lowest bits.
 _BIN_ZERO = 2.0**23
 
 
@@ -231,9 +231,10 @@ class Quantile8BitQuantization(CodebookQuantization):
         )
 
 
-# Bit patterns of float16.
+# The number of bit patterns of float16.
 CELLS = 2**16
 
+# The rounds of Lloyd's algorithm (chosen).
 _REFINEMENTS = 2
 
 
@@ -274,7 +275,7 @@ def _refined(below: np.ndarray, sums: np.ndarray, values: np.ndarray) -> np.ndar
     """The first cell of each code, and the end. Numpy is faster than torch with a few hundred numbers.
 
     Args:
-        below: how many values are in the cells before each one; the last entry counts all.
+        below: for each cell, the number of values in the cells before it; the last entry counts all.
         sums: the sums of these values.
         values: the value of each cell, ascending.
     """
@@ -384,7 +385,7 @@ class BlockwiseCompression(FloatingPointCompression):
         """
         count = values.numel()
         full = count - count % self.block_size
-        if full == count <= CHUNK:  # skipping the cut is faster
+        if full == count <= CHUNK:  # without the cut it is faster
             yield values, scales, codes, count
             return
         for start, stop in itertools.pairwise(sorted({*range(0, full, CHUNK), full, count})):
@@ -463,9 +464,9 @@ def _cubes(steps: torch.Tensor) -> torch.Tensor:
 
 
 class Blockwise4BitQuantization(BlockwiseCompression):
-    """4 bits per value, and a bfloat16 scale per block of 64 (4.25 bits in all). The levels suit gradients.
+    """4 bits per value, and a bfloat16 scale per block of 64 (4.25 bits in total). The levels suit gradients.
 
-    Coarse: the error is about a tenth of a typical value. Use it with error feedback.
+    It is coarse: the error is about a tenth of a typical value. Use it with error feedback.
     """
 
     compression_type = CompressionType.BLOCKWISE_4BIT

@@ -35,7 +35,7 @@ from shoal.compression.quantization import (
 from shoal.compression.statistics import NonNegative16BitCompression
 from shoal.compression.topk import TopKCompression
 
-STREAMING_CHUNK_SIZE_BYTES = 2**16
+STREAMING_CHUNK_SIZE_BYTES = 2**16  # chosen: the default size of a piece
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
         if assembly is None:
             assembly = _Assembly(chunk)
         elif chunk.metadata is not None:
-            # A new tensor begins before this one is complete: this raises an error that says what is missing.
+            # A new tensor starts before this one is complete: this raises an error that tells what is missing.
             assembly.result()
         else:
             assembly.add(chunk)
@@ -146,7 +146,7 @@ def codec_of(compression: int) -> CompressionBase:
     """The codec with this code.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the code is unknown.
     """
     codec = _CODECS.get(compression)
     if codec is None:
@@ -155,10 +155,10 @@ def codec_of(compression: int) -> CompressionBase:
 
 
 def check_nbytes(metadata: TensorMetadata, nbytes: int) -> None:
-    """Check that a serialized tensor with this description can take this many bytes, before there are any.
+    """Check that a serialized tensor with this description can take this many bytes, before they arrive.
 
     Raises:
-        ValueError: it cannot, its codec is unknown, or there is no such tensor.
+        ValueError: it cannot, its codec is unknown, or the tensor is impossible.
     """
     codec, (dtype, count) = codec_of(metadata.compression), metadata.checked()
     info = CompressionInfo(None, TensorDescriptor(metadata.size, dtype))
@@ -176,7 +176,7 @@ def is_sparse(compression: int) -> bool:
 
 
 def check_state_codec(option: str, codec: object) -> None:
-    """Check that an option for the codec of states holds one that sends every value, or ``None``.
+    """Check that an option for the state codec holds a codec that sends every value, or ``None``.
 
     Raises:
         TypeError: it holds something else, such as a codec class.
@@ -197,7 +197,7 @@ def serialize_torch_tensor(
     """Turn a CPU tensor into bytes.
 
     Args:
-        tensor: what to serialize.
+        tensor: the tensor to serialize.
         compression_type: code of the codec, see :class:`CompressionType`.
         info: what the codec may need to know; made from the tensor and ``kwargs`` if not given.
         allow_inplace: the codec may overwrite the tensor's values.
@@ -216,7 +216,7 @@ def deserialize_torch_tensor(serialized_tensor: SerializedTensor) -> torch.Tenso
     """Restore a tensor from bytes; it may share memory with them.
 
     Raises:
-        ValueError: unknown code, or metadata that makes no sense.
+        ValueError: unknown code, or malformed metadata.
         RuntimeError: the bytes are truncated or do not fit the metadata.
     """
     return codec_of(serialized_tensor.metadata.compression).extract(serialized_tensor)
@@ -227,14 +227,14 @@ async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]
 
     Raises:
         RuntimeError: pieces are missing, or the bytes do not fit the metadata.
-        ValueError: the metadata makes no sense.
+        ValueError: the metadata is malformed.
     """
     chunks = [chunk async for several in stream for chunk in several]
     return [deserialize_torch_tensor(serialized) for serialized in combine_all(chunks)]
 
 
 DUMMY_BATCH_SIZE = 3
-"""The size of a batch with which users try out a module whose batches have any size."""
+"""The size of the batch with which users try out a module that takes batches of any size."""
 
 
 @MSGPackSerializer.ext_serializable(0x51)
@@ -264,7 +264,7 @@ class BatchTensorDescriptor(TensorDescriptor):
         return self.size
 
     def numel(self) -> int:
-        raise ValueError("how many values a batch has is not known before its length")
+        raise ValueError("a batch of unknown length has no number of values")
 
     def make_zeros(self, *batch_size: int, device: torch.device | str | None = None) -> torch.Tensor:
         """A batch of zeros.

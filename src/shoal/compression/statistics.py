@@ -1,8 +1,8 @@
-"""Which codec encodes a tensor, so that no codec spoils what it cannot represent.
+"""The choice of a codec for a tensor, so that no codec spoils values that it cannot represent.
 
-Parameters and gradients bear the errors of any codec. Integers and counters bear none. An optimizer divides by the
-square roots of its second moments: one that vanishes, or a first moment that is large beside it, makes a step many
-times too large. So what an optimizer keeps is sent with a small error of each single value, or none.
+Parameters and gradients tolerate the errors of any codec. Integers and counters tolerate none. An optimizer divides by
+the square roots of its second moments. If one vanishes, or is small relative to its first moment, the step is many
+times too large. So optimizer statistics are sent with a small relative error of each value, or with none.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from shoal.compression.base import (
 )
 from shoal.compression.floating import FLOATING_TYPES, BFloat16Compression, FloatingPointCompression, in_chunks
 
-# This many values tell most tensors that are not counters from those that are.
+# The number of values to look at first (chosen): they tell most other tensors from counters.
 _FIRST_LOOK = 4096
+# Derived: float32 without the sign and the lowest 15 of 23 bits of the mantissa has 16 bits.
 _SHIFT = 15
 _LARGEST_CODE = 0x7F7FFFFF >> _SHIFT
 
 
 class NonNegative16BitCompression(FloatingPointCompression):
-    """Sends values that are never negative in 16 bits, over the full range of float32, such as second moments.
+    """Sends non-negative values, such as second moments, in 16 bits over the full range of float32.
 
     They are float32 numbers without the sign and with 8 bits of mantissa: the relative error is at most 1/512, and that
     of the square root 1/1024. Only 0 reads as 0. A negative value or NaN becomes 0; infinity the largest value.
@@ -46,7 +47,7 @@ class NonNegative16BitCompression(FloatingPointCompression):
         for some, part in zip(in_chunks(codes), in_chunks(values), strict=True):
             bits = part.float().clamp(0, torch.finfo(torch.float32).max).nan_to_num_(0.0).view(torch.int32)
             rounded = ((bits + (1 << (_SHIFT - 1))) >> _SHIFT).clamp_(max=_LARGEST_CODE)
-            # What is not 0 stays above 0, also where float32 has no such small number.
+            # Values above 0 stay above 0, even if they are too small for float32.
             some.copy_(rounded.clamp_(min=(part > 0).int()))
 
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
@@ -61,8 +62,8 @@ class NonNegative16BitCompression(FloatingPointCompression):
 def codec_for_average(codec: CompressionBase, info: CompressionInfo) -> CompressionBase:
     """The codec for a tensor that is averaged: lossy ones only for parameters, gradients and the like.
 
-    All members must choose the same, so the values do not count. Averages travel as differences, which can be negative
-    and as small as they like; so statistics are sent as they are.
+    All members must choose the same codec, so the choice does not depend on the values. Averages travel as differences,
+    which can be negative and of any size, so statistics are sent exactly.
     """
     own = codec.for_tensor(info)
     return NoCompression() if own.lossy and (_is_exact(info) or info.role is TensorRole.OPTIMIZER) else own
@@ -85,7 +86,7 @@ def codec_for_download(codec: CompressionBase, tensor: torch.Tensor, info: Compr
 
 
 def _is_exact(info: CompressionInfo) -> bool:
-    """Whether a tensor bears no error at all."""
+    """Whether a tensor must be sent exactly."""
     return info.role is TensorRole.COUNTER or info.descriptor.dtype not in FLOATING_TYPES
 
 

@@ -1,17 +1,17 @@
-"""The codec that sends few values: of each chunk of 4096 those of largest magnitude, and where they are.
+"""The codec that sends few values: in each chunk of 4096, those of largest magnitude, with their positions.
 
-The rest reads as 0. That suits a sender that keeps what it has not sent, and adds it next time (error feedback).
+The rest reads as 0. This suits a sender that keeps unsent values and adds them the next time (error feedback).
 
-A chunk sends ``max(1, round(density * length))`` values; the last chunk may be shorter. Of equal magnitudes those at
-lower positions are sent. Magnitudes below 2**-24, the smallest of float16, count as 0, and zeros are never sent. In 2
-bits a magnitude is one of two levels of its chunk: the mean of those above, or of those not above, the mean of all that
-the chunk sends. If these are equal, so are both levels.
+A chunk sends ``max(1, round(density * length))`` values; the last chunk may be shorter. Among equal magnitudes, those
+at lower positions are sent. Magnitudes below 2**-24, the smallest of float16, count as 0, and zeros are never sent. In
+2 bits, a magnitude is one of two levels of its chunk. The mean of all magnitudes that the chunk sends separates them:
+one level is the mean of those above it, the other the mean of the rest. If one group is empty, both levels are equal.
 
 The bytes are little-endian. The numbers of one kind are stored together, for all chunks in order, so that they can be
 read without a loop over chunks:
 
 =========  ============================================================================================================
-bytes      what they are
+bytes      content
 =========  ============================================================================================================
 2          for each chunk: how many values it sends, a whole number
 4 or 2     for each chunk that sends any: in 2 bits the low and the high level, in 8 bits one scale; float16, above 0
@@ -21,10 +21,10 @@ bytes      what they are
            is in the lowest bits of a byte. In 8 bits: m in a magnitude of (m + 1) / 128 of the scale; top bit: the sign
 =========  ============================================================================================================
 
-Positions, and also values, fill up their last byte with zeros, which readers ignore.
+The last byte of the positions, and that of the values, is padded with zeros, which readers ignore.
 
-All machines read the same bits: what a reader computes is exact. They also send the same bits: no operation here rounds
-in an order that depends on the processor.
+All machines decode to the same bits, because decoding is exact. They also encode to the same bits, because no operation
+here rounds in an order that depends on the processor.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from shoal.compression.floating import CHUNK, check_type, finite, saturate, scra
 BLOCK = 4096
 """Values in a chunk: as many as 12 bits can count."""
 
-# What float16 can hold: the smallest magnitude, and the largest finite one.
+# The smallest and the largest finite magnitude of float16 (IEEE 754).
 _SMALLEST, _LARGEST = np.float32(2.0**-24), np.float32(65504)
 _SMALLEST_BITS, _INFINITY_BITS = int(_SMALLEST.view(np.int32)), int(np.float32(np.inf).view(np.int32))
-_STEPS_8BIT = 128
+_STEPS_8BIT = 128  # derived: 8 bits without the sign
 
 
 @dataclass(frozen=True)
 class SparseTensor:
-    """What was sent of a tensor."""
+    """The values of a tensor that were sent."""
 
     size: tuple[int, ...]
-    """Of the whole tensor."""
+    """The size of the whole tensor."""
     indices: torch.Tensor
-    """Where the values are in the flattened tensor, ascending; int64."""
+    """The positions of the values in the flattened tensor, ascending; int64."""
     values: torch.Tensor
-    """One for each index, float32; none of them is 0."""
+    """One value for each index, float32; none is 0."""
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The whole tensor; what was not sent is 0."""
+        """The whole tensor; values that were not sent are 0."""
         whole = empty(self.size, dtype).zero_()
         values = self.values
         if dtype != torch.float32:
@@ -87,7 +87,7 @@ class TopKCompression(CompressionBase):
     0, an infinity as the largest finite magnitude of its chunk, and any magnitude above 65504 as 65504.
 
     Args:
-        density: the share of the values that is sent, above 0 and at most 1.
+        density: the share of the values to send, above 0 and at most 1.
         bits: 2: a sign, and one of two magnitudes for each chunk; 8: a sign, and one of 128 magnitudes.
     """
 
@@ -110,7 +110,7 @@ class TopKCompression(CompressionBase):
         return BLOCK
 
     def most(self, length: int) -> int:
-        """How many values of a chunk of this length are sent."""
+        """The most values that a chunk of this length sends."""
         return max(1, round(self.density * length))
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
@@ -125,10 +125,10 @@ class TopKCompression(CompressionBase):
         return values.requires_grad_() if serialized_tensor.metadata.requires_grad else values
 
     def extract_sparse(self, serialized_tensor: SerializedTensor) -> SparseTensor:
-        """Like :meth:`extract`, but only what was sent. The density of the sender does not matter.
+        """Like :meth:`extract`, but only the values that were sent. The sender's density does not matter.
 
         Raises:
-            ValueError: the metadata makes no sense.
+            ValueError: the metadata is malformed.
             RuntimeError: the bytes are truncated, too many, or not those of this codec.
         """
         dtype, count = self._read_metadata(serialized_tensor)
@@ -138,7 +138,7 @@ class TopKCompression(CompressionBase):
         return SparseTensor(size, torch.from_numpy(indices), torch.from_numpy(values))
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Exact if no value that could be sent is 0; otherwise an upper limit."""
+        """The exact ratio if no value that could be sent is 0; otherwise an upper limit."""
         full, rest = divmod(math.prod(info.size), BLOCK)
         sent, chunks = full * self.most(BLOCK), full
         if rest:
@@ -150,7 +150,7 @@ class TopKCompression(CompressionBase):
 
 
 def _batches(values: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Chunks as rows of float32, many at a time, and their length. A last chunk that is shorter comes alone."""
+    """Chunks as rows of float32, many at a time, and their length. A shorter last chunk comes alone."""
     full = values.numel() // BLOCK * BLOCK
     for start in range(0, full, CHUNK):
         part = values[start : min(start + CHUNK, full)]
@@ -164,22 +164,22 @@ def _batches(values: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 class _Sent(NamedTuple):
-    """What is sent of some chunks, in order."""
+    """The values to send of some chunks, in order."""
 
     counts: np.ndarray
-    """How many values of each chunk."""
+    """The number of values of each chunk."""
     positions: np.ndarray
-    """Of each value in its chunk."""
+    """The position of each value in its chunk."""
     values: np.ndarray
 
     @classmethod
     def of(cls, rows: torch.Tensor, most: int) -> _Sent:
-        """Choose the values of largest magnitude in each row; of equal ones those at lower positions."""
-        # Magnitudes sort like their bits, read as whole numbers.
+        """Choose the values of largest magnitude in each row; among equal ones, those at lower positions."""
+        # Magnitudes sort like their bits as integers.
         bits = scratch("bits", torch.int32, rows.numel()).view(rows.shape)
         torch.bitwise_and(rows.view(torch.int32), 2**31 - 1, out=bits)
-        # Take the largest of each of many groups of values. The smallest of the ``most`` largest of these is a lower
-        # limit for all values to send, and few other values are above it.
+        # Take the maximum of each of many groups of values. The ``most``-th largest maximum is a lower limit for all
+        # values to send, and few other values are above it.
         groups = min(BLOCK, 2 ** (2 * most - 1).bit_length())
         largest = bits.view(len(rows), BLOCK // groups, groups).amax(1).numpy()
         if np.max(largest) >= _INFINITY_BITS:  # true for NaN as well
@@ -209,7 +209,7 @@ def _largest(indices: np.ndarray, bits: np.ndarray, rows: int, most: int) -> np.
 
 
 def _table(values: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """Put values into the rows they belong to, ``counts`` of them to each, from the left; the rest is 0."""
+    """Distribute values over rows, ``counts`` of them to each, from the left; the rest is 0."""
     table = np.zeros((len(counts), width), dtype=values.dtype)
     starts = np.cumsum(counts) - counts
     table.reshape(-1)[np.arange(len(values)) + np.repeat(np.arange(len(counts)) * width - starts, counts)] = values
@@ -219,7 +219,7 @@ def _table(values: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
 def _means(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The mean of the values of each row; 0 for a row without any.
 
-    Halves are added until one column is left, so that the result does not depend on how a processor sums up a row.
+    Halves are added until one column is left, so that the result does not depend on how a processor sums a row.
     """
     width = 2 ** max(0, int(counts.max(initial=0)) - 1).bit_length()
     sums = _table(values, counts, width)
@@ -234,7 +234,7 @@ def _means(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _lengths(chunks: int, sent: int, bits: int) -> tuple[int, int, int]:
-    """Bytes of the scales of all chunks that send something, of the positions, and of the values."""
+    """The bytes of the scales (of all chunks that send values), of the positions, and of the values."""
     return chunks * (4 if bits == 2 else 2), -(-sent * 3 // 2), -(-sent * bits // 8)
 
 
@@ -263,7 +263,7 @@ def _in_2_bits(values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.n
     high_counts = np.bincount(row[is_high], minlength=len(counts))
     low_counts = counts - high_counts
     high, low = _means(magnitudes[is_high], high_counts), _means(magnitudes[~is_high], low_counts)
-    # Of equal values either none is above the mean or, if that was rounded down, all are.
+    # If all values are equal, none is above the mean, or all are if the mean was rounded down.
     levels = np.stack([np.where(low_counts > 0, low, high), np.where(high_counts > 0, high, low)], axis=1)
     return levels, is_high.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 1
 
@@ -303,7 +303,7 @@ def _unpack_pairs(packed: np.ndarray, count: int) -> np.ndarray:
 
 
 def _unpacked(buffer: Buffer, count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the values are, and the values.
+    """The positions of the values, and the values.
 
     Raises:
         RuntimeError: the bytes are not those of a tensor with this many values.

@@ -7,14 +7,14 @@ Nodes and keys have 160-bit ids, and their distance is XOR. A record is stored a
 Read the files in this order:
 
 - :mod:`~.dht` for programs, :mod:`~.node` for coroutines; its settings are in :mod:`~.config`.
-- :mod:`~.store` and :mod:`~.get`: what one call does.
+- :mod:`~.store` and :mod:`~.get`: one store or get, step by step.
 - :mod:`~.traverse`: the walk to the nodes nearest to a key. :mod:`~.routing`: ids, and the nodes that a node knows.
 - :mod:`~.protocol`: the calls between nodes (ping, store, find), and whether a silent peer is gone or this machine
   offline. :mod:`~.records`: their messages.
-- :mod:`~.local_records`: what a node keeps, in the containers of :mod:`~.storage`.
+- :mod:`~.local_records`: the records that a node keeps, in the containers of :mod:`~.storage`.
 - :mod:`~.validation`: rules about records, and the reasons why nodes refuse some. :mod:`~.schema`: rules about types;
   :mod:`~.crypto`: signatures of owners.
-- :mod:`~.joining`: how a node finds a swarm, and finds it again; whether this peer serves others.
+- :mod:`~.joining`: how a node finds a swarm, and finds it again; and the DHT server mode.
 - :mod:`~.key_sharding`: many keys for the records of a large swarm. :mod:`~.authorization`: a DHT for members only.
 """
 

@@ -1,8 +1,8 @@
 """A DHT for members only: every call between nodes carries proof that its sender is a member.
 
 An authority gives each member an access token, and the member signs its messages with the key that the token names. A
-request also carries its time and a nonce, so a captured request is useless: after a minute, a second time, from another
-peer, or at another peer. The signed answer carries the same nonce.
+request also carries its time and a nonce, so a captured request is worthless after a minute, when sent a second time,
+from another peer, or to another peer. The signed answer carries the same nonce.
 
 Each swarm defines where tokens come from and which ones are valid, in a subclass of :class:`TokenAuthorizerBase`::
 
@@ -49,11 +49,12 @@ logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 
-# Standard: 128 bits never repeat by chance.
+# The usual length: 128 random bits never repeat by chance.
 NONCE_BYTES = 16
-# Timeout for the proof of membership on a new connection: the other side may have vanished, or ask its authority first.
+# Timeout for the proof of membership on a new connection (chosen): the other side may have vanished, or may ask its
+# authority first.
 ENTER_SECONDS = 15.0
-# Pause between attempts to renew a token that is still good: otherwise each call would wait for the authority.
+# Pause between attempts to renew a valid token (chosen): otherwise each call would wait for the authority.
 RETRY_SECONDS = 10.0
 
 REQUEST_PURPOSE, RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
@@ -64,7 +65,7 @@ _Text = Annotated[str, Meta(max_length=256)]
 
 
 class AccessToken(msgspec.Struct):
-    """What an authority gives to a member."""
+    """A member's access token, issued by an authority."""
 
     username: _Text = ""
     public_key: _Short = b""
@@ -198,10 +199,10 @@ class TokenAuthorizerBase(AuthorizerBase):
         self._local_public_key = self._local_private_key.get_public_key()
         self._local_token: AccessToken | None = None
         self._refreshing = asyncio.Lock()
-        # The last attempt to get a token that has failed, and when, by the loop's time.
+        # The last failure to get a token, and its loop time.
         self._failure: Exception | None = None
         self._failed_at = float("-inf")
-        # The requests of the last minutes, so that each is answered only once: more than a thousand in a second.
+        # The requests of the last minutes, so that each is answered only once. Room for over a thousand per second.
         self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(2**18)
 
     @abstractmethod
@@ -210,7 +211,7 @@ class TokenAuthorizerBase(AuthorizerBase):
 
     @abstractmethod
     def is_token_valid(self, access_token: AccessToken) -> bool:
-        """Whether anybody's token was given out by the authority and has not expired."""
+        """Whether a token, of any member, was issued by the authority and has not expired."""
 
     @abstractmethod
     def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
@@ -237,7 +238,7 @@ class TokenAuthorizerBase(AuthorizerBase):
             if token is not None and not self.does_token_need_refreshing(token):
                 return token
             waits = token is not None and now() - self._failed_at < RETRY_SECONDS and self._accepts(token)
-            if not waits and self._failed_at <= began_at:  # otherwise this call has waited for that very attempt
+            if not waits and self._failed_at <= began_at:  # otherwise this call has waited for the failed attempt
                 try:
                     token = self._local_token = self._checked(await self.get_token())
                     return token
@@ -251,7 +252,7 @@ class TokenAuthorizerBase(AuthorizerBase):
             raise NoAccessTokenError(f"no access token to take part with: {reason}") from self._failure
 
     async def _log_in_first(self) -> None:
-        """Get a token first if there was no :meth:`prepare`: the authority's key may come along with it."""
+        """Get a token first if there was no :meth:`prepare`, because the authority's key may come with it."""
         if self._local_token is None:
             await self.refresh_token_if_needed()
 
@@ -278,7 +279,7 @@ class TokenAuthorizerBase(AuthorizerBase):
             return _refuse(call, "it is not signed")
         await self._log_in_first()
         if not abs(get_dht_time() - auth.time) <= TOLERANCE_SECONDS:
-            return _refuse(call, "it was made at another time")
+            return _refuse(call, "its time is not now")
         if not self._is_signed(auth, signed_bytes(REQUEST_PURPOSE, call, request)):
             return _refuse(call, "no valid token, or no valid signature")
         if auth.service_public_key not in (b"", self._local_public_key.to_bytes()):
@@ -334,14 +335,14 @@ def _refuse(call: str, reason: str) -> bool:
 
 
 def signed_bytes(purpose: str, call: str, message: MessageT) -> bytes:
-    """The signed data: the whole message but the signature, as the other side will read it."""
+    """The signed data: the whole message except the signature, as the other side will read it."""
     assert message.auth is not None
     signature, message.auth.signature = message.auth.signature, b""
     try:
         encoded = msgspec.msgpack.encode(message)
     finally:
         message.auth.signature = signature
-    # Decode it once, because an int arrives as a float in a field of type float.
+    # Decode it once, because an int in a float field arrives as a float.
     as_received = decode_header(encoded, type(message))
     return msgspec.msgpack.encode([purpose, call, as_received])
 
@@ -354,7 +355,7 @@ class AuthRole(Enum):
 
 
 class AuthRPCWrapper:
-    """Wraps a servicer or a stub, and lets only members pass.
+    """Wraps a servicer or a stub, and lets only members through.
 
     For a servicer, give it to :meth:`ServicerBase.add_p2p_handlers` as wrapper: only requests of members are answered.
     For a client, call it like the stub: if the answer does not come from a member, it returns ``None``.
@@ -428,8 +429,8 @@ class EnterResponse(AuthorizedResponse):
 class MembersOnly(ServicerBase):
     """Guards a peer whose DHT is for members only: its averagers, states and trackers are for members, too.
 
-    This is about members by the judgement of the user's own authority. In a private run, the other side has shown its
-    badge before, and both checks must succeed.
+    Here the user's own authority decides who is a member. In a private run, the other side has also shown its badge
+    before, and both checks must succeed.
 
     The peer that has opened a connection proves once that it is a member, and gets proof that the other side is one.
     Requests to the DHT carry a proof each. Requests about a peer's presence or reachability need no proof.

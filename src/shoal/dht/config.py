@@ -12,7 +12,7 @@ DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """The settings of a node. They are many, because the parameters of :meth:`DHTNode.create` are inherited."""
+    """The settings of a node. There are many, because the parameters of :meth:`DHTNode.create` are inherited."""
 
     bucket_size: int = 20
     """Most nodes in a bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
@@ -52,8 +52,8 @@ class NodeConfig:
     ensure_bootstrap_success: bool = True
     """Fail if no initial peer answers, and let one that answers check that this node can be reached."""
     strict: bool = True
-    """Fail if nobody can tell the right time, or if this node cannot be reached although it is said to be public
-    (``force_reachability``); otherwise only warn."""
+    """Fail if the peers do not agree about the time, or if this node cannot be reached although ``force_reachability``
+    says that it is public; otherwise only warn."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):

@@ -2,8 +2,8 @@
 
 A record is protected if its subkey contains ``[owner:<public key>]``, with the public key in OpenSSH's text form. Its
 value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. So a
-captured record can be repeated, but neither changed nor prolonged. A plain value cannot replace a dictionary in which
-somebody owns an entry, and makes way for it. An owner tag in a *key* protects nothing, because keys travel as hashes.
+captured record can be repeated, but neither changed nor prolonged. A plain value cannot replace a dictionary that has
+an owned entry, and makes way for one. An owner tag in a *key* protects nothing, because keys travel as hashes.
 
 Every node checks such records, and signs those with the tag of its own peer. Averagers and donors use them to declare
 themselves.
@@ -33,7 +33,7 @@ _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
-# How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
+# The prefix of every Ed25519 key in OpenSSH's text form, and in decoded form.
 _SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 _SSH_LENGTH = len(_SSH_NAME) + 4 * (len(_SSH_HEADER) + PUBLIC_KEY_BYTES) // 3
 
@@ -53,7 +53,7 @@ class PublicKey:
         """
         raw = _raw_key_of(data)
         if is_weak_key(raw):
-            raise ValueError("this Ed25519 key has no private half: anybody can make signatures that fit it")
+            raise ValueError("this Ed25519 key has no private half: anyone can make signatures that fit it")
         return cls(ed25519.Ed25519PublicKey.from_public_bytes(raw))
 
     def to_bytes(self) -> bytes:
@@ -157,7 +157,7 @@ def _raw_key_of(data: bytes) -> bytes:
     return public_key.public_bytes_raw()
 
 
-# The same few owners recur. The cache is bounded, because strangers can make up any number of them.
+# Cached, because the same few owners recur. The cache is bounded, because strangers can make up any number of them.
 @functools.lru_cache(MOST)
 def _key_of_owner(owner: bytes) -> PublicKey:
     """The key in an owner tag; raises what :meth:`PublicKey.from_bytes` raises."""
@@ -205,16 +205,16 @@ def _key_of_this_process() -> PrivateKey:
 
 
 def _owner_tags(data: bytes) -> list[bytes]:
-    """Find the owner tags, up to the last ``]``: behind it the pattern could scan to the end once per ``[owner:``."""
+    """Find the owner tags, up to the last ``]``. Behind it the pattern could scan to the end once per ``[owner:``."""
     return _OWNER_TAG.findall(data, 0, data.rfind(b"]") + 1)
 
 
 def _owners_in(data: bytes) -> tuple[bytes, ...]:
-    """The different owners that are named in a key or a subkey."""
+    """The distinct owners named in a key or a subkey."""
     return tuple(dict.fromkeys(_owner_tags(data)))
 
 
-# Averagers and trackers use the same subkeys repeatedly.
+# Cached, because averagers and trackers use the same subkeys repeatedly.
 _known_owners_in = functools.lru_cache(MOST)(_owners_in)
 
 
@@ -232,7 +232,7 @@ class SignatureValidator(RecordValidatorBase):
         self._local_public_key = private_key.get_public_key().owner_tag
         self._private_keys = {self._local_public_key: private_key}
         self.accepted = AcceptedRecords()
-        """Records that are known to be signed well."""
+        """Records with a signature that is known to be valid."""
 
     @property
     def local_public_key(self) -> bytes:
@@ -275,7 +275,7 @@ class SignatureValidator(RecordValidatorBase):
         return public_key.verify(self.signed_bytes(record, record.value[: signature.start()]), signature.group(1))
 
     def is_proven_by_peer(self, record: DHTRecord, peer: PeerID) -> bool:
-        """Only an owner may bring its records unproven, with something that looks like a signature."""
+        """Whether the owner itself has sent the record, with something that looks like a signature."""
         owners = self._owners(record)
         if len(owners) != 1 or peer.public_key is None or self._signature_of(record) is None:
             return False
@@ -286,7 +286,7 @@ class SignatureValidator(RecordValidatorBase):
 
     @staticmethod
     def signed_bytes(record: DHTRecord, value: bytes) -> bytes:
-        """What a signature is made of."""
+        """The bytes that are signed."""
         return MSGPackSerializer.dumps([_PURPOSE, record.key, record.subkey, value, float(record.expiration_time)])
 
     def sign_value(self, record: DHTRecord) -> bytes:
@@ -320,7 +320,7 @@ class SignatureValidator(RecordValidatorBase):
         return 10
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Adopt the other's private keys. One validator is enough to verify everybody's signatures."""
+        """Adopt the other's private keys. One validator is enough to verify all signatures."""
         if not isinstance(other, SignatureValidator):
             return False
         self._private_keys = {**other._private_keys, **self._private_keys}
@@ -335,10 +335,10 @@ class SignatureValidator(RecordValidatorBase):
 
 
 def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -> CompositeValidator:
-    """Add the check of owned records, which every node makes, to the user's rules; it also signs the node's own.
+    """Add the check of owned records, which every node makes, to the user's rules. It also signs this node's records.
 
     Args:
-        validator: the user's; a composite is extended in place.
+        validator: the user's validator; a composite is extended in place.
     """
     composite = CompositeValidator.of(validator)
     composite.extend([SignatureValidator(PrivateKey(identity.private_key))])

@@ -38,7 +38,7 @@ class DHT(Facade):
     Args:
         initial_peers: addresses of peers of the swarm, as a list or in one string. A full address ends with
             ``/p2p/<peer id>``; at ``HOST:PORT`` any peer may answer. ``"local"`` stands for all peers in the local
-            network, now or later (``pip install 'shoal[local]'``). None = begin a new swarm.
+            network, now or later (``pip install 'shoal[local]'``). None = start a new swarm.
         start: whether to start at once; otherwise call :meth:`run_in_background`.
         p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.
@@ -46,7 +46,7 @@ class DHT(Facade):
         record_validators: decide which records may be stored and trusted; the same ones at every peer.
         shutdown_timeout: most seconds that :meth:`shutdown` waits.
         await_ready: wait until the node has joined, and raise the error if it could not.
-        name: what to call this peer in the logs of others and in the monitor; default: the environment variable
+        name: the name of this peer in the logs of others and in the monitor; default: the environment variable
             ``SHOAL_NAME``, or else the name of this machine with the number of this process. Others learn it, in a
             private run only its members. ``""`` tells them nothing; so does the default with an ``authorizer``.
         kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`, such as ``token`` of a private
@@ -124,7 +124,7 @@ class DHT(Facade):
 
         Raises:
             TimeoutError: the node was not ready in time.
-            RuntimeError: it is started already.
+            RuntimeError: it has already been started.
         """
         if self._portal is not None:
             raise RuntimeError("this DHT is started already")
@@ -187,7 +187,7 @@ class DHT(Facade):
         return self._portal
 
     def __repr__(self) -> str:
-        """Its addresses and how many other peers it knows. Asks nobody, so it can be called at any time."""
+        """Its addresses and how many other peers it knows. Makes no calls, so it can be used at any time."""
         node, maddrs, state = self._service.node, self._service.visible_maddrs, ""
         if self._portal is None:
             state = "not started"
@@ -253,12 +253,12 @@ class DHT(Facade):
 
     @property
     def client_mode(self) -> bool:
-        """Whether this peer only calls others, and is never called."""
+        """Whether this peer only calls others and is never called."""
         return self._started_node.client_mode
 
     @property
     def _started_node(self) -> DHTNode:
-        """The node, to read what the start has found out."""
+        """The node, for facts that are known after the start."""
         if self._service.visible_maddrs is None:
             self.wait_until_ready()
         assert self._service.node is not None
@@ -282,7 +282,7 @@ class DHT(Facade):
         It stands for any peer that answers there; :meth:`get_visible_maddrs` has addresses that also say which one.
 
         Raises:
-            DHTError: nobody can call this peer.
+            DHTError: no peer can call this one.
         """
         addresses = self.get_visible_maddrs(latest=True)
         if not addresses:
@@ -444,7 +444,7 @@ class DHT(Facade):
 
 
 def _names_of_settings() -> set[str]:
-    """All arguments that a DHT takes, also those that it passes on."""
+    """All arguments that a DHT takes, including those that it passes on."""
     takers = (DHT.__init__, DHTNode.create, P2P.create)
     named = [inspect.signature(taker).parameters.values() for taker in takers]
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -479,12 +479,12 @@ class DHTHandle:
 
 
 class _Service:
-    """The half of a DHT that lives in the loop. It has no reference to the other half, so that can be collected."""
+    """The half of a DHT that lives in the loop. It holds no reference to the other half, so that can be collected."""
 
     def __init__(self, handle: DHTHandle, options: dict[str, Any]) -> None:
         self.node: DHTNode | None = None
         self.visible_maddrs: list[Multiaddr] | None = None
-        """The addresses that were asked for last; ``None`` until the node is ready."""
+        """The latest known addresses; ``None`` until the node is ready."""
         self.stopped = threading.Event()
         self._handle = handle
         self._options = options

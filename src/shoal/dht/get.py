@@ -1,8 +1,8 @@
 """Getting records: this node's own copies first, then a walk to the nodes nearest to the keys.
 
-A search merges what different nodes hold for one key until the result is good enough. Searches for the same key share
-their results. Copies of the result are kept here and at nodes that had no value. A cached copy that was read is fetched
-again shortly before it expires.
+A search merges the values of different nodes for one key until the result is good enough. Searches for the same key
+share their results. Copies of the result are kept here and at nodes that had no value. A cached copy that was read is
+fetched again shortly before it expires.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class KeySearch:
         key_id: the key.
         sufficient_expiration_time: stop at the first value that lives at least until then.
         validator: strips values before the application sees them.
-        is_refresh: the result goes into the cache only; nobody waits for it.
-        keep_copies: keep copies of the result here and at a node where it may be wanted next.
+        is_refresh: the result goes only into the cache; no caller waits for it.
+        keep_copies: keep copies of the result here and at a node where it may be needed next.
         most_entries: as for :meth:`DHTNode.get_many_by_id`.
     """
 
@@ -67,27 +67,27 @@ class KeySearch:
         self.found: StoredValue | None = None
         self.expiration_time: DHTExpiration = -math.inf
         self.source: DHTID | None = None
-        """The node that gave the best value so far; ``None`` is this node itself."""
+        """The node that gave the best value so far; ``None``: this node itself."""
         self.asked_in_vain: dict[DHTID, None] = {}
         """Nodes that answered but had no value."""
         self.outcomes: dict[PeerID, Outcome] = {}
-        """What each node had."""
+        """The outcome at each node."""
         self._validator = validator
         self._owns_found = False
 
     @property
     def most(self) -> float:
-        """How many entries its caller wants."""
+        """The number of entries that the caller wants."""
         return self.most_entries or math.inf
 
     @property
     def finished(self) -> bool:
-        """The caller has the result, or has cancelled the search."""
+        """Whether the caller has the result, or has cancelled the search."""
         return self.future.done()
 
     @property
     def is_satisfied(self) -> bool:
-        """The value found so far lives long enough."""
+        """Whether the value found so far lives long enough."""
         return self.found is not None and self.expiration_time >= self.sufficient_expiration_time
 
     def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: DHTID | None) -> None:
@@ -96,7 +96,7 @@ class KeySearch:
         The exception: a dictionary that has entries with an owner always wins against a plain value.
         """
         if isinstance(value, DictionaryDHTValue) and not value:
-            return  # all its entries are known here or have expired, so its expiration stands for nothing
+            return  # all its entries are known here or have expired, so its expiration means nothing
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._merge(value)
             if expiration_time > self.expiration_time:
@@ -124,7 +124,7 @@ class KeySearch:
             self.found.store(subkey, item.value, item.expiration_time)
 
     def known_entries(self) -> Iterable[int]:
-        """Entries that need not be told again."""
+        """The entries that need not be sent again."""
         if not isinstance(self.found, DictionaryDHTValue):
             return ()
         return numbers_of_entries(self.key_id, self.found.items()).values()
@@ -136,7 +136,7 @@ class KeySearch:
         self.outcomes.update(other.outcomes)
 
     def report(self) -> GetReport:
-        """The result with what each node had; only when it is finished."""
+        """The result with the outcome at each node; only when the search is finished."""
         return GetReport(self.future.result(), dict(self.outcomes))
 
     def finish(self) -> None:
@@ -186,7 +186,7 @@ class PendingSearches:
             self._by_key.pop(search.key_id, None)
 
     def share_result(self, search: KeySearch) -> None:
-        """A search has ended: remove it, and give its result to every search for which that is enough."""
+        """Remove a search that has ended, and give its result to every search that it satisfies."""
         self.leave(search)
         if search.found is None:
             return
@@ -232,7 +232,7 @@ class Reader:
         keep_copies: bool = True,
         most_entries: int = 0,
     ) -> dict[DHTID, KeySearch]:
-        """Begin a search for each key; searches that this node can answer by itself are finished on return."""
+        """Start a search for each key; searches that this node can answer by itself are finished on return."""
         sufficient = get_dht_time() if sufficient_expiration_time is None else sufficient_expiration_time
         validator = self._protocol.record_validator
         how = (sufficient, validator, is_refresh, keep_copies, most_entries)
@@ -253,7 +253,7 @@ class Reader:
     async def finish_searches(
         self, searches: Mapping[DHTID, KeySearch], num_workers: int | None = None, beam_size: int | None = None
     ) -> None:
-        """Walk until each search is satisfied or there is nobody left to ask.
+        """Walk until each search is satisfied or there is no node left to ask.
 
         Cancelling the future of one search stops that search alone; cancelling this coroutine stops them all.
         """
@@ -312,7 +312,7 @@ class Reader:
             search.future.cancel()
 
     def _end(self, search: KeySearch, nearest: Sequence[DHTID] = (), lookup: Lookup | None = None) -> None:
-        """Hand the result to the caller, and keep copies of it where it may be wanted next."""
+        """Hand the result to the caller, and keep copies of it where it may be needed next."""
         if search.finished:  # cancelled, or another search for the same key was faster
             self.pending.leave(search)
             return

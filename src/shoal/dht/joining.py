@@ -1,20 +1,20 @@
 """Joins a swarm, keeps in touch with it, and finds it again after an outage.
 
-To join, at least one initial peer must answer and agree about the time. If none can call back, relays are looked for.
-Nodes of one local network find each other there, whenever they start.
+To join, at least one initial peer must answer and agree about the time. If none can call back, the node looks for
+relays. Nodes of one local network find each other there, whenever they start.
 
 While the swarm answers, a node pings its suspects, less and less often; its initial peers that are not in the routing
 table; and, if it is otherwise idle, its nearest neighbor. So it notices when an outage begins and ends. A peer that
 returns may know others, so the node then walks to its own id, as it did when it joined.
 
-If nobody has answered for ten seconds in spite of further calls, the swarm is lost. The node then pings three peers at
-a time, drawn from all that it has ever known. Its pauses are random and grow up to half a minute, so that after an
-outage not all nodes contact their initial peers at once. The search ends with an answer and a walk that finds a node.
+If no peer has answered for ten seconds despite further calls, the swarm is lost. The node then pings three peers at a
+time, drawn from all that it has ever known. Its pauses are random and grow up to half a minute, so that after an outage
+not all nodes contact their initial peers at once. The search ends with an answer and a walk that finds a node.
 
-A peer that others can dial is a node of the DHT. A peer that they call through a relay is a node while few others are
-there to keep records, so a small swarm behind routers needs no other help. In a larger swarm such a node is of little
-use, because each call takes a detour: after a pause it gives its records to the remaining nodes and stops serving. A
-peer that is no node uses the DHT as clients do.
+A peer that others can dial is a node of the DHT. A peer that they call through a relay is a node only while there are
+few others to keep records; so a small swarm behind routers needs no other help. In a larger swarm such a node is of
+little use, because each call takes a detour: after a pause it gives its records to the remaining nodes and stops
+serving. A peer that is no node uses the DHT as a client.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ServerMode:
         is_needed = self._superfluous_since is None or (
             protocol.is_node and now - self._superfluous_since < STEP_DOWN_SECONDS
         )
-        # While nobody knows, this peer says that it can be called: the first peers of the swarm find out.
+        # While this is unknown, this peer announces that it can be called: the first peers of the swarm find out.
         wanted = protocol.p2p.reachability is not Reachability.CLIENT and is_needed
         if wanted is not protocol.is_node:
             self._moving = protocol.spawn(self._enter() if wanted else self._leave())
@@ -108,9 +108,9 @@ class ServerMode:
         self.look()
 
     async def _leave(self) -> None:
-        """Give the records away first, to nodes that no longer count this one among the nodes."""
+        """Stop being a node. First give the records away, to nodes that no longer count this one as a node."""
         self._protocol.is_node = False
-        logger.info("this peer does not serve the DHT any more: others cannot call it well enough")
+        logger.info("this peer no longer serves the DHT: others cannot call it well enough")
         await self._hand_over()
         await self._protocol.stop_serving()
         self.look()
@@ -151,7 +151,7 @@ async def ping_initial_peers(
     """Ping the initial peers; returns when one has accepted this node. The other pings continue in the background.
 
     Args:
-        protocol: of the node that joins; learns which peers answer.
+        protocol: the joining node's side of the protocol; learns which peers answer.
         targets: addresses and ids of the initial peers.
         timeout: seconds to wait for the first answer.
         must_succeed: let the peers check this node, and fail if none answers.
@@ -163,7 +163,7 @@ async def ping_initial_peers(
 
     Raises:
         ValidationError: the check failed, and ``strict`` is set.
-        BootstrapError: nobody answered, and ``must_succeed`` is set.
+        BootstrapError: no peer answered, and ``must_succeed`` is set.
     """
     clock = protocol.p2p.clock
     for address, peer in targets:
@@ -225,7 +225,7 @@ def _callee_of(target: Target) -> Callee:
 
 
 def _peer_of(protocol: DHTProtocol, callee: Callee) -> PeerID | None:
-    """The peer, as far as it is known which one it is."""
+    """The peer; ``None`` if it is not known yet which one it is."""
     return callee if isinstance(callee, PeerID) else protocol.p2p.met.get(callee)
 
 
@@ -254,7 +254,7 @@ async def _ping(protocol: DHTProtocol, callee: Callee, validate: bool, outcomes:
             break
     # Warn here: if another peer has accepted this node, no error will report it.
     if isinstance(error, IdentityMismatchError):
-        logger.warning("an initial peer is another one than expected: %s", error)
+        logger.warning("an initial peer is not the expected one: %s", error)
     outcomes.put_nowait((callee, error))
 
 
@@ -297,8 +297,8 @@ IDLE_SECONDS = 4 * TICK_SECONDS
 # Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again. The first pause
 # of a suspect is a tick, and doubles each time.
 LONGEST_PAUSE_SECONDS = 6 * TICK_SECONDS
-# The same for a suspect whose program has ended, as a refused connection shows: once restarted, it joins by itself. An
-# initial peer may be restarted without knowing anybody, so it keeps the shorter pause.
+# The same for a suspect whose program has ended, as a refused connection shows: after a restart it joins by itself. An
+# initial peer may be restarted without knowing any other, so it keeps the shorter pause.
 LONGEST_PAUSE_OF_ENDED_SECONDS = 20 * LONGEST_PAUSE_SECONDS
 # Pause between two pings of an initial peer that answers, but has no place in the routing table.
 PAUSE_WHEN_WELL_SECONDS = 10 * LONGEST_PAUSE_SECONDS
@@ -307,7 +307,7 @@ PINGS_AT_A_TIME = 3
 
 
 def _backoff(due: float) -> Backoff:
-    """When to ping a peer: at this time, and then less and less often as long as it does not answer."""
+    """A backoff for pings of a peer: first at this time, then less and less often while it does not answer."""
     return Backoff(TICK_SECONDS, LONGEST_PAUSE_SECONDS, rests_until=due)
 
 
@@ -316,10 +316,10 @@ class Reunion:
 
     Args:
         protocol: the node's side of the protocol.
-        server_mode: looks regularly whether this peer should be a node.
-        initial_peers: the peers through which the node has joined; they are never forgotten. Where only an address
-            is given, any peer that answers there is one.
-        neighbours: the peers in the local network at present.
+        server_mode: decides regularly whether this peer should be a node.
+        initial_peers: the peers through which the node has joined; they are never forgotten. An address without an id
+            stands for any peer that answers there.
+        neighbours: the peers that are now in the local network.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class Reunion:
                 if self._connectivity.is_lost:
                     await self._find_back()
             except NoAccessTokenError as e:
-                logger.debug("this node cannot look for others at present: %s", e)
+                logger.debug("this node cannot look for others now: %s", e)
 
     # --- in touch -----------------------------------------------------------------------------------------------------
 
@@ -402,10 +402,10 @@ class Reunion:
 
     async def _ping_one(self, peer: Callee) -> None:
         try:
-            # Another peer may be at an address by now.
+            # There may be another peer at the address by now.
             await self._protocol.ping(peer if isinstance(peer, PeerID) else await self._p2p.meet(peer), validate=False)
         except NO_ANSWER as e:
-            # A peer whose relay holds no reservation of it may have moved to other relays.
+            # If its relay holds no reservation of the peer, it may have moved to other relays.
             is_refused = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
             if is_refused and isinstance(peer, PeerID) and peer in self._probes and peer not in self._addresses:
                 self._probes[peer].longest = LONGEST_PAUSE_OF_ENDED_SECONDS
@@ -432,7 +432,7 @@ class Reunion:
         lost_at, backoff = self._connectivity.heard_at, Backoff(first=1.0, longest=LONGEST_PAUSE_SECONDS)
         while True:
             self._connectivity.heard.clear()
-            # No longer than until an answer comes, such as to a call of the application.
+            # Stop waiting when an answer arrives, for example to a call of the application.
             await wait_at_most(self._connectivity.heard, self._rng.uniform(0.0, backoff.pause))
             if self._connectivity.is_lost:
                 await self._ping(await self._draw(backoff.failures))
@@ -461,7 +461,7 @@ class Reunion:
         candidates = await self._candidates()
         drawn = self._rng.sample(candidates, min(PINGS_AT_A_TIME, len(candidates)))
         initial: list[Callee] = [*self._addresses, *self._places]
-        # After some attempts initial peers are preferred now and then: everything else may be outdated.
+        # After some attempts, prefer initial peers now and then, because all other addresses may be outdated.
         if initial and attempt >= 5 and self._rng.random() < 0.25:
             drawn[0] = self._rng.choice(initial)
         return list(dict.fromkeys(drawn))
@@ -469,7 +469,7 @@ class Reunion:
 
 # --- the local network ------------------------------------------------------------------------------------------------
 
-# How long a node waits for the first neighbour. Measured: a neighbour that is there answers within a second.
+# The seconds that a node waits for the first neighbour. Measured: a neighbour answers within a second.
 FIRST_SECONDS = 3.0
 
 
@@ -478,7 +478,7 @@ class Neighbours:
 
     Args:
         protocol: the node's side of the protocol.
-        server_mode: looks whether this peer should be a node, after another one has accepted it.
+        server_mode: decides whether this peer should be a node when another one has accepted it.
     """
 
     def __init__(self, protocol: DHTProtocol, server_mode: ServerMode) -> None:
@@ -495,7 +495,7 @@ class Neighbours:
     async def wait_for_first(self) -> None:
         """Wait until this node has joined another one, for a few seconds at most."""
         if not await wait_at_most(self._joined, FIRST_SECONDS):
-            logger.info("no peer is in the local network yet: starting alone. Whenever one appears, the two join")
+            logger.info("no peer is in the local network yet: starting alone. When one appears, the two join")
 
     async def close(self) -> None:
         """Stop announcing this node."""

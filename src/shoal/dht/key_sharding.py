@@ -1,21 +1,21 @@
-"""Shards the records of a swarm over many keys, so that no key grows with the swarm, and estimates its size from them.
+"""Shards a swarm's records over many keys, so that no key grows with the swarm, and estimates the size of the swarm.
 
 A swarm of N peers keeps its records in 2^depth keys. The first bits of a hash of the owner select the key, and about 64
-owners share one. Nobody decides the depth: each peer follows its own estimate and writes its depth into its record::
+owners share one. The depth is not agreed: each peer follows its own estimate and writes its depth into its record::
 
     depth 0    run_progress                      every 2^depth-th peer writes here, too
     depth 1    run_progress.0    run_progress.1           every 2^(depth-1)-th
     ...
-    depth      run_progress.0110                          everybody
+    depth      run_progress.0110                          every peer
 
 Besides its own key, a peer writes to the key above with probability 1/2, to the next one above with 1/4, and so on; the
 hash decides. So each key at any level holds a sample of about 64 of the peers below it, and an entry of depth d in a
 key of level l stands for 2^(d-l) peers. Peers find each other this way even if their estimates differ. A newcomer
-begins at the top and learns the depth there. A peer that is too high sees samples of the peers below. A peer that is
+starts at the top and learns the depth there. A peer that is too high sees samples of the peers below. A peer that is
 too low reads the key above its own every other time, and sees the peers there. A small swarm has depth 0 and one key.
 
-Many sizes fit two depths. In that case each peer follows the majority: it goes a step deeper if most others are there,
-and a step back if hardly any other followed.
+Many sizes fit two depths. Then each peer follows the majority: it goes a step deeper if most others are there, and a
+step back if hardly any other has followed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-# Enough for 64 million peers.
+# Chosen: enough for 64 million peers.
 MAX_DEPTH = 20
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 
@@ -39,23 +39,23 @@ Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 OWNERS_PER_KEY = 64
 # A depth fits if each key has at most TOO_MANY owners and at least TOO_FEW. The two are far apart, so that most sizes
 # fit two depths, and a peer follows the majority. If its own depth does not fit, it moves if at least SOME of the
-# others have. The first one moves only if the numbers are BEYOND these by more than the estimates vary. So nobody
-# moves to and fro.
+# others have. The first one moves only if the numbers are BEYOND these by more than the estimates vary. So no peer
+# oscillates.
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
 BEYOND, SOME = 9 / 8, 1 / 8
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
-# If two depths fit the size of the swarm, a peer goes deeper if more than the first share of the others is deeper, and
-# back if less than the second share is as deep as it is. In between it stays.
+# If two depths fit the size of the swarm, a peer goes deeper if more than the first share of the others is deeper. It
+# goes back if less than the second share is as deep as it is. In between it stays.
 MOST_ARE_DEEPER, FEW_ARE_AS_DEEP = 1 / 2, 1 / 3
-# Readings of other keys that a peer averages. This brings the estimates of all peers together, although some keys have
-# more owners than others.
+# The number of readings of other keys that a peer combines (chosen). It brings the estimates of all peers together,
+# although some keys have more owners than others.
 READINGS_ELSEWHERE = 3
-_PATH_BITS = 32
+_PATH_BITS = 32  # chosen: more than ``MAX_DEPTH``
 
 
 def path_of(owner: bytes) -> str:
-    """The bits by which an owner's key is chosen."""
+    """The bits that select an owner's key."""
     return f"{int.from_bytes(hashlib.blake2b(owner, digest_size=_PATH_BITS // 8).digest(), 'big'):0{_PATH_BITS}b}"
 
 
@@ -87,7 +87,7 @@ def estimate_owners(level: int, depths: Sequence[int]) -> float:
 
     Args:
         level: the level of the key.
-        depths: the depths of its entries. A depth above the median + 1 counts as that, because it may be a lie.
+        depths: the depths of its entries. A depth is clipped to the median + 1, because it may be a lie.
     """
     return math.ldexp(sum(_represented(level, depths).values()), level)
 
@@ -100,7 +100,7 @@ def share_at(least: int, level: int, depths: Sequence[int]) -> float:
 
 
 def _represented(level: int, depths: Sequence[int]) -> dict[int, float]:
-    """For how many owners the entries of one key stand, by their depth."""
+    """By depth: the number of owners that the entries of one key stand for."""
     if not depths:
         return {}
     most = median_low(depths) + 1
@@ -109,13 +109,13 @@ def _represented(level: int, depths: Sequence[int]) -> dict[int, float]:
 
 
 class _Reading(NamedTuple):
-    """What one key told.
+    """The content of one key, summarised.
 
     Attributes:
         size: the estimated number of owners.
         is_full: the key has far too many owners, so that perhaps not all were read, and there are more.
-        deeper: the share of those that are deeper than the reader.
-        as_deep: the share of those that are at least as deep.
+        deeper: the share of owners that are deeper than the reader.
+        as_deep: the share of owners that are at least as deep.
     """
 
     size: float
@@ -135,7 +135,7 @@ class KeySharding:
         self._owner, self._path = owner, path_of(owner)
         self.depth = 0
         self._readings: dict[str, deque[_Reading]] = {}
-        """Since the depth has changed: the last one of the own key and of the key above, the last few of other keys."""
+        """Readings since the depth changed: the last of the own key and the key above, the last few of other keys."""
         self._looks_up = False
 
     @property
@@ -153,7 +153,7 @@ class KeySharding:
         return places_to_write(self._owner, self.depth)
 
     def place_beside(self, rng: random.Random) -> str | None:
-        """Bits of the key to read besides the own one: the key above and a random key take turns.
+        """Bits of the key to read besides the own one, in turn the key above and a random key.
 
         ``None`` if there is only one key.
         """
@@ -179,13 +179,13 @@ class KeySharding:
         reading = _Reading(estimate_owners(level, depths), len(depths) > BEYOND * TOO_MANY, *shares)
         self._readings.setdefault(kind, deque(maxlen=kept)).append(reading)
         above, known = self._last("above"), self._all_readings()
-        # A full key above may have more records than were read: beside other readings it stands for any number.
+        # A full key above may have more records than were read, so next to other readings it counts as infinite.
         sizes = [math.inf if each is above and each.is_full and len(known) > 1 else each.size for each in known]
-        # Most keys must agree, and of two both: one alone may be full of invented entries.
+        # Most keys must agree, and both if there are two, because one key may be full of invented entries.
         least, most = median_low(sizes), median_high(sizes)
         deeper = median_low(each.deeper for each in known)
         if above is not None:
-            most = max(most, above.size)  # only the key above has those that are less deep
+            most = max(most, above.size)  # only the key above has the owners that are less deep
         if least > TOO_MANY * keys * (1.0 if deeper > SOME else BEYOND):
             # Jump to the depth of most others at once, but go beyond them only step by step, to keep them in sight.
             depth = max(depth + 1, min(_depth_for(least), median_low(depths)))

@@ -1,12 +1,12 @@
-"""The records that one node keeps: what it accepts, what it tells, and how much memory each peer may take.
+"""The records that one node keeps: which ones it accepts, what it answers, and how much memory each peer may take.
 
-A node checks a record with its validators before it keeps it, and what others tell before it believes it.
+A node checks each record with its validators, before it keeps one and before it believes one from another node.
 
-Every record is charged to the peer that stored it: its bytes plus Python's overhead. As long as at most half of the
-room is taken, no record is refused for its size. Beyond that each peer gets only a share, and so does each public
-network, because a stranger may run many peers but has few networks. When everything is full, the records farthest from
-this node go first, because other nodes hold them too. Among those, the records that would live longest go first,
-because shoal's own records live for minutes and are stored again.
+Every record is charged to the peer that stored it: its bytes plus Python's overhead. While at most half of the room is
+taken, no record is refused for its size. Beyond that, each peer gets only a share, and so does each public network,
+because a stranger may run many peers but has few networks. When all room is taken, the records farthest from this node
+are evicted first, because other nodes hold them too. Among those, the records that would live longest are evicted
+first, because shoal's own records live for minutes and are stored again.
 
 Keeping a record takes constant or logarithmic time.
 """
@@ -69,8 +69,8 @@ warn_seldom = Seldom(logger.warning)
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# Measured by a test: overhead of a record in storage and here, besides its value and subkey, such as entries of
-# dictionaries and heaps (some outdated), tuples, and numbers.
+# Measured by a test: the overhead of a record in storage and here besides its value and subkey: entries of dictionaries
+# and heaps (some outdated), tuples, and numbers.
 BYTES_PER_RECORD = 1000
 # Measured: equal subkeys that outdated heap entries keep in memory while a record is replaced repeatedly.
 COPIES_OF_SUBKEY = 3
@@ -83,13 +83,13 @@ class Room:
     """How much the records of one node may take. All are chosen: a trainer has about ten records of 300 bytes."""
 
     nbytes: int = 2**28
-    """For all records together. The other limits apply only beyond half of it."""
+    """The limit for all records together. The other limits apply only beyond half of it."""
     bytes_per_peer: int = 2**23
     records_per_peer: int = 2**13
     bytes_per_host: int = 2**25
     records_per_host: int = 2**15
     entries_per_key: int = 2**11
-    """Entries of one dictionary from which on the next two limits apply to it. It is about what an answer can carry."""
+    """The next two limits apply to dictionaries with more entries than this: about as many as an answer can carry."""
     entries_per_key_and_peer: int = 16
     entries_per_key_and_host: int = 256
 
@@ -202,16 +202,16 @@ class Ledger:
         """The size of all records."""
         self._own_id, self._drop = own_id, drop
         self._charges: dict[Place, _Charge] = {}
-        # Of keys with very many entries: how many each peer, and each host, has brought.
+        # By key with very many entries: how many each peer, and each host, has brought.
         self._crowds: dict[tuple[bool, DHTID], Counter[Hashable]] = {}
         self._by_expiration = ExpiryHeap(self._charges)
-        # Nobody needs this order while there is room.
+        # The order of eviction; ``None`` while there is room.
         self._worst_first: list[tuple[bool, int, float, _Charge]] | None = None
         self.quotas = (
             _Quota(room.bytes_per_peer, room.records_per_peer, Reason.PEER_QUOTA),
             _Quota(room.bytes_per_host, room.records_per_host, Reason.HOST_QUOTA),
         )
-        """What each peer takes, and each host."""
+        """The quotas of peers, and of hosts."""
 
     def __len__(self) -> int:
         return len(self._charges)
@@ -259,7 +259,7 @@ class Ledger:
         return None
 
     def note(self, place: Place, size: int, expiration_time: DHTExpiration, payer: Payer | None) -> int:
-        """Charge a stored record, and make room if need be; the new record itself may go. Returns how many went."""
+        """Charge a stored record, and make room if need be, perhaps by evicting it. Returns the number of evictions."""
         self.release(place)
         charge = self._charges[place] = _Charge(place, size, expiration_time, payer)
         self.nbytes += size
@@ -275,7 +275,7 @@ class Ledger:
             self._by_expiration.rebuild()
         if self._worst_first is not None:
             heapq.heappush(self._worst_first, self._rank(charge))
-            if len(self._worst_first) > most:  # in order again when there is no room the next time
+            if len(self._worst_first) > most:  # it is sorted again the next time there is no room
                 self._worst_first = None
         return self._make_room() if self.nbytes > self.room.nbytes else 0
 
@@ -298,7 +298,7 @@ class Ledger:
         return evicted
 
     def drop_expired(self) -> None:
-        """Remove expired records, which would take memory until somebody touches them."""
+        """Remove expired records, which would take memory until the next access."""
         now = get_dht_time()
         while self._by_expiration.earliest < now:
             first = self._by_expiration.first()
@@ -335,7 +335,7 @@ class Ledger:
 
 # --- records ----------------------------------------------------------------------------------------------------------
 
-# A peer or a host with more records than this must prove each one when it brings it. A trainer has about ten.
+# A peer or a host with more records than this must prove each new one. Chosen: a trainer has about ten records.
 MOST_RECORDS_OF_THE_TRUSTED, MOST_RECORDS_OF_A_TRUSTED_HOST = 16, 256
 
 _OWN = Payer("this node", "this node")  # stands for this node, which pays for nothing
@@ -428,7 +428,7 @@ class LocalRecords:
 
         Args:
             payer: the peer that asks to store it; ``None``: this node itself.
-            is_owned: the record has an owner, or other entries of its dictionary have. A plain value, which anybody can
+            is_owned: the record has an owner, or other entries of its dictionary have. A plain value, which anyone can
                 write, makes way for it, however long that value would live.
         """
         self.ledger.drop_expired()
@@ -453,7 +453,7 @@ class LocalRecords:
                 return Outcome(Reason.NO_ROOM)
             return Outcome(Reason.OTHER_KIND if is_other_kind else Reason.NOT_NEWER)
         if present is not None and is_other_kind:
-            # The present value was of the other kind (plain or dictionary), so the new one has replaced all of it.
+            # The old value was of the other kind (plain or dictionary), so the new one has replaced all of it.
             self._release(in_cache, key_id, present.value)
         evicted = self.ledger.note(place, size, expiration_time, payer)
         if evicted:
@@ -463,7 +463,7 @@ class LocalRecords:
     def _reason_of_key(
         self, place: Place, present: ValueWithExpiration[StoredValue] | None, payer: Payer | None
     ) -> Reason | None:
-        """The reason to refuse another entry of a dictionary that is larger than anybody can read, or ``None``."""
+        """The reason to refuse another entry of a dictionary that is too large to be read, or ``None``."""
         if payer is None or present is None or place in self.ledger:
             return None
         room = self.ledger.room
@@ -491,7 +491,7 @@ class LocalRecords:
     def _note_eviction(self, evicted: int) -> None:
         self._metrics.records_evicted += evicted
         warn_seldom(
-            "the records of others fill the %d bytes that they may take here: the farthest from this node go first. "
+            "the records of others fill the %d bytes that they may take here: the farthest from this node are evicted. "
             "metrics.records_refused may show whose they are",
             self.ledger.room.nbytes,
         )
@@ -520,13 +520,13 @@ class LocalRecords:
     def _is_on_trust(self, record: DHTRecord, payer: Payer | None) -> bool:
         """Whether an entry is kept before its signature is checked, because its owner has brought it.
 
-        The connection has proved who the owner is. Other nodes need the signature, so it is checked before any of them
-        gets the entry. Most entries are replaced before that, such as declarations of peers that soon find a group.
+        The connection has proved the owner's identity. Other nodes need the signature, so it is checked before any of
+        them gets the entry. Most entries are replaced earlier, such as declarations of peers that soon find a group.
         """
         if payer is None or not isinstance(payer.peer, PeerID):
             return False
         of_peer, of_host = self.ledger.counts_of(payer)
-        # Otherwise a peer could bring thousands and have them all checked at once.
+        # Otherwise a peer could bring thousands, which would all be checked at once.
         if of_peer >= MOST_RECORDS_OF_THE_TRUSTED or of_host >= MOST_RECORDS_OF_A_TRUSTED_HOST:
             return False
         is_proven = self.record_validator.is_proven_by_peer(record, payer.peer)
@@ -536,7 +536,7 @@ class LocalRecords:
         """Check all signatures in a value that have not been checked yet, and drop entries whose signature is wrong.
 
         Args:
-            value: of this key, or a part of it, that another node is about to get.
+            value: the value of this key, or a part of it, that another node is about to get.
         """
         if isinstance(value, bytes):
             return
@@ -560,18 +560,18 @@ class LocalRecords:
         self._metrics.records_refused[Reason.WRONG_SIGNATURE] += 1
         if payer is not None:
             warn_seldom(
-                "peer %s has stored a record with a wrong signature, which nobody gets. It lies or is broken: if it "
+                "peer %s has stored a record with a wrong signature, which is dropped. It lies or is broken: if it "
                 "is yours, install the version of the others",
                 payer.peer,
                 about=payer.peer,
             )
 
-    # --- telling others, and reading what they tell -------------------------------------------------------------------
+    # --- answering others, and reading their answers ------------------------------------------------------------------
 
     def copy_for_others(
         self, key_id: DHTID, value: StoredValue, expiration_time: float, *, in_cache: bool = False
     ) -> NewRecord:
-        """The record to send so that another node has what is stored here."""
+        """The record that copies a value stored here to another node."""
         self.prove(key_id, value)
         marker, packed = pack_value(value, in_turns=functools.partial(self._in_turns, key_id, value))
         return NewRecord(key_id, marker, packed, float(expiration_time), in_cache)
@@ -591,7 +591,7 @@ class LocalRecords:
     def read(
         self, key_id: DHTID, found: Found, value: bytes, expiration_time: float
     ) -> tuple[StoredValue | None, Outcome]:
-        """The checked value that another node found, if any, and else why there is none."""
+        """The checked value that another node found, if any, or why there is none."""
         try:
             if found is Found.DICTIONARY:
                 return self.unpack_dictionary(key_id, value), _FOUND
@@ -665,13 +665,13 @@ class LocalRecords:
     def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
         """Read and check a dictionary from another node.
 
-        Entries that only the rules of this run refuse are left out: that node need not know these rules.
+        Entries that only the rules of this run refuse are left out, because that node need not know these rules.
 
         Raises:
             ValueError, TypeError: the dictionary is malformed, or an entry is forged, which every node would notice.
         """
         dictionary = DictionaryDHTValue.unpackb(packed)
-        dictionary.maxsize = math.inf  # otherwise its sender would limit what others tell of the same key
+        dictionary.maxsize = math.inf  # otherwise its sender would limit the answers of others for the same key
         left_out = []
         with dictionary.freeze():
             for subkey, item in dictionary.items():
@@ -696,12 +696,12 @@ class LocalRecords:
 def records_for_newcomer(
     newcomer: DHTID, storage: DHTLocalStorage, table: RoutingTable, num_replicas: int
 ) -> Iterator[tuple[DHTID, StoredValue, DHTExpiration]]:
-    """The records to pass on to a new neighbor: it should hold them, and this node is the nearest to their keys."""
+    """The records to pass on to a new neighbor: those that it should hold, and to which this node is nearest."""
     own_id = table.node_id
     bits_not_shared = ID_BITS - _bits_shared_by_neighborhood(newcomer, table, num_replicas)
     newcomer_is_near = not (own_id ^ newcomer) >> bits_not_shared
     for key, item in storage.items():
-        # All replicas of a key from the own neighborhood are inside it, so a newcomer from outside is not one of them.
+        # All replicas of a key in this node's neighborhood are inside it, so a newcomer from outside is none of them.
         if not newcomer_is_near and not (own_id ^ key) >> bits_not_shared:
             continue
         if _should_pass_on(key, newcomer, table, num_replicas):

@@ -94,7 +94,7 @@ class DHTNode:
         strict: bool = True,
         **kwargs: Any,
     ) -> DHTNode:
-        """Start a node and join a swarm, or begin a new one.
+        """Start a node and join a swarm, or start a new one.
 
         Args:
             p2p: the peer to work with; by default, the node creates one and shuts it down in the end.
@@ -111,7 +111,7 @@ class DHTNode:
             BootstrapError: no initial peer answered.
             ValidationError: the initial peers do not agree about the time; or they cannot reach this node, which
                 ``force_reachability="public"`` has promised.
-            ValueError, TypeError: an argument makes no sense.
+            ValueError, TypeError: an argument is invalid.
             ModuleNotFoundError: neighbours are wanted, and the package that finds them is not installed.
         """
         config = options_from(NodeConfig, locals())
@@ -126,7 +126,7 @@ class DHTNode:
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", 8.0)
-            # If neighbours are enough, the others need not answer.
+            # If neighbours are enough, the initial peers need not answer.
             reachable_at_start = initial_peers if ensure_bootstrap_success and not looks_around else None
             p2p = await P2P.create(initial_peers=reachable_at_start, client_mode=client_mode, **kwargs)
             if not p2p.client_mode and not kwargs.get("no_listen"):
@@ -197,7 +197,7 @@ class DHTNode:
                 bucket.last_updated = get_dht_time()
             far = [bucket for bucket in due_now if not bucket.has_in_range(self.node_id)]
             targets = [DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)) for bucket in far]
-            with suppress(NoAccessTokenError):  # it comes again after a period
+            with suppress(NoAccessTokenError):  # it is tried again after a period
                 if len(far) < len(due_now):
                     await meet_neighbors(self.protocol)
                 await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
@@ -218,18 +218,18 @@ class DHTNode:
         if self._owns_p2p:
             await self.p2p.shutdown()
 
-    # --- what this peer asks its directory ----------------------------------------------------------------------------
+    # --- the directory of this peer -----------------------------------------------------------------------------------
 
     async def find_addresses(self, peer: PeerID) -> None:
         """Look for the addresses of a peer in the DHT."""
         await self.finder.find(peer)
 
     def dialable_peers(self) -> list[PeerID]:
-        """Those of the routing table: nearly all nodes that others can dial are relays."""
+        """The peers in the routing table: nearly all nodes that others can dial are relays."""
         return [peer for _, peer in self.protocol.routing_table]
 
     def note_reachability(self) -> None:
-        """How others can call this peer has changed: it may become a node, or stop being one."""
+        """Note that others can call this peer in another way: it may become a node, or stop being one."""
         self._server_mode.look()
 
     def _check_alive(self) -> None:
@@ -254,8 +254,8 @@ class DHTNode:
             k_nearest: how many nodes to return for each id, ``bucket_size`` by default.
             beam_size: most nodes to ask; by default the larger of ``k_nearest`` and ``bucket_size``.
             num_workers: requests in flight.
-            node_to_peer_id: nodes to begin with, besides those of the routing table.
-            exclude_self: leave this node out of the results; a client-mode node always is left out.
+            node_to_peer_id: nodes to start with, besides those of the routing table.
+            exclude_self: leave this node out of the results; a client-mode node is always left out.
 
         Returns:
             For each id, the nodes and their peers, nearest first. Nodes that did not answer are left out.
@@ -301,7 +301,7 @@ class DHTNode:
             key: the key under which the value was stored.
             latest: ask all nodes that may hold the key for the latest value, or for the union of a dictionary's
                 entries; otherwise return the first unexpired value, which may be outdated or incomplete.
-            explain: return a :class:`GetReport`, which also tells what each node had.
+            explain: return a :class:`GetReport`, which also has the outcome at each node.
             kwargs: as for :meth:`get_many`.
         """
         if latest:
@@ -345,13 +345,13 @@ class DHTNode:
         Args:
             key_ids: ids of keys.
             sufficient_expiration_time: as for :meth:`get_many`.
-            num_workers: requests in flight until the nearest nodes have answered; then the rest is asked at once.
-            beam_size: how many of the nearest nodes are asked before a key counts as missing. If it is less
-                than ``num_replicas``, the one that is asked first is drawn among the ``num_replicas`` nearest.
+            num_workers: requests in flight until the nearest nodes have answered; then the rest are asked at once.
+            beam_size: how many of the nearest nodes are asked before a key counts as missing. If it is less than
+                ``num_replicas``, the first one to ask is drawn among the ``num_replicas`` nearest.
             return_futures: return at once; cancelling a future stops the search for its key.
             keep_copies: cache found values here and at a node near the key; not worth it for values that change often.
             most_entries: the most entries of a dictionary to ask each node for, drawn at random; 0: all.
-            explain: return a :class:`GetReport` for each key, which also tells what each node had.
+            explain: return a :class:`GetReport` for each key, which also has the outcome at each node.
         """
         self._check_alive()
         if explain and return_futures:
@@ -363,7 +363,7 @@ class DHTNode:
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
             if return_futures:
                 task = self.protocol.spawn(search_all)
-                # A task that is cancelled before it begins would not abandon its searches itself.
+                # A task that is cancelled before it starts would not abandon its searches itself.
                 task.add_done_callback(lambda _: self._reader.abandon(searches))
             else:
                 await search_all
@@ -415,7 +415,7 @@ class DHTNode:
             expiration_time: when it expires (DHT time), a day from now at most. A later expiration replaces an earlier
                 one; a tie is refused.
             subkey: the entry's key inside the dictionary; ``None`` for a plain value.
-            explain: return a :class:`StoreReport`, which also tells what each node did with the record.
+            explain: return a :class:`StoreReport`, which also has the outcome at each node.
             kwargs: as for :meth:`store_many`.
 
         Returns:
@@ -446,7 +446,7 @@ class DHTNode:
             expiration_time: one for all values, or one for each.
             subkeys: one for each value, ``None`` for a plain value; or ``None`` if all are plain.
             exclude_self: store at other nodes only.
-            await_all_replicas: wait for every node that is to hold a value, not only for the first one that answers.
+            await_all_replicas: wait for every node that should hold a value, not only for the first that answers.
             explain: return a :class:`StoreReport` for each value instead of a bool.
             kwargs: ``num_workers``, the number of requests in flight.
 
@@ -486,7 +486,7 @@ class DHTNode:
 
     @property
     def client_mode(self) -> bool:
-        """This node was told never to serve the DHT; ``protocol.is_node`` tells whether it does at the moment."""
+        """Whether this node never serves the DHT; ``protocol.is_node`` tells whether it does at the moment."""
         return self.protocol.client_mode
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:

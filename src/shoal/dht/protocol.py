@@ -1,8 +1,8 @@
-"""The three calls between nodes (ping, store, find): asking, answering, and learning from both which nodes live.
+"""The three calls between nodes (ping, store, find): asking, answering, and learning from both which nodes are alive.
 
-A call without an answer has one of two causes. If the peer is gone, others answer as usual. If this machine is offline
-or too busy to listen, most calls fail, no matter to which peer. Only the first is held against the peer. A peer that is
-silent twice, ten seconds apart, counts as gone in any case if another peer was heard in between.
+An unanswered call has one of two causes. If the peer is gone, others answer as usual. If this machine is offline or too
+busy to listen, most calls fail, whatever the peer. Only the first counts against the peer. A peer that is silent twice,
+ten seconds apart, counts as gone in any case if another peer was heard in between.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from shoal.reach.reachability import Reachability
 # Calls within this window are compared with each other. After this time without any answer the swarm may be lost.
 # Chosen: three times the timeout of a call.
 WINDOW_SECONDS = 10.0
-# An event loop that lags more than this may have failed to read answers that arrived in time. Chosen: well over the
-# pauses of a garbage collection, well under the timeout of a call.
+# An event loop that lags more than this may have missed answers that arrived in time. Chosen: well over the pauses of a
+# garbage collection, well under the timeout of a call.
 LATE_SECONDS = 0.5
 # Interval of the checks whether the loop lags.
 HEARTBEAT_SECONDS = LATE_SECONDS / 2
@@ -78,9 +78,9 @@ class Blacklist:
     """Peers that did not answer, each avoided for ``base_time * backoff_rate ** earlier failures`` seconds.
 
     Args:
-        base_time: seconds after the first failure; 0: nobody is avoided.
+        base_time: seconds after the first failure; 0: no peer is avoided.
         backoff_rate: each further failure in a row multiplies the time by this.
-        book: where it is noted; default: a new one.
+        book: keeps the failures; default: a new one.
     """
 
     def __init__(self, base_time: float = 5.0, backoff_rate: float = 2.0, book: PeerBook | None = None) -> None:
@@ -92,7 +92,7 @@ class Blacklist:
         self._book = PeerBook() if book is None else book
 
     def register_failure(self, peer: PeerID) -> None:
-        """The peer did not answer. Failures while it is avoided do not prolong that."""
+        """Note that the peer did not answer. Failures while it is avoided do not extend the pause."""
         if peer in self or self.base_time == 0:
             return
         record = self._book[peer]
@@ -101,7 +101,7 @@ class Blacklist:
         record.unanswered += 1
 
     def register_success(self, peer: PeerID) -> None:
-        """The peer answered: forget its failures, and avoid it no longer."""
+        """Note that the peer answered: forget its failures, and no longer avoid it."""
         record = self._book.get(peer)
         if record is not None:
             record.unanswered, record.avoided_until = 0, -math.inf
@@ -113,7 +113,7 @@ class Blacklist:
 
     def __contains__(self, peer: PeerID) -> bool:
         record = self._book.get(peer)
-        # Walks ask this of each node that they know, and nearly all of them have answered.
+        # Walks ask this for each node that they know, and nearly all of them have answered: so the quick test first.
         return record is not None and record.unanswered > 0 and get_dht_time() < record.avoided_until
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Connectivity:
     """Which peers answered this node in the last seconds, and which did not.
 
     Args:
-        book: notes since when the silence of a peer has not been held against it.
+        book: notes since when a peer's silence has been excused.
     """
 
     def __init__(self, book: PeerBook) -> None:
@@ -148,18 +148,18 @@ class Connectivity:
         self.heard = asyncio.Event()
         """Set by each answer that ends a silence."""
         self.came_back = asyncio.Event()
-        """Set when a suspect has given a sign of life: it may know more nodes."""
+        """Set when a suspect turns out to be alive: it may know more nodes."""
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody has answered since a call failed."""
+        """Whether no peer has answered since a call failed."""
         return self._silent_since is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the swarm is lost: peers did answer earlier, but for a while none has, despite a further call.
+        """Whether the swarm is lost: peers answered earlier, but none has for a while, despite a further call.
 
-        Without the further call this node might just have been idle: one failure and ten seconds without calls.
+        Without the further call, this node might just have been idle after one failure.
         """
         if self._silent_since is None or self._heard_at is None or not self._has_asked_again:
             return False
@@ -167,7 +167,7 @@ class Connectivity:
 
     @property
     def heard_at(self) -> float:
-        """Time of the last answer from anybody, or of this node's start if there was none."""
+        """Time of the last answer from any peer, or of this node's start if there was none."""
         return self._began_at if self._heard_at is None else self._heard_at
 
     # --- calls in flight ----------------------------------------------------------------------------------------------
@@ -270,16 +270,16 @@ ResponseT = TypeVar("ResponseT", bound=Header)
 KEEPERS = Roles.TRAIN | Roles.RELAY
 """Members of a private run that may be nodes, and store records."""
 
-# What a call raises when the other node is gone, silent, or does not speak this protocol.
+# The errors of a call to a node that is gone, silent, or does not speak this protocol.
 NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
-# What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
+# The errors of a call that heard nothing from the other node: it may be gone, or this machine may be offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
-# Attempts of one call, and to call a newcomer back. Only a broken connection leads to another one, because it may be
-# chance. Chosen, like the pause.
+# The most attempts of one call, and to call a newcomer back. Only a broken connection leads to a retry, because it may
+# be chance. Chosen, like the pause.
 ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
-# The fraction of the waiting time for calling a newcomer back; the rest lets the answer reach the newcomer in time.
+# The fraction of the timeout for calling a newcomer back (chosen); the rest lets the answer reach the newcomer in time.
 PING_BACK_SHARE = 0.5
 
 
@@ -309,7 +309,7 @@ class DHTProtocol(ServicerBase):
     ) -> None:
         self.p2p, self.node_id, self.config = p2p, node_id, config
         self.client_mode = client_mode
-        # What others are told; ``None`` keeps this peer out of their routing tables.
+        # The id that others get; ``None`` keeps this peer out of their routing tables.
         self._announced_id: bytes | None = None
         self.is_node = not client_mode and p2p.reachability is not Reachability.CLIENT
         self._is_serving = False
@@ -329,7 +329,7 @@ class DHTProtocol(ServicerBase):
 
     @property
     def is_node(self) -> bool:
-        """Others may call this peer, and keep records here; :class:`~shoal.dht.joining.ServerMode` changes it."""
+        """Whether others may call this peer and store records here; set by :class:`~shoal.dht.joining.ServerMode`."""
         return self._announced_id is not None
 
     @is_node.setter
@@ -343,7 +343,7 @@ class DHTProtocol(ServicerBase):
 
     @property
     def stall_after(self) -> float:
-        """Seconds after which a walk suspects that a node it has asked is gone."""
+        """Seconds after which a walk suspects that an asked node is gone."""
         return self.config.wait_timeout / 4  # three quarters of a second: a few round trips around the world
 
     @property
@@ -362,7 +362,7 @@ class DHTProtocol(ServicerBase):
         return self.records.record_validator
 
     async def start(self) -> None:
-        """Begin to answer other nodes, if they can call this one."""
+        """Start to answer other nodes, if they can call this one."""
         if self.authorizer is not None:
             await self.authorizer.prepare()
             self._gate = MembersOnly(self.p2p.peer_id, self.authorizer, self_checking=type(self))
@@ -390,7 +390,7 @@ class DHTProtocol(ServicerBase):
         self._tasks.stop()
         self.connectivity.close()
         await self.stop_serving()
-        if self._gate is not None:  # the peer keeps its gate, or it would be open to all after the DHT is gone
+        if self._gate is not None:  # the peer keeps its gate; otherwise it would be open to all when the DHT is gone
             await self._gate.remove_p2p_handlers(self.p2p)
         await self._tasks.close()
 
@@ -401,13 +401,13 @@ class DHTProtocol(ServicerBase):
     # --- learning which nodes are alive -------------------------------------------------------------------------------
 
     def note_alive(self, node_id: bytes | None, peer: PeerID, *, is_news: bool = True) -> None:
-        """A peer has just told its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
+        """Note that a peer has just sent its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
         self.blacklist.register_success(peer)
         if node_id is None:  # in client mode, or it has stepped down
             self._note_absence(peer)
             return
         if not self.p2p.is_reachable(peer):
-            return  # nobody could call it
+            return  # no peer could call it
         newcomer = id_of(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
@@ -428,12 +428,12 @@ class DHTProtocol(ServicerBase):
             self.spawn(self.call_store(peer, records))
 
     def _note_caller(self, node_id: bytes | None, context: P2PContext, *, is_news: bool = True) -> None:
-        """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it says."""
+        """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it claims."""
         is_keeper = context.roles is ANY_ROLE or context.roles & KEEPERS  # the first is quick, and true in open runs
         self.note_alive(node_id if is_keeper else None, context.remote_id, is_news=is_news)
 
     def _note_silence(self, peer: PeerID, asked_at: float, *, is_walk: bool) -> None:
-        """A peer did not answer, perhaps because this machine is offline or busy."""
+        """Note that a peer did not answer, perhaps because this machine is offline or busy."""
         if not self.connectivity.note_silence(peer, asked_at):
             return
         if is_walk:
@@ -443,19 +443,19 @@ class DHTProtocol(ServicerBase):
             self.routing_table.suspect(node_id)
 
     def _note_nonsense(self, peer: PeerID, *, is_walk: bool) -> None:
-        """A peer gave no sensible answer: it is no node, or belongs to another DHT."""
+        """Note that a peer gave no valid answer: it is no node, or belongs to another DHT."""
         if is_walk:
             self.blacklist.register_failure(peer)
         self._note_absence(peer)
 
     def _note_absence(self, peer: PeerID) -> None:
-        """A peer is no node."""
+        """Note that a peer is no node."""
         node_id = self.routing_table.peer_id_to_node.get(peer)
         if node_id is not None:
             del self.routing_table[node_id]
 
     async def _check_alive(self, node_id: DHTID, peer: PeerID) -> None:
-        """Ask a node for a sign of life; the call itself notes the outcome."""
+        """Ping a node; the call itself notes the outcome."""
         try:
             response = await self.ping(peer, validate=False)
         except NO_ANSWER:
@@ -508,7 +508,7 @@ class DHTProtocol(ServicerBase):
             has_wrong_role = isinstance(e, NotAMemberError) and e.reason == "wrong role"
             if is_trial or has_wrong_role or isinstance(e, NoAccessTokenError):
                 pass
-            elif not self.p2p.is_reachable(peer):  # there was no address, so nobody was asked
+            elif not self.p2p.is_reachable(peer):  # there was no address, so no peer was asked
                 self._note_nonsense(peer, is_walk=is_walk)
             elif isinstance(e, SILENCE) and not isinstance(e, NotAMemberError):
                 self._note_silence(peer, asked_at, is_walk=is_walk)
@@ -551,7 +551,7 @@ class DHTProtocol(ServicerBase):
             peer: the peer to ask.
             validate: whether to check that.
             timeout: seconds, ``wait_timeout`` by default.
-            is_trial: do not hold a failure against the peer, nor take it for a sign of an outage.
+            is_trial: a failure counts neither against the peer nor as a sign of an outage.
 
         Raises:
             NotCallableError: the node cannot call back.
@@ -567,7 +567,7 @@ class DHTProtocol(ServicerBase):
         self.p2p.outlook.note_seen(peer, response.seen_at)
         if validate:
             if request.node_id is not None:
-                # A peer that claims to have called back, although no connection arrived, is no witness.
+                # A peer that claims to have called back although no connection arrived is no witness.
                 if not response.available or self.p2p.transport.arrivals > arrivals:
                     self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
                 if not response.available:
@@ -614,7 +614,7 @@ class DHTProtocol(ServicerBase):
             response = await self._call(peer, "rpc_store", request, StoreResponse, self.config.wait_timeout)
             if len(response.refusals) != len(batch):
                 self._note_nonsense(peer, is_walk=True)
-                raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, and tells of others")
+                raise ProtocolError(f"peer {peer} was asked to keep {len(batch)} records, but answered about others")
             self.note_alive(response.node_id, peer)
             outcomes += response.outcomes()
         return outcomes
@@ -638,7 +638,7 @@ class DHTProtocol(ServicerBase):
         Args:
             peer: the peer to ask.
             keys: at most :data:`~shoal.dht.records.MAX_KEYS_PER_FIND`; further ones are left out.
-            neighbors: how many nodes to ask for per key, if more than a node usually tells.
+            neighbors: how many nodes to ask for per key, if more than a node usually returns.
             fields: the other fields of :class:`FindRequest`.
 
         Raises:
@@ -650,7 +650,7 @@ class DHTProtocol(ServicerBase):
         response = await self._call(peer, "rpc_find", request, FindResponse, self.config.wait_timeout)
         if len(response.results) != len(asked) or len(response.node_ids) != 20 * len(response.contacts):
             self._note_nonsense(peer, is_walk=True)
-            raise ProtocolError(f"peer {peer} was asked about {len(asked)} keys, and tells of others")
+            raise ProtocolError(f"peer {peer} was asked about {len(asked)} keys, but answered about others")
         self.note_alive(response.node_id, peer)
         raw = response.node_ids
         node_ids = [int.from_bytes(raw[start : start + 20], "big") for start in range(0, len(raw), 20)]
@@ -660,7 +660,7 @@ class DHTProtocol(ServicerBase):
             if result.found is not Found.TOO_MUCH or len(asked) == 1:
                 answer.records[key] = self.records.read_result(key, result, node_ids)
                 continue
-            # Once it has fallen silent, each other key would take another timeout.
+            # After it has fallen silent, each further key would take another timeout.
             alone = None if is_silent else await self.call_find(peer, [key], neighbors, **fields)
             if alone is None:
                 is_silent = True
@@ -687,9 +687,9 @@ class DHTProtocol(ServicerBase):
         )
 
     async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
-        """Whether a newcomer can be called, in several attempts: one broken connection proves nothing.
+        """Whether a newcomer can be called. There are several attempts, because one broken connection proves nothing.
 
-        A failure is reported after a fixed time. The newcomer chooses the address, and must not learn from the time
+        A failure is reported after a fixed time. The newcomer chooses the address, and must not learn from the timing
         whether a port there is closed, filtered, or open for something else.
         """
         if self.p2p.is_hopeless(peer):

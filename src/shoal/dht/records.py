@@ -2,14 +2,14 @@
 
 The types limit all lengths, so that a message over a limit is refused while it is decoded.
 
-A walk asks several nodes near a key one after the other, and most of what each could tell is known from the others:
-contacts of the same nodes, entries of the same dictionary. So a request carries a *have-set*: a fingerprint of four
-bytes of each node and entry that the asker has, and the answer leaves these out.
+A walk asks several nodes near a key one after the other. They know mostly the same: contacts of the same nodes, entries
+of the same dictionary. So a request carries a *have-set*: a four-byte fingerprint of each node and entry that the asker
+has, and the answer leaves these out.
 
 A fingerprint is the top of the product of the last 64 bits of a number and a random odd factor, which is drawn for each
 request (multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem,
-Journal of Algorithms 1997). Two of them match by chance in one of two billion requests. The numbers are hashes, so
-nobody can make up a node or an entry that hides another one: that would take 2^64 attempts.
+Journal of Algorithms 1997). Two fingerprints collide in one of two billion requests. The numbers are hashes, so an
+attacker would need 2^64 attempts to make up a node or an entry that hides another one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MAX_KNOWN_BYTES = _FACTOR_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
 
 IDBytes = Annotated[bytes, Meta(min_length=20, max_length=20)]
 NodeIDBytes = IDBytes | None
-"""``None`` stands for a node in client mode, which must not enter anybody's routing table."""
+"""``None`` stands for a node in client mode, which must not enter a routing table."""
 
 
 class PingRequest(AuthorizedRequest):
@@ -100,7 +100,7 @@ class PingResponse(AuthorizedResponse):
 
 
 class SentRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A record on its way."""
+    """A record in flight."""
 
     key: IDBytes
     subkey: Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]
@@ -158,9 +158,9 @@ class FindRequest(AuthorizedRequest):
     keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
     node_id: NodeIDBytes = None
     neighbors: Annotated[int, Meta(ge=0, le=MAX_NEIGHBORS)] = 0
-    """How many nodes per key the sender wants, if more than a node usually tells."""
+    """How many nodes per key the sender wants, if more than a node usually returns."""
     neighbors_only: bool = False
-    """Leave the values out: the sender does not need them, as on the way to a store."""
+    """Leave the values out. The sender does not need them, for example on the walk before a store."""
     known: Annotated[bytes, Meta(max_length=MAX_KNOWN_BYTES)] = b""
     """Nodes and entries that the sender has: these may be left out, see :class:`HaveSet`."""
     most: Annotated[int, Meta(ge=0, le=MAX_DICTIONARY_ENTRIES)] = 0
@@ -219,7 +219,7 @@ class PackedContacts:
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         # By peer, and whether the asker is elsewhere on the internet.
-        # A plain dictionary: it is read twenty times for each answer.
+        # A plain dictionary, because it is read twenty times for each answer.
         self._packed: dict[tuple[PeerID, bool], msgspec.Raw | None] = {}
         self._address_changes = 0  # the count that the packed contacts reflect
 
@@ -227,8 +227,8 @@ class PackedContacts:
         """The packed contact of a peer.
 
         Args:
-            asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
-                itself is behind the same router; ``None`` is returned if there are no others.
+            asker_host: the asker's host on the internet. Private addresses are then left out, unless the peer is behind
+                the same router; ``None`` is returned if there are no others.
         """
         if self._address_changes != self._p2p.address_book.changes or len(self._packed) > MOST:
             self._packed.clear()
@@ -246,7 +246,7 @@ def unpack_contact(packed: msgspec.Raw) -> NodeContact:
     """Read the wire form of a contact.
 
     Raises:
-        ValueError: not a contact.
+        ValueError: it is not a contact.
     """
     try:
         return _contact_decoder.decode(packed)
@@ -255,7 +255,7 @@ def unpack_contact(packed: msgspec.Raw) -> NodeContact:
 
 
 def peer_of_contact(packed: msgspec.Raw) -> bytes:
-    """The peer id in a packed contact, read without the rest; empty if this is no usual contact."""
+    """The peer id in a packed contact, read without the rest; empty if the contact has an unusual form."""
     raw = memoryview(packed)
     # 0x92: a list of two; 0xC4: bytes whose length takes one byte.
     is_usual = len(raw) > 3 and raw[0] == 0x92 and raw[1] == 0xC4
@@ -274,7 +274,7 @@ class FoundRecord(NamedTuple):
     neighbors: list[int]
     """Ids of nodes near the key."""
     outcome: Outcome
-    """Why there is no value."""
+    """Whether there is a value, or why not."""
 
 
 class FindAnswer(NamedTuple):
@@ -288,7 +288,7 @@ class FindAnswer(NamedTuple):
 
 
 class NewRecord(NamedTuple):
-    """A record on its way to a node that is to keep it."""
+    """A record in flight to a node that should keep it."""
 
     key_id: DHTID
     subkey: bytes
@@ -333,10 +333,10 @@ def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
 
 
 class HaveSet:
-    """Tells what an asker has.
+    """The nodes and entries that an asker has.
 
     Args:
-        packed: what :func:`pack_known` made. Other bytes do no harm: at worst an entry is left out by chance.
+        packed: the result of :func:`pack_known`. Other bytes do no harm: at worst an entry is left out by chance.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -365,9 +365,9 @@ class HaveSet:
         """The entries of a dictionary that the asker does not have; the dictionary itself if that is all of them.
 
         Args:
-            most: only among this many, drawn by the random factor; 0: among all. Drawing favours nobody, whereas the
-                entries stored last would be those of the peer that stores most often.
-            in_turns: puts entries into the order in which they are chosen, from the order that was drawn.
+            most: only among this many, drawn by the random factor; 0: among all. Drawing favours no peer; the newest
+                entries would be those of the peer that stores most often.
+            in_turns: puts the drawn entries into the order in which they are chosen.
         """
         entries = list(dictionary.items())
         is_drawn = 0 < most < len(entries)
@@ -396,9 +396,9 @@ def numbers_of_entries(key_id: int, entries: Iterable[Entry]) -> dict[Subkey, in
 
 
 def is_short(subkey: Subkey) -> bool:
-    """Whether the number of an entry is worth remembering.
+    """Whether the number of an entry can be cached: only for short texts and bytes.
 
-    Only texts and bytes: other subkeys may be equal and yet differ in packed form, such as 1 and 1.0.
+    Other subkeys, such as 1 and 1.0, may be equal and still differ in packed form.
     """
     return type(subkey) in (bytes, str) and len(subkey) <= MAX_SUBKEY_REMEMBERED
 
@@ -408,7 +408,7 @@ def _number_of(key_id: int, expiration_time: float, subkey: Subkey) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=ID_BITS // 8).digest(), "big")
 
 
-# Several nodes tell the same entries, and askers repeat their questions.
+# Cached, because several nodes return the same entries, and askers repeat their questions.
 _known_number_of = functools.lru_cache(MOST)(_number_of)
 
 
@@ -421,10 +421,10 @@ NOTHING_KNOWN = HaveSet(b"")
 def pack_value(
     value: StoredValue, room: int = MAX_VALUE_BYTES, in_turns: Callable[[list[Entry]], list[Entry]] = list
 ) -> tuple[bytes, bytes]:
-    """A plain value or a whole dictionary as bytes, and the marker that takes the place of its subkey.
+    """A plain value or a whole dictionary as bytes, and the marker that replaces its subkey.
 
-    A dictionary that is too large loses some of its entries: some are better than none. The newest are kept, but no
-    peer with many entries crowds out the others.
+    A dictionary that is too large loses some of its entries. The newest are kept, but a peer with many entries cannot
+    crowd out the others.
 
     Args:
         room: most bytes of a dictionary.

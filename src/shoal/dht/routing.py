@@ -5,11 +5,12 @@ power-of-two range of ids. It starts with one bucket for all ids. A full bucket 
 id, or if its depth is not divisible by ``depth_modulo``. A node that finds no room waits in the bucket's replacement
 list until a member is found dead.
 
-Anybody may choose the id of a node, but a node whose id follows from its peer's id did not choose its place. So chosen
-ids come second: after all others in the lists of the nearest nodes, and when places are few.
+Anyone may choose the id of a node, but a node whose id follows from its peer's id did not choose its place. So chosen
+ids come last in the lists of the nearest nodes, and when places are few.
 
-A member that does not answer becomes a suspect. It keeps its place until a living node wants it, so that an outage of
-any length leaves somebody to ask; but nobody is told of it, and walks begin with it only if there is nobody else.
+A member that does not answer becomes a suspect. It keeps its place until a living node wants it, so that even after a
+long outage there is a node to ask. Other nodes are not told of a suspect, and walks start with one only if there is no
+other node.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class DHTID(int):
 
     @classmethod
     def of_peer(cls, peer: PeerID) -> DHTID:
-        """The id of a peer's node, unless it was given another one: knowing the peer is enough to find its node."""
+        """The default id of a peer's node: knowing the peer is enough to find its node."""
         return _place_of(peer.to_bytes())
 
     @classmethod
     def of_peer_bytes(cls, peer: bytes) -> DHTID:
-        """The same, of the bytes of its id."""
+        """As :meth:`of_peer`, from the bytes of the peer id."""
         return _place_of(peer)
 
     @overload
@@ -117,7 +118,7 @@ class DHTID(int):
 
 @functools.lru_cache(MOST)
 def id_of(packed: bytes) -> DHTID:
-    """The id in 20 bytes of a message; the same few come again and again."""
+    """The id in 20 bytes of a message. Cached, because the same few ids occur again and again."""
     return DHTID.from_bytes(packed)
 
 
@@ -337,7 +338,7 @@ class RoutingTable:
             self.chosen.intersection_update((self.node_id, node_id, *self.peer_id_to_node.values()))
 
     def _takes_place_of_chosen(self, bucket: KBucket, node_id: DHTID) -> bool:
-        """Whether a newcomer that waits for a place in a full bucket gets that of a member whose id was chosen."""
+        """Whether a newcomer that waits for a place in a full bucket replaces a member whose id was chosen."""
         if not self.chosen or node_id in self.chosen:
             return False
         member = next((member for member in bucket.nodes_to_peer_id if member in self.chosen), None)
@@ -347,7 +348,7 @@ class RoutingTable:
         return True
 
     def rank(self, node_id: int, query_id: int) -> tuple[bool, int]:
-        """The smaller, the sooner a node of this table is asked to hold a key, or to tell of it."""
+        """A sort key: nodes with a smaller rank are asked first, to hold a key or to find it."""
         return node_id in self.chosen, node_id ^ query_id
 
     def suspect(self, node_id: DHTID) -> None:

@@ -41,10 +41,10 @@ class SchemaValidator(RecordValidatorBase):
         if not (isinstance(schema, type) and (issubclass(schema, pydantic.BaseModel) or _is_v1(schema))):
             raise TypeError(f"schema must be a subclass of pydantic.BaseModel or pydantic.v1.BaseModel, got {schema!r}")
         self.schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
-        """Each with its prefix."""
+        """Each schema with its prefix."""
         self._allow_extra_keys = allow_extra_keys
         self.fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
-        """What may be stored in each key."""
+        """By key: the fields whose values may be stored there."""
         self._accepted = AcceptedRecords()  # remains valid when more schemas are merged in
         self._index(schema, prefix)
 
@@ -70,7 +70,7 @@ class SchemaValidator(RecordValidatorBase):
         return is_accepted
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Adopt the other's keys. A record of a key that both describe must fit one of the two."""
+        """Adopt the other's keys. If both describe a key, its records must fit one of the two."""
         if not isinstance(other, SchemaValidator):
             return False
         for schema, prefix in other.schemas:

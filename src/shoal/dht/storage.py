@@ -23,14 +23,14 @@ ValueType = TypeVar("ValueType")
 Subkey = Any
 """A key inside a dictionary value: anything hashable that msgpack can pack, except ``None``."""
 MAX_SUBKEY_REMEMBERED = 128
-"""Caches leave out longer subkeys: strangers can make up any number of them. Chosen: an owner tag has 90 bytes."""
+"""Caches skip longer subkeys, because strangers can make up any number of them. Chosen: an owner tag has 90 bytes."""
 DHTValue = Any
-"""What users store: anything that msgpack can pack."""
+"""A user's value: anything that msgpack can pack."""
 BinaryDHTValue = bytes
 
 
 class Unproven(bytes):
-    """The value of an entry whose signature has not been checked yet, because its owner itself has brought it.
+    """The value of an entry whose signature has not been checked yet, because the owner itself has sent it.
 
     msgpack refuses to pack it, so it cannot reach another node by mistake.
     """
@@ -91,7 +91,7 @@ class ExpiryHeap(Generic[KeyType]):
     """Finds the items of a dictionary that expire first.
 
     Args:
-        items: the dictionary. Entries here are skipped if their key is gone from it, or has another expiration by now.
+        items: the dictionary. Heap entries are skipped if their key is gone from it, or has another expiration by now.
     """
 
     def __init__(self, items: Mapping[KeyType, Expiring]) -> None:
@@ -186,7 +186,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return present is None or present.expiration_time < expiration_time
 
     def _put(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> None:
-        # Remove first: 0, 0.0 and False are equal as keys, and the latest spelling counts.
+        # Remove the key first: 0, 0.0 and False are equal as keys, and the latest spelling counts.
         self._data.pop(key, None)
         self._data[key] = ValueWithExpiration(value, expiration_time)
         self._by_expiration.push(key, expiration_time)
@@ -213,12 +213,12 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return self._data.get(key)
 
     def items(self) -> Iterator[tuple[KeyType, ValueWithExpiration[ValueType]]]:
-        """Keys with values and expirations, as they are at this moment."""
+        """A snapshot of the keys with their values and expirations."""
         self._drop_outdated()
         return iter(list(self._data.items()))
 
     def values(self) -> list[ValueWithExpiration[ValueType]]:
-        """Values with expirations, as they are at this moment."""
+        """A snapshot of the values with their expirations."""
         self._drop_outdated()
         return list(self._data.values())
 
@@ -278,7 +278,7 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         self._data.pop(key, None)
 
     def replace_value(self, key: Subkey, value: ValueType) -> None:
-        """Put another value in the place of one that is here; it expires at the same time.
+        """Replace the value of an entry and keep its expiration.
 
         Raises:
             KeyError: there is no such entry.
@@ -314,7 +314,7 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         with self.freeze():
             entries = [[key, item.value, item.expiration_time] for key, item in self._data.items()]
             maxsize = None if math.isinf(self.maxsize) else self.maxsize
-            # Not self.latest_expiration_time: the entry that would live longest may have been dropped for lack of room.
+            # Not self.latest_expiration_time, because that entry may have been dropped for lack of room.
             latest = max((entry[2] for entry in entries), default=self.latest_expiration_time)
             return MSGPackSerializer.dumps([maxsize, latest, entries])
 

@@ -39,12 +39,12 @@ warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
 @dataclass
 class _Publication:
-    """The records of one key, on their way to the nodes that are to keep them."""
+    """The records of one key, in flight to the nodes that should keep them."""
 
     key_id: DHTID
     records: list[NewRecord] = field(default_factory=list)
     outcomes: dict[PeerID, list[Outcome]] = field(default_factory=dict)
-    """What each node did with each record."""
+    """By node: the outcome for each record."""
     answers: int = 0
     """How many nodes have answered."""
     has_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,18 +61,18 @@ class _Publication:
         return True
 
     def restart(self) -> None:
-        """Wait for answers again: nobody has given one, but others will be asked."""
+        """Wait for answers again: no node has answered, but others will be asked."""
         self.has_answer.clear()
         self.is_finished.clear()
 
     def end(self) -> None:
-        """Nobody will answer any more."""
+        """Note that no node will answer any more."""
         self.has_answer.set()
         self.is_finished.set()
 
 
-# The nodes found near a key count as the nearest ones for this time, unless a nearer one is heard of before. Chosen: a
-# trainer stores its progress every few seconds.
+# The nodes found near a key count as the nearest ones for this many seconds, unless a nearer one becomes known. Chosen:
+# a trainer stores its progress every few seconds.
 WALK_LASTS_SECONDS = 30.0
 
 
@@ -89,8 +89,8 @@ class Writer:
     """Stores records on behalf of a node.
 
     Peers store at the same keys repeatedly: a trainer reports its progress every few seconds, and one that looks for a
-    group declares that and soon withdraws it. So this node does not walk again to a key at which it has just stored
-    something, as long as all the nodes there answer.
+    group declares that and soon withdraws it. So this node does not walk again to a key that it has just written to,
+    as long as all the nodes there answer.
 
     Args:
         protocol: asks other nodes, and has this node's records.
@@ -110,7 +110,7 @@ class Writer:
         await_all_replicas: bool = True,
         num_workers: int | None = None,
     ) -> list[StoreReport]:
-        """Store records at the nodes nearest to their keys, and return what came of each."""
+        """Store records at the nodes nearest to their keys, and return a report for each."""
         publications: dict[DHTID, _Publication] = {}
         places = []
         for record in records:
@@ -219,11 +219,11 @@ class Writer:
 
 
 def _within_a_day(key: DHTKey, expiration_time: float) -> float:
-    """Limit an expiration to a day from now. This happens before signing, because nobody may alter a record later."""
+    """Limit an expiration to a day from now. This must happen before signing, because a signed record cannot change."""
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
         warn_seldom(
-            "the record for key %s is to live %.0f s, over the limit of a day: store it again before that",
+            "the record for key %s would live %.0f s, over the limit of a day: store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
         )

@@ -1,17 +1,17 @@
 """Walks through the DHT towards target ids: ask the nearest known nodes for nearer ones until there are none.
 
-A :class:`Traversal` decides whom to ask next. It serves many queries at once, with few requests in flight. For each
-query it keeps a beam: the ``beam_size`` nearest known nodes that have not failed. It asks them, nearest first. A
-request for one query also carries other queries, those whose targets are nearest to the node that is asked. When most
-of the very nearest nodes have answered, the rest of the beam is known and is asked all at once. From then on the query
-does not wait for nodes that are suspiciously slow. All of this is bookkeeping on numbers.
+A :class:`Traversal` decides which node to ask next. It serves many queries at once, with few requests in flight. For
+each query it keeps a beam: the ``beam_size`` nearest known nodes that have not failed. It asks them, nearest first. A
+request for one query also carries other queries whose targets are near the asked node. When most of the very nearest
+nodes have answered, the rest of the beam is known and is asked all at once. From then on the query does not wait for
+nodes that are suspiciously slow. All of this is bookkeeping on numbers.
 
-A :class:`Lookup` asks the nodes for it, and knows the peers behind their ids, and how to reach them. It can also find
-the addresses of a peer whose id alone is known (:class:`PeerFinder`): a node's place in the DHT follows from its peer
-id, and the nodes near that place know its addresses. Nothing is stored for this and nothing has to be trusted, because
-a peer that answers at an address must prove its identity.
+A :class:`Lookup` performs the requests. It knows the peers behind the node ids, and how to reach them. A
+:class:`PeerFinder` finds the addresses of a peer by its id: a node's place in the DHT follows from its peer id, and the
+nodes near that place know its addresses. This needs no stored record and no trust, because a peer that answers at an
+address must prove its identity.
 
-Nodes whose ids were chosen count as farther than all others: nobody gets next to a key by saying so.
+Nodes whose ids were chosen count as farther than all others, so that no peer can choose a place next to a key.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ warn_seldom = Seldom(logger.warning)
 
 # --- the order of requests --------------------------------------------------------------------------------------------
 
-# Concurrent walks of one process; the others wait in line, without a call in flight. Measured: among a thousand
-# concurrent walks each is so slow that its calls time out, and costs several times as much.
+# The most concurrent walks of one process; the others wait in line, without a call in flight. Measured: of a thousand
+# concurrent walks, each is so slow that its calls time out, and costs several times as much.
 WALKS_IN_FLIGHT = 8
 
 _lines: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[SwarmClock, asyncio.Semaphore]]
@@ -71,7 +71,8 @@ def walk_line() -> asyncio.Semaphore:
     return line
 
 
-# A query keeps at least this many nodes, however narrow its beam is: nobody tells it again of those that it drops.
+# A query keeps at least this many nodes, however narrow its beam, because it will not hear again of dropped nodes.
+# Chosen: three full buckets.
 LEAST_KEPT = 3 * NodeConfig.bucket_size
 
 
@@ -81,7 +82,7 @@ class Answer(NamedTuple):
     neighbors: Iterable[int]
     """Ids of nodes that it knows near the target."""
     is_enough: bool = False
-    """Whether the caller has what it wanted, so that the query ends."""
+    """Whether the caller is satisfied, so that the query ends."""
 
 
 Ask = Callable[[DHTID, list[DHTID]], Awaitable[Mapping[DHTID, Answer] | None]]
@@ -97,7 +98,7 @@ _CHOSEN = 1 << ID_BITS
 
 
 class Query:
-    """The search for one target. Nodes are kept as their distances to it; those in ``chosen`` are beyond all others."""
+    """The search for one target. Nodes are kept as distances to it; nodes in ``chosen`` are beyond all others."""
 
     __slots__ = (
         "active",
@@ -129,7 +130,7 @@ class Query:
         self.beam_size = beam_size
         self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
-        # The nearest nodes that have not failed, sorted: three times the beam, or more in case that many are dead.
+        # The nearest nodes that have not failed, sorted: three times the beam or more, in case many are dead.
         self.nearest: list[int] = []
         self.asked: set[int] = set()
         self.responded: set[int] = set()
@@ -143,12 +144,12 @@ class Query:
         """Distance of the nearest node of the beam that has not been asked."""
 
     def distance_to(self, node: int) -> int:
-        """How a node is kept."""
+        """The distance under which a node is kept."""
         distance = node ^ self.target
         return distance | _CHOSEN if node in self.chosen else distance
 
     def node_at(self, distance: int) -> DHTID:
-        """The node that is kept so."""
+        """The node that is kept under this distance."""
         return DHTID((distance & ~_CHOSEN) ^ self.target)
 
     def add(self, nodes: Iterable[int]) -> None:
@@ -170,7 +171,7 @@ class Query:
         self._find_next()
 
     def mark_responded(self, node: int) -> None:
-        """This node is there, even if it had been given up or was asked for another query."""
+        """Note that a node is alive, even if it had been given up or was asked for another query."""
         distance = self.distance_to(node)
         self.known.add(distance)
         self.responded.add(distance)
@@ -179,7 +180,7 @@ class Query:
             self.nearest.insert(index, distance)
 
     def give_up(self, node: int) -> None:
-        """Do not count on this node: the next nearest one takes its place."""
+        """Replace this node by the next nearest one."""
         distance = self.distance_to(node)
         index = bisect.bisect_left(self.nearest, distance)
         if index < len(self.nearest) and self.nearest[index] == distance:
@@ -187,7 +188,7 @@ class Query:
         self._find_next()
 
     def _find_next(self) -> None:
-        # An honest walk needs one or two requests per place in the beam: somebody makes up ever nearer nodes.
+        # An honest walk needs one or two requests per place in the beam. With ten, an attacker makes up nearer nodes.
         if len(self.asked) >= 10 * self.beam_size:
             self.next_distance = None
             return
@@ -206,7 +207,7 @@ class Query:
         return len(self.nearest) >= count and all(distance in self.responded for distance in self.nearest[:count])
 
     def may_end_without_stalled(self, num_replicas: int) -> bool:
-        """Whether only suspicious nodes are still to answer, and most nodes that should hold a record have answered."""
+        """Whether only suspicious answers are missing, and most nodes that should hold a record have answered."""
         return self.active == len(self.stalled) and self.has_responses_of_most(num_replicas)
 
     def has_responses_of_most(self, count: int) -> bool:
@@ -235,7 +236,7 @@ class Traversal:
 
     Args:
         targets: the ids to walk to, without duplicates.
-        start: returns the nodes known at the beginning, for each target.
+        start: returns the nodes known at the start, for each target.
         ask: asks one node.
         on_finished: gets the result of each query as soon as it ends; must not raise.
         num_workers: most requests in flight, not counting suspiciously slow ones.
@@ -246,13 +247,13 @@ class Traversal:
         num_replicas: how many of the nearest nodes should hold the record. When most of them have answered, the rest of
             the beam is asked at once, and the query does not wait for suspicious nodes. ``None`` = a query ends when
             its whole beam has answered or failed.
-        stall_after: least seconds after which a request is suspicious. Then another one may start beside it, and the
+        stall_after: least seconds after which a request is suspicious. Then another one may start in parallel, and the
             node counts as gone unless it answers after all.
         spawn: starts the requests; they may outlive the walk.
-        chosen: ids that count as farther than all others; may grow during the walk, before they are told.
+        chosen: ids that count as farther than all others; may grow during the walk, before an answer names them.
         draw: a random number that selects which of the ``num_replicas`` nearest nodes is asked first. That node sends
-            nearly all there is, so it should not always be the nearest. The nearest ones follow, until ``beam_size``
-            have been asked. ``None``: they are asked nearest first.
+            nearly all of the data, so it should not always be the nearest. The nearest ones follow, until ``beam_size``
+            have been asked. ``None``: the nearest are asked first.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class Traversal:
         request = _Request(node, queries, loop.time())
         self._slots_taken += 1
         if self._stall_after is not None:
-            # Scales with the mean: if all nodes are slow, none is suspicious.
+            # The limit scales with the mean: if all nodes are slow, none is suspicious.
             answers, seconds = self._waited
             mean = seconds / max(1, answers)
             delay = max(self._stall_after, 3.0 * mean)
@@ -433,12 +434,12 @@ def _urgency(query: Query) -> tuple[int, int]:
 
 # --- asking the nodes -------------------------------------------------------------------------------------------------
 
-# Most nodes in a have-set; the rest of the room is for entries.
+# Most nodes in a have-set (chosen); the rest of the room is for entries.
 MAX_NODES_KNOWN = MAX_KNOWN // 4
 
 
 _BACKED_OFF = Outcome(Reason.BACKED_OFF)
-_OTHER_ID = Outcome(Reason.BAD_ANSWER, "it has another id than others say")
+_OTHER_ID = Outcome(Reason.BAD_ANSWER, "its id differs from the one that others give")
 
 
 class Lookup:
@@ -446,27 +447,27 @@ class Lookup:
 
     Args:
         protocol: asks other nodes; has the blacklist of peers not to ask.
-        known_nodes: nodes to begin with, besides those of the routing table.
+        known_nodes: nodes to start with, besides those of the routing table.
     """
 
     def __init__(self, protocol: DHTProtocol, known_nodes: Mapping[DHTID, PeerID] | None = None) -> None:
         self._protocol = protocol
         self._known_nodes = dict(known_nodes or {})
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
-        self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that other nodes have told of
+        self._contacts: dict[int, msgspec.Raw] = {}  # contacts that other nodes have sent
         self._hops: dict[int, int] = {}
-        # Known nodes near some targets, plainly and packed; forgotten when more nodes become known.
+        # By targets: known nodes near them, as ids and packed; forgotten when more nodes become known.
         self._near: dict[tuple[DHTID, ...], tuple[list[int], bytes]] = {}
         self.chosen: set[int] = {
             node_id for node_id, peer in self._known_nodes.items() if node_id != DHTID.of_peer(peer)
         }
         """Ids of nodes that do not follow from their peers' ids."""
         self.failures: dict[PeerID, Outcome] = {}
-        """Peers that gave no answer, or were not asked because they gave none shortly before."""
+        """Peers that did not answer, or were not asked because they had not answered shortly before."""
         self._neighbors = protocol.config.bucket_size
 
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
-        """The nearest nodes to a target that are known without asking anybody; suspects only if there are no others."""
+        """The nearest nodes to a target that are known without a request; suspects only if there are no others."""
         table = self._protocol.routing_table
         nearest = dict(table.get_nearest_neighbors(target, max(self._neighbors, LEAST_KEPT))) or table.suspects
         for node_id, peer in nearest.items():
@@ -483,7 +484,7 @@ class Lookup:
         ]
 
     def _is_backed_off(self, peer: PeerID) -> bool:
-        """Whether a peer is not to be asked for a while."""
+        """Whether a peer must not be asked for a while."""
         if peer not in self._protocol.blacklist:
             return False
         self.failures.setdefault(peer, _BACKED_OFF)
@@ -509,7 +510,7 @@ class Lookup:
             return None
         wanted = self._neighbors if self._neighbors > self._protocol.config.bucket_size else 0
         known_nodes, known = self._known_near(targets)
-        if known_entries or most_entries:  # what each node draws of many entries should differ
+        if known_entries or most_entries:  # each node should draw different entries
             known = pack_known([*known_nodes, *known_entries], self._protocol.p2p.rng)
         try:
             answer = await self._protocol.find_at(
@@ -520,18 +521,18 @@ class Lookup:
         except NO_ANSWER as e:
             self.failures[peer] = outcome_of_failure(e)
             return None
-        # The peer has another id, so this one was made up: one peer must not stand for many nodes.
+        # The peer has another id, so this one was made up. One peer must not stand for many nodes.
         if answer.node_id != node_id.to_bytes():
             self._protocol.p2p.metrics.node_ids_refused += 1
             self.failures[peer] = _OTHER_ID
             warn_seldom(
-                "the DHT names peer %s with an id that it does not have, so it is left out. Somebody lies about who "
-                "is near a key, or that peer has a new id",
+                "the DHT names peer %s with an id that it does not have, so it is left out. Some node lies about which "
+                "nodes are near a key, or that peer has a new id",
                 peer,
             )
             return None
         self._hear_of(answer.contacts, self.hops_to(node_id) + 1)
-        if len(targets) > 1:  # what was told for one of them is known, but not to the queries for the others
+        if len(targets) > 1:  # an answer for one target is left out for the others, although their queries need it
             for record in answer.records.values():
                 record.neighbors.extend(known_nodes)
         return answer.records
@@ -540,9 +541,9 @@ class Lookup:
         """Nodes for the have-set, plainly and packed."""
         found = self._near.get(tuple(targets))
         if found is None:
-            # Those with chosen ids may be lies about nodes that others tell truly.
+            # Nodes with chosen ids are left out: they may be false contacts of nodes that others describe correctly.
             known = list((self._peers.keys() | self._contacts.keys()) - self.chosen)
-            # Some more than in an answer, because the node that is asked knows others than the asker.
+            # Some more than in an answer, because the asked node knows other nodes than the asker.
             count = min(self._neighbors + 4, MAX_NODES_KNOWN // max(1, len(targets)))
             if len(known) > count:
                 nearest = (heapq.nsmallest(count, known, key=target.__xor__) for target in targets)
@@ -551,7 +552,7 @@ class Lookup:
         return found
 
     def _hear_of(self, contacts: Mapping[int, msgspec.Raw], hops: int) -> None:
-        """Learn of nodes. One whose id follows from its peer's replaces others that were told of under the same id."""
+        """Learn of nodes. One whose id follows from its peer's replaces others with the same id."""
         if contacts:
             self._near.clear()
         for told_id, contact in contacts.items():
@@ -569,7 +570,7 @@ class Lookup:
             self._hops.setdefault(told_id, hops)
 
     def with_own(self, nearest: Iterable[DHTID], target: DHTID) -> list[DHTID]:
-        """The nodes nearest to a target and this one, in the order in which they are to hold what is stored there."""
+        """The nodes nearest to a target and this one, in the order in which they should hold records stored there."""
         own_id = self._protocol.node_id
         chosen = self.chosen | self._protocol.routing_table.chosen & {own_id}
         return sorted([*nearest, own_id], key=lambda node_id: (node_id in chosen, node_id ^ target))
@@ -579,7 +580,7 @@ class Lookup:
         return self._hops.get(node_id, 1)
 
     def peer_of(self, node_id: int) -> PeerID | None:
-        """The peer of a known node, ready to be called; ``None`` if its contact data make no sense."""
+        """The peer of a known node, ready to be called; ``None`` if its contact is malformed."""
         peer = self._peers.get(node_id)
         if peer is None and (told := self._contacts.get(node_id)) is not None:
             peer = self._introduce(told)
@@ -588,11 +589,11 @@ class Lookup:
         return peer
 
     def _introduce(self, told: msgspec.Raw) -> PeerID | None:
-        """Give the network layer the addresses of a peer that others told of."""
+        """Give the network layer the addresses of a peer that others have named."""
         try:
             contact = unpack_contact(told)
         except ValueError as e:
-            logger.debug("ignored a node that somebody told of: %s", e)
+            logger.debug("ignored a node that another node named: %s", e)
             return None
         peer, p2p = PeerID(contact.peer_id), self._protocol.p2p
         if peer == p2p.peer_id:
@@ -604,7 +605,7 @@ class Lookup:
                     p2p.add_addresses(peer, [address])
                 except ValueError as e:
                     # Perhaps of a kind that this version does not know; the peer's other addresses may work.
-                    logger.debug("ignored an address that somebody told of: %s", e)
+                    logger.debug("ignored an address that another node sent: %s", e)
         return peer
 
     async def find_nearest(
@@ -619,7 +620,7 @@ class Lookup:
             beam_size: most nodes in a result.
             enough: a target is done when this many of the nearest nodes have answered.
         """
-        # Ask for enough neighbors: the nearest nodes know each other, but would tell of fewer by default.
+        # Ask for enough neighbors: the nearest nodes know each other, but would return fewer by default.
         self._neighbors = max(self._neighbors, enough)
         walk = Traversal(
             targets,
@@ -651,7 +652,7 @@ class Lookup:
 
 
 async def meet_nodes_near(protocol: DHTProtocol, place: DHTID, count: int) -> bool:
-    """Walk to a place in the DHT, so that the nodes there and this one meet; returns whether there is any other node.
+    """Walk to a place in the DHT so that the nodes there and this one meet; returns whether there is any other node.
 
     Args:
         count: end the walk when this many of the nearest nodes have answered.
@@ -668,7 +669,7 @@ async def meet_nodes_near(protocol: DHTProtocol, place: DHTID, count: int) -> bo
     return bool(met)
 
 
-# Pause before a peer that was not found is looked for again. Chosen.
+# The pause before a peer that was not found is looked for again. Chosen.
 SECONDS_BETWEEN_SEARCHES = 5.0
 
 
@@ -676,7 +677,7 @@ class PeerFinder:
     """Looks for the addresses of peers in the DHT.
 
     Args:
-        protocol: of the searching node; its peer can dial the peers that are found.
+        protocol: the searching node's side of the protocol; its peer can dial the found peers.
     """
 
     def __init__(self, protocol: DHTProtocol) -> None:

@@ -1,12 +1,12 @@
-"""Who may write what, and why a node keeps a record or not.
+"""Rules about records, and the reasons why a node keeps a record or not.
 
 Validators are rules about records. Every node applies them to records that it is asked to store or that it reads. The
 writer signs a value. Every node that keeps the value checks it before passing it on, and so does the reader. Signatures
 are stripped only when the application gets the value.
 
-Each node that a store or a get involves has one :class:`Outcome`. Reports to the user hold the outcomes, messages carry
-them between nodes, and :class:`~shoal.metrics.Metrics` counts them by the value of their reason. A new reason needs a
-member of :class:`Reason`, the line that gives it, and a row in ``docs/monitoring.md``.
+Each node that takes part in a store or a get has one :class:`Outcome`. Reports to the user hold the outcomes, messages
+carry them between nodes, and :class:`~shoal.metrics.Metrics` counts them by the value of their reason. A new reason
+needs a member of :class:`Reason`, the line that gives it, and a row in ``docs/monitoring.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal.peers.identity import PeerID
 
 
 class Reason(StrEnum):
-    """What a node did with a record or a question, or what kept it from answering."""
+    """What a node did with a record or a question, or why it did not answer."""
 
     # The node has done what was asked.
     KEPT = "kept"
@@ -55,7 +55,7 @@ class Reason(StrEnum):
     CROWDED_KEY = "one of too many of a peer or a network under one key"
     NO_ROOM = "no room"
     UNNAMED = "no reason given"
-    # The node had nothing to tell.
+    # The node had no value.
     NOTHING = "no value"
     # The node did not answer.
     SILENT = "no answer"
@@ -66,7 +66,7 @@ class Reason(StrEnum):
     BACKED_OFF = "not asked: it did not answer shortly before"
 
 
-# A reason that only newer versions know is told as text.
+# A reason that only newer versions know travels as text.
 _BY_NAME = {reason.value: reason for reason in Reason}
 _WITHOUT_ANSWER = frozenset(
     {Reason.SILENT, Reason.NOT_CONNECTED, Reason.NOT_A_MEMBER, Reason.FAILED, Reason.BAD_ANSWER, Reason.BACKED_OFF}
@@ -78,8 +78,8 @@ class Outcome:
     """What one node did. It is true if the node has done what was asked.
 
     Args:
-        reason: one of a few.
-        detail: what else there is to say, such as the validator that refuses the record.
+        reason: the kind of outcome.
+        detail: more about it, such as the validator that refuses the record.
     """
 
     reason: Reason
@@ -98,7 +98,7 @@ class Outcome:
 
     @classmethod
     def named(cls, name: str, detail: str = "") -> Outcome:
-        """The refusal that another node names; the texts are its own."""
+        """The refusal that another node names, in its own words."""
         reason = _BY_NAME.get(name, Reason.UNNAMED)
         if reason is Reason.UNNAMED or cls(reason):
             return cls(Reason.UNNAMED, one_line(name if name != Reason.UNNAMED else detail))
@@ -124,14 +124,14 @@ def outcome_of_failure(error: Exception) -> Outcome:
 
 
 def _told(nodes: Mapping[PeerID, Outcome]) -> str:
-    """How many nodes there are of each outcome, the most frequent first."""
+    """The number of nodes with each outcome, most frequent first."""
     counts = Counter(str(outcome) for outcome in nodes.values()).most_common()
     return "; ".join(f"{count} of {len(nodes)} nodes: {outcome}" for outcome, count in counts)
 
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What came of a store. It is true if most of the nodes that answered keep the record.
+    """The result of a store. It is true if most of the nodes that answered keep the record.
 
     Args:
         nodes: the outcome at each node that was asked, on the way or to keep the record.
@@ -140,20 +140,20 @@ class StoreReport:
     nodes: Mapping[PeerID, Outcome]
 
     def __bool__(self) -> bool:
-        # Of a node that only showed the way there is no outcome unless it failed.
+        # A node that was only asked on the way has no outcome unless it failed.
         votes = [bool(outcome) for outcome in self.nodes.values() if outcome.answered]
         return sum(votes) * 2 > len(votes)
 
     def __str__(self) -> str:
-        return _told(self.nodes) or "no node was found: this peer knows nobody, and only calls others"
+        return _told(self.nodes) or "no node was found: this peer knows no other, and only calls others"
 
 
 @dataclass(frozen=True)
 class GetReport:
-    """What came of a get. It is true if there is a value.
+    """The result of a get. It is true if there is a value.
 
     Args:
-        found: what ``get`` returns without ``explain``: the value with its expiration, or ``None``.
+        found: the result of ``get`` without ``explain``: the value with its expiration, or ``None``.
         nodes: the outcome at each node that was asked; this peer itself if it had the value.
     """
 
@@ -164,7 +164,7 @@ class GetReport:
         return self.found is not None
 
     def __str__(self) -> str:
-        return _told(self.nodes) or "no node was asked: this peer knows nobody"
+        return _told(self.nodes) or "no node was asked: this peer knows no other"
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -179,10 +179,11 @@ WHOLE_DICTIONARY = b""
 # In packed form. Chosen: names and keys take tens of bytes, an owner tag 90.
 MAX_SUBKEY_BYTES = 2**12
 
-# The DHT is for facts that are true now: a record lives a day at most, also one that a liar stored. In Kademlia's paper
-# records expire after a day, too.
+# The DHT is for facts that are true now, so a record lives at most a day, even one that a liar stored. As in Kademlia's
+# paper.
 MAX_LIFETIME_SECONDS = 86400.0
-# shoal's own records (progress, averagers, donors) are renewed every few seconds or minutes; they live an hour at most.
+# shoal's own records (progress, averagers, donors) live at most an hour. Chosen: they are renewed every few seconds or
+# minutes.
 SHORT_LIFETIME_SECONDS = 3600.0
 
 
@@ -207,9 +208,9 @@ class DHTRecord:
 
 
 class AcceptedRecords:
-    """Remembers the records that passed an expensive check most recently: replicas send the same ones repeatedly.
+    """Remembers the records that last passed an expensive check, because replicas send the same ones repeatedly.
 
-    It keeps hashes, because records may be large and nobody accounts for their memory here.
+    It keeps hashes, because records may be large and their memory is not charged here.
 
     Args:
         size: number of records.
@@ -219,7 +220,7 @@ class AcceptedRecords:
         self._records: Bounded[bytes, None] = Bounded(size)
 
     def add(self, record: DHTRecord) -> None:
-        """This record has passed."""
+        """Note that this record has passed."""
         self._records[_fingerprint(record)] = None
 
     def __contains__(self, record: DHTRecord) -> bool:
@@ -242,7 +243,7 @@ class RecordValidatorBase(ABC):
     """A rule about records, the same at every node of the swarm."""
 
     reason: ClassVar[Reason] = Reason.INVALID
-    """What the writer of a record that breaks the rule is told."""
+    """The reason for the writer of a record that breaks the rule."""
 
     @abstractmethod
     def validate(self, record: DHTRecord) -> bool:
@@ -265,7 +266,7 @@ class RecordValidatorBase(ABC):
         return False
 
     def is_proven_by_peer(self, record: DHTRecord, peer: PeerID) -> bool:
-        """Whether the record needs no other proof than that this peer itself has brought it."""
+        """Whether it is proof enough for the record that this peer itself has brought it."""
         return False
 
     @property
@@ -298,7 +299,7 @@ class CompositeValidator(RecordValidatorBase):
 
     @classmethod
     def of(cls, validator: RecordValidatorBase | None) -> CompositeValidator:
-        """A composite as it is, and another validator, or none, as a composite of its own."""
+        """The given composite itself, or a new composite with the given validator, if any."""
         if isinstance(validator, CompositeValidator):
             return validator
         return cls([] if validator is None else [validator])
@@ -332,7 +333,7 @@ class CompositeValidator(RecordValidatorBase):
             is_proven = brought_by is not None and validator.is_proven_by_peer(record, brought_by)
             if not is_proven and not validator.validate(record):
                 return validator
-            if position:  # nobody looks at what is left after the last one
+            if position:  # the rest after the last one is not needed
                 record = _with_value(record, validator.strip_value(record))
         return None
 
@@ -385,7 +386,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
     """Check the expiration of another peer's record, and return it as a float.
 
     Args:
-        is_kept: another node keeps the record already. Its clock may be ahead of this one's, too.
+        is_kept: another node already keeps the record. Its clock may be ahead of this one's, too.
 
     Raises:
         ValueError: it is negative, or not finite.
@@ -402,7 +403,7 @@ def check_lifetime(expiration_time: Any, *, is_kept: bool = False) -> float:
 
 
 def is_short_lived(expiration_time: float) -> bool:
-    """Whether a record of shoal's own may expire then; others are ignored."""
+    """Whether one of shoal's own records may expire then; others are ignored."""
     return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + TOLERANCE_SECONDS
 
 

@@ -1,12 +1,12 @@
 """One budget for the time that this peer loses to others: a share of all its time.
 
-Five things are paid from it: waiting for peers that have proved nothing and do not come; groups that such peers stall;
-epochs that end early because of what they claim, since nobody comes to the round then; a member for which others wait
-longer than it is worth; and the time for which a lone peer waits for those that download its state.
+Five things are paid from it: waiting for unproven peers that do not show up; groups that such peers stall; epochs that
+end early because of their claims, so that no peer comes to the round; a member that others wait for longer than it is
+worth; and the time that a lone peer waits for newcomers that download its state.
 
-A peer that has cost time pauses until that time is the share of all time since. The peers of a host have one account
-until they have been in a round. If several such hosts have to pause, all peers that have proved nothing do: somebody
-with many hosts could cost any amount of time otherwise.
+A peer that has cost time pauses until its cost is at most the share of the time since. The unproven peers of a host
+have one account together. If several such hosts have to pause, all unproven peers do; otherwise an attacker with many
+hosts could cost any amount of time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shoal.base.bounded import Bounded, K
 from shoal.peers.book import SHARE_WASTED
 
 LONGEST_HOLD = 30.0
-"""The longest wait of a lone peer at a time, in seconds: a slow download. It begins with this much time saved."""
+"""The longest wait of a lone peer at a time, in seconds (chosen: a slow download). It starts with this much saved."""
 
 LEAST_HOLD = 2.0
-"""With less time than this left, in seconds, a lone peer does not begin to wait: hardly any newcomer would make it."""
+"""With fewer seconds than this left, a lone peer does not start to wait (chosen): few newcomers would make it."""
 
-# If this many hosts of strangers have to pause, all strangers do.
+# If this many hosts of strangers have to pause, all strangers do (chosen).
 _HOSTS_TO_STOP_ALL = 2
 
 
 class _Pause(NamedTuple):
     until: float
-    """Nobody waits for the peer until then, and its samples do not count."""
+    """Until then this peer does not wait for the other one, and its samples do not count."""
     joins_at: float
-    """It may not join or lead a group until then."""
+    """Until then it may not join or lead a group."""
 
 
 def check_share(share: float) -> float:
@@ -51,26 +51,26 @@ class Budget:
     Args:
         host_of: the host of a peer.
         now: when this peer began.
-        share: of all time.
+        share: the share of all time that it may lose.
     """
 
     def __init__(self, host_of: Callable[[bytes], Hashable], now: float, share: float = SHARE_WASTED) -> None:
         self.share = share
         self._host_of = host_of
-        # By host of peers that have proved nothing, and by id of a member.
+        # By host of unproven peers, and by id of a member.
         self._hosts: dict[Hashable, _Pause] = {}
         self._members: dict[bytes, _Pause] = {}
-        # What is left for a lone donor, and when that was so; since when it waits.
+        # The seconds left for a lone donor, and when they were counted; and since when it waits.
         self._saved, self._since = LONGEST_HOLD, now
         self._held_since: float | None = None
 
     # --- what others cost ---------------------------------------------------------------------------------------------
 
     def charge(self, peers: Collection[bytes], seconds: float, now: float, *, bars: bool) -> None:
-        """Peers that have proved nothing have cost ``seconds`` together.
+        """Charge unproven peers with ``seconds`` that they have cost together.
 
         Args:
-            bars: inside a group, so they may not join one either.
+            bars: they have cost it inside a group, so they may not join one either.
         """
         hosts = self._not_over(self._hosts, now)
         for host in dict.fromkeys(map(self._host_of, peers)):
@@ -78,7 +78,7 @@ class Budget:
         self._hosts = dict(hosts)  # in one go: the event loop may be reading the dictionary without a lock
 
     def charge_member(self, peer: bytes, seconds: float, now: float) -> None:
-        """A member has cost ``seconds`` that the others need not have lost."""
+        """Charge a member with ``seconds`` that the others need not have lost."""
         members = self._not_over(self._members, now)
         members[peer] = self._extend(members.get(peer), seconds, now, bars=True)
         self._members = dict(members)
@@ -97,8 +97,8 @@ class Budget:
         """Whether there is time for a peer.
 
         Args:
-            is_stranger: it has proved nothing.
-            joins: to join or lead a group; otherwise, to be waited for.
+            is_stranger: the peer is unproven.
+            joins: whether it wants to join or lead a group; otherwise, whether to wait for it.
         """
         until = 1 if joins else 0
         member = self._members.get(peer)
@@ -109,13 +109,13 @@ class Budget:
         pausing = {host for host, pause in self._hosts.items() if pause[until] > now}
         return len(pausing) < _HOSTS_TO_STOP_ALL and self._host_of(peer) not in pausing
 
-    # --- what a lone donor may wait -----------------------------------------------------------------------------------
+    # --- how long a lone donor waits ----------------------------------------------------------------------------------
 
     def holds(self, now: float, *, has_reason: bool) -> bool:
-        """Whether a lone peer waits from now on, or waits on. Ask again after a moment, until the answer is no.
+        """Whether a lone peer starts or continues to wait. Ask again after a moment, until the answer is no.
 
         Args:
-            has_reason: somebody downloads its state, and nobody else is there to train with.
+            has_reason: a newcomer is downloading its state, and there is no other peer to train with.
         """
         if self._held_since is None:
             saved = min(LONGEST_HOLD, self._saved + self.share * (now - self._since))
@@ -125,6 +125,6 @@ class Budget:
         left = self._saved - (now - self._held_since)
         if has_reason and left > 0:
             return True
-        # It may be less than nothing, because nobody asks at the very moment when the time is up.
+        # It may be negative, because the caller asks only now and then.
         self._saved, self._since, self._held_since = left, now, None
         return False

@@ -1,11 +1,11 @@
-"""What ``guard="open"`` adds, for a run that anybody may join: what a member can claim is bounded by what it brought.
+"""The limits that ``guard="open"`` adds for a run that anyone may join: deliveries bound what a member may claim.
 
-* Samples and weights: at most four times the larger of what the peer itself, and what most members, brought to the last
-  round. What one may bring grows with each round, so a machine that is 300 times as fast as the others counts in full
-  from its fifth round on. A claim beyond that counts for less: nobody is accused, refused or waited for because of it.
-* Epochs: a member's word that this one is over counts only after half of it has passed, by this peer's own estimate.
+* Samples and weights: at most four times what the peer itself, or what most members, delivered to the last round,
+  whichever is larger. The limit grows with each round, so a machine that is 300 times as fast as the others counts in
+  full from its fifth round on. A larger claim is clipped; the peer is not accused, refused or waited for because of it.
+* Epochs: a member's claim that this epoch is over counts only after half of it has passed, by this peer's own estimate.
 
-Each peer applies the limits to what it counts and reduces itself, so that nobody's word about others is needed.
+Each peer applies the limits to what it counts and reduces itself, so that it need not believe others about others.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from typing import Any
 from shoal.base.bounded import Bounded
 from shoal.guard.policy import KnownPeer, Members, PeerT, ReportT
 
-# A claim may be this many times what was delivered: speeds and shares vary from round to round.
+# A claim may be this many times what was delivered (chosen): speeds and shares vary from round to round.
 _GENEROSITY = 4.0
-# Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
+# This peer believes no claim that the epoch is over before this share of it has passed by its own estimate (chosen).
 _LEAST_SHARE_OF_EPOCH = 0.5
-# Lower bound of the seconds of training, because samples are divided by them.
+# Lower bound of the seconds of training (chosen), because samples are divided by them.
 _LEAST_SECONDS = 1e-3
 
 
 def most_of(brought: float, typical: float) -> float:
-    """How much a peer may bring to the next round.
+    """The most samples that a peer may claim for the next round.
 
     Args:
-        brought: what it brought to its last one.
-        typical: what most members brought to this peer's last one.
+        brought: what it delivered to its last round.
+        typical: what most members delivered to this peer's last round.
     """
     return _GENEROSITY * max(brought, typical)
 
 
 def earliest_end(began_at: float, estimate: float) -> float:
-    """The time before which an epoch does not end, whatever others say."""
+    """The earliest end of an epoch, whatever others claim."""
     return began_at + _LEAST_SHARE_OF_EPOCH * (estimate - began_at) if math.isfinite(estimate) else estimate
 
 
 class Contributions:
-    """What peers brought to their last rounds with this one, as far as it counts."""
+    """What peers delivered to their last rounds with this one, within the limits."""
 
     def __init__(self) -> None:
         self._by_peer = Bounded[bytes, float]()
         self._typical = math.inf
 
     def note(self, brought: Mapping[bytes, float]) -> None:
-        """Keep what members brought to a round. Nobody had finite gradients, if it is nothing: that says nothing."""
+        """Note what members delivered to a round. Ignored if all delivered nothing: then no gradients were finite."""
         counted = {peer: each for peer, each in brought.items() if math.isfinite(each)}
         if not any(counted.values()):
             return
-        # The lower one of two: of two members, one may lie.
+        # The lower median, because one of two members may lie.
         self._typical = statistics.median_low(counted.values())
         for peer, each in counted.items():
             before = self._by_peer.get(peer, 0.0)
-            # A peer that brings less once may bring more again, so this at most halves.
+            # A peer that delivers less once may deliver more again, so its limit at most halves.
             self._by_peer[peer] = max(min(each, most_of(before, self._typical)), before / 2)
 
     def most(self, peer: bytes) -> float:
-        """How much a peer may bring to the next round."""
+        """The most samples that a peer may claim for the next round."""
         return most_of(self._by_peer.get(peer, 0.0), self._typical)
 
 
 class OpenGuard(Members):
-    """See above. Before its first round with others, a peer knows nothing, and all claims count as they are."""
+    """The policy of an open run, see above. Before this peer's first round with others, all claims count in full."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

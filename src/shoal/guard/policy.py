@@ -1,15 +1,14 @@
-"""What a peer believes of others in a run that trusts its members: what they say, as long as they come.
+"""What a peer believes of others in a run that trusts its members: their claims, as long as they show up.
 
-* Samples, speed and the end of an epoch: as each peer says. A peer that was expected in three rounds in a row and did
-  not come counts for nothing until it comes. So does one that has cost time, until that is paid for
+* Samples, speed and the end of an epoch: as each peer claims. A peer that missed three rounds in a row that it was
+  expected in is not counted until it shows up. A peer that has cost time is not counted until that is paid for
   (:mod:`~shoal.guard.budget`).
-* Epoch: the run is at the median over hosts of the epochs of all peers that can be reached. One member alone can also
-  end this peer's epoch by being at the next one; only most hosts can make this peer download another state.
-* A member takes part if the swarm makes more samples per second with it than without it, by what past rounds took.
-* Before its first round with others a peer believes everybody.
+* Epoch: the run is at the median over hosts of the epochs of all reachable peers. A single member at the next epoch can
+  also end this peer's epoch; only most hosts can make this peer download another state.
+* A member takes part if past rounds show that the swarm processes more samples per second with it than without it.
+* Before its first round with others, a peer believes all others.
 
-Records in the DHT may be old, and their peers dead. So the user is told of no peer from which this one has heard
-nothing itself.
+Records in the DHT may be old, and their peers dead. So the log names no peer that this one has not heard from itself.
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-# What happens once may be chance; three times in a row, with a chance of one in ten each, is one in a thousand.
+# A single failure may be chance. Derived: three in a row with a chance of one in ten each are one in a thousand.
 ROUNDS_IN_A_ROW = 3
-# A group has waited in vain from this share of a member's patience on. The patience of the leader decides, and members
-# begin to wait at different times.
+# A group has waited in vain if it waited for this share of a member's patience (chosen). The leader's patience decides,
+# and members begin to wait at different times.
 _SHARE_OF_PATIENCE = 0.5
-# A peer may join a group before its batch is done, if that takes up to this share of the patience. Others wait for it
-# in the round then, which is no fault.
+# A peer may join a group before its batch is done if that takes up to this share of the patience (chosen). Others then
+# wait for it in the round, which does not count against it.
 JOIN_SHARE = 1 / 3
-# The user is warned after this many steps in a row without others: a single one may be chance.
+# The user is warned after this many steps in a row without others (chosen): a single one may be chance.
 _ROUNDS_ALONE = 2
-# A peer that is this many epochs ahead of the run has perhaps only ended two that others are about to end.
+# The least lead over the run, in epochs, that is worth a warning (chosen): a peer may have ended two epochs that others
+# are about to end.
 _WORTH_TELLING = 2
-# The latest epochs tell how long one usually takes.
+# The number of past epochs that tell how long an epoch usually takes (chosen).
 _EPOCHS_TIMED = 16
 
 
 class ReportedProgress(Protocol):
-    """What a peer says of its progress, as far as it is judged here."""
+    """The part of a peer's progress report that is judged here."""
 
     @property
     def peer_id(self) -> bytes: ...
@@ -58,12 +58,12 @@ class ReportedProgress(Protocol):
     @property
     def is_donor(self) -> bool: ...
     def at_most(self: ReportT, samples: float, samples_per_second: float) -> ReportT:
-        """The same, cut to these limits."""
+        """The same report, clipped to these limits."""
         ...
 
 
 class KnownPeer(Protocol):
-    """What this peer knows of another one of the run, likewise."""
+    """The part of this peer's knowledge of another one that is judged here."""
 
     known_since: float
     end: float | None
@@ -87,33 +87,33 @@ def epoch_of_most(votes: Sequence[int], own: int) -> int:
     The median cannot be moved by less than half of the votes (its breakdown point; Huber, 1981).
 
     Args:
-        votes: the epochs of hosts, the lowest first.
+        votes: the epochs of hosts, lowest first.
         own: this peer's epoch.
     """
     return max(own, votes[(len(votes) - 1) // 2]) if votes else own
 
 
 def seconds_worth(training: float, share: float) -> float:
-    """For how many seconds it is worth to wait for a member in a round.
+    """The most seconds that it is worth waiting for a member in a round.
 
-    With it, the samples of an epoch take ``training`` seconds, and the round the wait. Without it, the others need
-    ``training / (1 - share)`` for the same samples. Both are equally fast if the wait is the difference.
+    With the member, an epoch takes ``training`` seconds, plus the wait. Without it, the others need
+    ``training / (1 - share)`` seconds for the same samples. The wait is worth at most the difference.
 
     Args:
         training: seconds of training between two rounds.
-        share: of the samples that come from the member.
+        share: the share of the samples that come from the member.
     """
     return training * share / (1 - share) if share < 1 else math.inf
 
 
 class Members:
-    """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
+    """What this peer has seen others do, and how far it believes them as a result. Not thread-safe: its owner locks it.
 
     Args:
         own: id of this peer.
         host_of: the host of a peer. All peers of one host have one vote together.
         now: DHT time, in seconds, as in all methods.
-        share: of all time that others may cost this peer.
+        share: the share of all time that others may cost this peer.
     """
 
     def __init__(
@@ -122,48 +122,48 @@ class Members:
         self._own, self._host_of = own, host_of
         self.budget = Budget(host_of, now, share)
         """The time that others may cost."""
-        # Peers that were in a round with this one; and in how many rounds in a row each peer was missing.
+        # Peers that were in a round with this one; and the number of rounds in a row that each peer has missed.
         self._met = Bounded[bytes, None]()
         self._missed = Bounded[bytes, int]()
-        # By member: in how many rounds in a row the others have waited for it longer than it is worth.
+        # By member: the number of rounds in a row in which the wait for it was longer than it is worth.
         self._too_slow = Bounded[bytes, int]()
         self.full_group: int | None = None
         """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
         self._meets_everybody = True
         self.latest: Mapping[bytes, float] = {}
-        """What each member, this peer included, brought to the latest round with others."""
+        """The samples of each member, including this peer, in the latest round with others."""
         self.is_large = False
-        """There are more peers than this one can hear of in each epoch."""
+        """Whether there are more peers than this one can hear of in each epoch."""
         self.epoch_began_at = now
         """When this peer's epoch began."""
         self._epochs: deque[float] = deque(maxlen=_EPOCHS_TIMED)
         self._training = 0.0
         self._counts_itself_until = -math.inf
-        # Which peers this one waits for, since when, and for how many seconds at most.
+        # The peers that this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
-        # How many seconds rounds take in which no stranger fails: what one with such a failure takes more is wasted.
+        # The seconds of rounds in which no stranger failed. The extra time of a round in which one failed is wasted.
         self._durations: deque[float] = deque(maxlen=_EPOCHS_TIMED)
-        # Which peers the user has been told of, and how.
+        # The warnings that the user has got: the peer, and the kind of warning.
         self._told = Bounded[tuple[bytes, str], None]()
-        # For how many rounds in a row this peer was alone although others could have come.
+        # The number of rounds in a row in which this peer was alone although others could have come.
         self._alone, self._has_told_of_it = 0, False
         self.troubles: Counter[str] = Counter()
-        """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
-        # What may be nobody's fault, so that nobody has to do anything about it, is no warning.
+        """Counts warnings by kind, see :class:`~shoal.metrics.Metrics`."""
+        # A message about something that may be no peer's fault asks for no action, so it is no warning.
         self._tell_seldom, self._warn_seldom = Seldom(logger.info), Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
     def begin_to_wait(self, peers: Collection[bytes], now: float, patience: float) -> None:
-        """This peer is ready for a round and begins to wait for these others.
+        """Note that this peer is ready for a round and starts to wait for these others.
 
         Args:
-            patience: after this many seconds it goes on without them.
+            patience: the seconds after which it continues without them.
         """
         self._awaited, self._training = (frozenset(peers), now, patience), max(0.0, now - self.epoch_began_at)
 
     def note_epoch(self, now: float, *, is_next: bool) -> None:
-        """This peer has reached another epoch; ``is_next``: the next one, in a round with others."""
+        """Note that this peer has reached another epoch; ``is_next``: the next one, in a round with others."""
         if is_next:
             self._epochs.append(now - self.epoch_began_at)
         self.epoch_began_at = now
@@ -177,14 +177,14 @@ class Members:
         seconds: float = 0.0,
         waits: Mapping[bytes, float] | None = None,
     ) -> None:
-        """A round is over.
+        """Note that a round is over.
 
         Args:
-            samples: of each member, this peer included. Infinite: the round does not count them. Empty: it has failed.
+            samples: by member, including this peer. Infinite: the round does not count samples. Empty: it has failed.
             companions: all known peers; those at this peer's epoch could have come.
             own: this peer's epoch, which the round ends.
-            seconds: how long the group was at work, after all members had come.
-            waits: for how many of these seconds the group had to wait for a member alone, as all members were told.
+            seconds: the duration of the round, after all members had come.
+            waits: by member: the seconds that the group waited for it alone, as all members were told.
         """
         members, patience = samples.keys() - {self._own}, self._awaited[2]
         reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
@@ -193,10 +193,10 @@ class Members:
         went_on = {peer for peer, c in (companions or {}).items() if c.record.epoch > own}
         unheard = self._unheard(companions or {})
         others = [peer for peer, c in reachable.items() if c.record.epoch == own]
-        # Some have appeared while this peer waited, and kept others waiting.
+        # Some peers have appeared while this peer waited, and kept others waiting.
         appeared = {peer: reachable[peer].known_since for peer in others if self.counts(peer, now)}
         self._note_who_is_missing(members, went_on if not members else (), appeared, now, seconds, unheard)
-        # As long as others count, this peer trains on and tries again to meet them: it makes no step alone.
+        # As long as others count, this peer makes no step alone: it continues training and tries again to meet them.
         self._note_if_alone(members, [] if any(self.counts(peer, now) for peer in others) else others, unheard)
         if members:
             self.latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
@@ -217,8 +217,8 @@ class Members:
     ) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
         waited = now - since - seconds
-        # A group that was complete without a peer has not waited for it; and those that went on without this peer
-        # had no reason to wait for it either.
+        # A group that was complete without a peer has not waited for it. Peers that advanced without this one had no
+        # reason to wait for it either.
         if not self._meets_everybody or waited < patience * _SHARE_OF_PATIENCE:
             return
         in_time = {peer for peer, at in appeared.items() if now - at - seconds >= patience * _SHARE_OF_PATIENCE}
@@ -231,13 +231,13 @@ class Members:
         for peer in [each for each in doubtful if each not in unheard]:
             self._tell_once(
                 peer,
-                "peer %s takes part, but did not come to %s in a row: this peer seldom waits for it now. Its batches "
+                "peer %s takes part, but did not come to %s in a row: this peer rarely waits for it now. Its batches "
                 "may take longer than matchmaking_time",
                 counted(self._missed[peer], "round"),
             )
 
     def _note_waits(self, waits: Mapping[bytes, float], patience: float, now: float) -> None:
-        """Of two members each needs the other one, so that neither is too slow. One that has failed brought nothing."""
+        """Judge members by the waits for them. With two members, each needs the other, so neither is too slow."""
         total, group = sum(self.latest.values()), {**self.latest, **dict.fromkeys(waits.keys() - self.latest, 0.0)}
         for peer, samples in group.items() if len(group) > 2 else ():
             worth = seconds_worth(self._training, samples / total if total else 0.0)
@@ -245,11 +245,11 @@ class Members:
             if wait <= max(worth, JOIN_SHARE * patience):
                 if self._too_slow.pop(peer, 0) >= ROUNDS_IN_A_ROW:
                     name = "this peer" if peer == self._own else f"peer {PeerID(peer)}"
-                    logger.info("%s keeps rounds waiting no more, and takes part again", name)
+                    logger.info("%s no longer keeps rounds waiting, and takes part again", name)
                 continue
             rounds = self._too_slow[peer] = self._too_slow.get(peer, 0) + 1
             if rounds >= ROUNDS_IN_A_ROW:
-                # As many rounds showed that it is slow. Tried again, it has one to show that it is faster.
+                # This many rounds have shown that it is slow. In a trial it has one round to show that it is faster.
                 cost = ROUNDS_IN_A_ROW * wait
                 self.budget.charge_member(peer, cost, now)
                 if rounds == ROUNDS_IN_A_ROW:
@@ -279,21 +279,21 @@ class Members:
         )
 
     def note_weights(self, weights: Mapping[bytes, float]) -> None:
-        """What members weighed in a round."""
+        """Note the weights of members in a round."""
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
-        """This peer has seen these members fail in a round that took ``seconds``. That counts like waiting.
+        """Note members that this peer has seen fail in a round that took ``seconds``. This counts like waiting.
 
         Call it before :meth:`note_round`.
         """
-        if not any(map(self.is_proven, failed)):  # else perhaps only those that are known have cost time
+        if not any(map(self.is_proven, failed)):  # otherwise perhaps only the proven ones have cost time
             usual = statistics.median(self._durations) if self._durations else 0.0
             self.note_waste(failed, max(0.0, seconds - usual), now)
         if all(map(self.is_proven, failed)):
             self._durations.append(seconds)
 
     def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
-        """This peer has lost ``seconds`` to members of its group. Only strangers among them are charged."""
+        """Note ``seconds`` lost to members of the group. Only strangers among them are charged."""
         strangers = [peer for peer in peers if not self.is_proven(peer)]
         if not strangers or seconds <= 0:
             return
@@ -325,7 +325,7 @@ class Members:
             )
 
     def _tell_once(self, peer: bytes, kind: str, *values: object, tell: Seldom | None = None) -> bool:
-        """Tell the user of a peer, but only once. Returns whether this was the first time."""
+        """Warn the user of a peer, but only once. Returns whether this was the first time."""
         if (peer, kind) in self._told:
             return False
         (tell or self._tell_seldom)(kind, PeerID(peer), *values, about=peer)
@@ -333,7 +333,7 @@ class Members:
         return True
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
-        """This peer lost ``seconds`` because no peer gave it a later state. So it votes, too, for a while."""
+        """Note ``seconds`` lost because no peer gave this one a later state. So this peer votes, too, for a while."""
         self._counts_itself_until = now + seconds / self.budget.share
 
     # --- what follows -------------------------------------------------------------------------------------------------
@@ -343,14 +343,14 @@ class Members:
         return peer in self._met
 
     def is_proven(self, peer: bytes) -> bool:
-        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
+        """Whether a peer is known to take part in rounds. Before this peer's own first round, all others count so."""
         comes = self._missed.get(peer, 0) < ROUNDS_IN_A_ROW
         return comes and (not self._met or peer in self._met or not self._meets_everybody)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
-        """Whether a peer may join or lead a group: it has cost no time that is not paid for.
+        """Whether a peer may join or lead a group, because all time that it has cost is paid for.
 
-        A peer that is left out itself joins and leads nobody. Newcomers do not know yet that it is too slow.
+        While this peer is left out itself, it has time for no other: newcomers do not know yet that it is too slow.
         """
         if not self.budget.allows(self._own, now, is_stranger=False, joins=True):
             return False
@@ -358,11 +358,11 @@ class Members:
         return self.budget.allows(peer, now, is_stranger=is_stranger, joins=True)
 
     def counts(self, peer: bytes, now: float) -> bool:
-        """Whether what a peer says of its progress counts, and this peer waits for it."""
+        """Whether a peer's progress counts, and this peer waits for it."""
         return self.budget.allows(peer, now, is_stranger=not self.is_proven(peer))
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
-        """Of several peers that claim to come, those that this peer should wait for."""
+        """Those of the announced peers that this peer should wait for."""
         return {peer for peer in peers if self.counts(peer, now)}
 
     def limited(self, records: Collection[ReportT], now: float) -> list[ReportT]:
@@ -370,11 +370,11 @@ class Members:
         return [record if self.counts(record.peer_id, now) else record.at_most(0, 0.0) for record in records]
 
     def largest_weight(self, peer: bytes) -> float:
-        """How much a member may weigh in what this peer reduces."""
+        """The largest weight of a member in the parts that this peer reduces."""
         return math.inf
 
     def called_end(self, companions: Mapping[bytes, KnownPeer], epoch: int, own_estimate: float, now: float) -> float:
-        """The earliest DHT time at which this epoch ends according to others; infinite if none says so.
+        """The earliest DHT time at which this epoch ends according to others; infinite: no other says that it ends.
 
         Args:
             own_estimate: DHT time at which it ends by this peer's own estimate.
@@ -392,7 +392,7 @@ class Members:
     ) -> dict[bytes, PeerT]:
         """The peers whose epoch the run can have reached; the others are left out.
 
-        Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
+        Clients are never left out: they lead no peer to another epoch, so their claims do no harm.
 
         Args:
             own: this peer's epoch.
@@ -403,12 +403,12 @@ class Members:
             return dict(companions)
         voters = self._voters(companions, now)
         run = self._epoch_of_run(voters, own, now)
-        # One member is enough to say that this epoch is over: it has counted samples that this peer may not know of.
+        # One member is enough to end this epoch: it may have counted samples that this peer does not know of.
         is_over = any(self.is_proven(peer) for peer in ahead if peer in voters)
         if is_over and run <= own:
             is_over = self.may_be_over(companions, ahead, own, now, own_estimate)
         last = max(run, own + 1 if is_over else own)
-        # A member may have been cut off with others.
+        # A member may have been partitioned off together with others.
         strangers = ahead if self._met else {}
         for peer in [p for p in strangers if p in voters and not self.has_met(p)]:
             if ahead[peer].record.epoch > last + _WORTH_TELLING:
@@ -423,7 +423,7 @@ class Members:
         now: float,
         own_estimate: Callable[[Mapping[bytes, PeerT]], float],
     ) -> bool:
-        """Whether this epoch can be over already, if a member says so."""
+        """Whether this epoch can already be over if a member says so."""
         return True
 
     def are_most_beyond(self, companions: Mapping[bytes, KnownPeer], own: int, now: float) -> bool:
@@ -431,29 +431,29 @@ class Members:
         return self._epoch_of_run(self._voters(companions, now), own, now) > own
 
     def _voters(self, companions: Mapping[bytes, PeerT], now: float) -> dict[bytes, PeerT]:
-        """The peers whose epochs decide which one the run is at."""
+        """The peers whose epochs decide the epoch of the run."""
         return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
 
     def _epoch_of_run(self, voters: Mapping[bytes, KnownPeer], own: int, now: float) -> int:
-        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
+        # In a large swarm a record is old when it is read, and its peer has advanced meanwhile.
         usual = statistics.median(self._epochs) if self.is_large and self._epochs else math.inf
         votes = votes_by_host({peer: c.epoch_by_now(now, usual) for peer, c in voters.items()}, self._host_of)
         return epoch_of_most(sorted([*votes, own]) if now < self._counts_itself_until else votes, own)
 
     def _unheard(self, companions: Mapping[bytes, KnownPeer]) -> set[bytes]:
-        """The peers of which this one knows nothing but a record in the DHT."""
+        """The peers that this one knows only from a record in the DHT."""
         return {peer for peer, c in companions.items() if not c.is_heard and not self.has_met(peer)}
 
     def _name_impossible_epoch(self, companion: KnownPeer, run: int) -> None:
         """Warn of a peer that claims to be far beyond the run, if this one has heard from it.
 
-        Otherwise it may be dead, and its record that of a run that has begun again since.
+        Otherwise it may be dead, and its record may be left from a run that has been restarted since.
         """
         if not companion.is_heard:
             return
         self.troubles["epochs that cannot be"] += self._tell_once(
             companion.record.peer_id,
-            "peer %s says that it is at epoch %d, and the run is at epoch %d: what it says does not count unless most "
+            "peer %s says that it is at epoch %d, but the run is at epoch %d: its claim does not count unless most "
             "peers say the same",
             companion.record.epoch,
             run,

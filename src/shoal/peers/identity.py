@@ -1,4 +1,4 @@
-"""Who a peer is: a key pair that signs, the identifier made from its public key, and the file that keeps it.
+"""The identity of a peer: a key pair, the peer id made from its public key, and the file that stores it.
 
 The identifier has the format of libp2p (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): the
 multihash of the protobuf-encoded public key. An Ed25519 key is short enough for the identity hash, so the id *contains*
@@ -30,9 +30,10 @@ from shoal.peers.multiaddr import DAMAGED, Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
-PUBLIC_KEY_BYTES = 32
-# Enough for any kind of key; shoal's ids take 38.
+PUBLIC_KEY_BYTES = 32  # Ed25519 (RFC 8032)
+# Chosen: enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
+# The most ids that share one object (chosen).
 MAX_INTERNED = 4 * MOST
 
 
@@ -53,7 +54,7 @@ class PeerID:
     _base58: str | None
 
     def __new__(cls, peer_id_bytes: bytes) -> PeerID:
-        # The same few peers are named again and again: their ids are the same object, which is cheap to look up.
+        # The same few ids occur again and again, so equal ids share one object, which makes lookups cheap.
         known = _interned.get(peer_id_bytes) if type(peer_id_bytes) is bytes else None
         if known is not None:
             return known
@@ -98,7 +99,7 @@ class PeerID:
 
     @property
     def public_key(self) -> bytes | None:
-        """The raw Ed25519 key inside the id, or ``None`` if the id is of another kind of key."""
+        """The raw Ed25519 key inside the id, or ``None`` if the id is made from another kind of key."""
         is_ed25519 = self._bytes.startswith(_ED25519_MULTIHASH) and len(self._bytes) == len(_ED25519_MULTIHASH) + 32
         return self._bytes[len(_ED25519_MULTIHASH) :] if is_ed25519 else None
 
@@ -143,7 +144,7 @@ class PeerID:
         return PeerID, (self._bytes,)
 
 
-# Ids in use. Two threads may make one id at the same time, or the table may be full: equal ids need not be identical.
+# Ids in use. Equal ids may still be different objects: two threads may make one at once, or the table may be full.
 _interned: dict[bytes, PeerID] = {}
 
 
@@ -185,7 +186,7 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
     return place, peer_id
 
 
-# How the ids of libp2p's peers with other kinds of keys begin.
+# Prefixes of libp2p's peer ids with other kinds of keys.
 _OTHER_KEYS = ("Qm", "16Uiu2HA")
 
 
@@ -207,7 +208,7 @@ def is_circuit(address: Multiaddr) -> bool:
 
 @functools.lru_cache(MOST)
 def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
-    """Where the relay of ``/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`` is, and who; ``None`` for any other address."""
+    """The address and id of the relay in ``/ip4/…/tcp/…/p2p/RELAY/p2p-circuit``; ``None`` for any other address."""
     items = address.items()
     if len(items) < 3 or items[-1][0] != CIRCUIT or sum(name == "p2p" for name, _ in items) != 1:
         return None
@@ -239,10 +240,10 @@ def check_circuit(place: Multiaddr, peer: PeerID) -> None:
 
 # The start of libp2p's PrivateKey in protobuf: type Ed25519; 64 bytes of data follow.
 _FILE_HEADER = b"\x08\x01\x12\x40"
-SIGNATURE_BYTES = 64
+SIGNATURE_BYTES = 64  # Ed25519 (RFC 8032)
 # Flags to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key.
 NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-# Points of small order, sign bit off: anybody can make "signatures" that fit such a key, without any secret.
+# Points of small order, without the sign bit: anyone can forge signatures for such a key.
 _WEAK_KEYS = frozenset(
     bytes.fromhex(key)
     for key in (
@@ -344,9 +345,9 @@ class Identity:
     def certificate_pem(self) -> tuple[bytes, bytes]:
         """A self-signed X.509 certificate of this key, and the key, both as PEM.
 
-        Nobody checks names, dates or issuers: only the key counts, and the peer id contains it.
+        Names, dates and issuers are not checked: only the key counts, and the peer id contains it.
         """
-        # Loaded on demand: these two take longer than everything else that `import shoal` loads besides torch.
+        # Imported on demand: these two take longer than everything else that `import shoal` loads besides torch.
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.x509.oid import NameOID
@@ -369,7 +370,7 @@ class Identity:
 
 
 def is_weak_key(public_key: bytes) -> bool:
-    """Whether this raw Ed25519 key proves nothing, because anybody can sign for it."""
+    """Whether this raw Ed25519 key proves nothing, because anyone can sign for it."""
     return public_key[:31] + bytes([public_key[31] & 0x7F]) in _WEAK_KEYS if len(public_key) == 32 else False
 
 
@@ -385,7 +386,7 @@ def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> boo
 
 
 def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
-    """The peer id of a certificate's key, or ``None`` if the certificate is not of a usable Ed25519 key."""
+    """The peer id of a certificate's key, or ``None`` if that is not a usable Ed25519 key."""
     from cryptography import x509
 
     try:
@@ -398,7 +399,7 @@ def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
 
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-"""As it travels. It must be made readable before it is shown, see :func:`~shoal.base.logs.shown_name`."""
+"""A name on the wire. Make it printable before you show it, see :func:`~shoal.base.logs.shown_name`."""
 
 
 def default_name() -> str:
@@ -415,7 +416,7 @@ def checked_name(name: object, option: str = "name") -> str:
 
     Raises:
         TypeError: it is no text.
-        ValueError: it is too long, or holds signs that cannot be printed.
+        ValueError: it is too long, or has characters that cannot be printed.
     """
     if not isinstance(name, str):
         raise TypeError(f"{option} must be a text such as 'laptop', or '' for no name, got {name!r}")

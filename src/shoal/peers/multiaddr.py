@@ -63,11 +63,11 @@ _NAMES_WITHOUT_VALUE = frozenset(
 # Bytes of the value in binary form; a value of any other protocol is prefixed with its length.
 _FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
 
-_MAX_LENGTH = 1024
+_MAX_LENGTH = 1024  # chosen: several times the longest address in use
 _UNKNOWN_NAME, _UNKNOWN_VALUE = re.compile(r"[a-z][a-z0-9-]{0,49}"), re.compile(r"[!-.0-~]+")
 _HOST_LABEL = re.compile(r"[^\W_]([\w-]{0,61}[^\W_])?|_[\w-]{1,61}")
 DAMAGED = "is damaged: a character is missing or wrong. Copy the whole address"
-"""What a peer id is that cannot be read."""
+"""The end of an error about a peer id that cannot be read."""
 
 
 def shown_address(address: str | bytes) -> str:
@@ -103,7 +103,7 @@ def _parse_number(name: str, text: str) -> bytes:
 
 
 def _checked_host_name(name: str, text: str) -> str:
-    """A host name that a resolver accepts: it would choke on any other, but much later."""
+    """A host name that a resolver accepts. Any other name would fail much later, in the resolver."""
     labels = text.removesuffix(".").split(".")
     if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
         raise ValueError(f"{name} takes a host name, got {quoted(text)}")
@@ -164,7 +164,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 _Items = tuple[tuple[Protocol, "str | None"], ...]
 
 
-# Cached, because many peers tell the same addresses again and again.
+# Cached, because many peers send the same addresses again and again.
 @functools.lru_cache(MOST)
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
@@ -191,7 +191,7 @@ def _take_unknown_value(name: str, words: list[str]) -> str | None:
     if not words or words[-1] in _CODES:
         return None
     if not _UNKNOWN_VALUE.fullmatch(words[-1]):
-        raise ValueError(f"{name} has the value {quoted(words[-1])}, of which not every character is printable ASCII")
+        raise ValueError(f"{name} has the value {quoted(words[-1])}, which is not all printable ASCII")
     return words.pop()
 
 
@@ -203,7 +203,7 @@ def _parse_bytes(data: bytes) -> _Items:
     while position < len(data):
         code, position = _read_varint(data, position)
         if code not in _NAMES:
-            raise ValueError(f"unknown protocol code {code}, and nobody here knows where its value ends")
+            raise ValueError(f"unknown protocol code {code}, so the end of its value is unknown")
         name = Protocol(_NAMES[code])
         if name in _NAMES_WITHOUT_VALUE:
             items.append((name, None))

@@ -1,19 +1,19 @@
-"""What this peer has seen others do, and what follows from it. What a peer says about another peer never counts.
+"""Peer scores: what this peer has seen others do, and the consequences. A peer's claims about other peers never count.
 
-Rounds and searches report here how each peer has done, and ask here for the consequences:
+Rounds and searches report here how each peer has performed, and ask here for the consequences:
 
-* who reduces: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none;
-* who leads: this peer does not follow a peer that has lost its share. Nor one that has accepted this peer that often in
-  a row and did not start the group. Nor one that waits for peers of which this one knows nothing, and which do not
-  come, for more of the time than its own guard allows. Nor, in a group of three or more, one whose averages did not
-  come the last time: it would give itself its whole share. It can still be a member;
-* who is a member: not a peer for which that many rounds in a row were cut short;
-* whose idle connection is closed last, and who gets one of the places that strangers cannot take.
+* Reducers: each failed round in a row halves a reducer's share; after ``FAILURES_TO_LOSE_SHARE`` it gets none.
+* Leaders: this peer does not follow a peer that has lost its share, nor one that has accepted this peer that often in a
+  row and did not start the group. It does not follow one that spends more time than its guard allows on waiting for
+  unknown peers that do not show up. In a group of three or more, it does not follow one whose averages did not arrive
+  the last time, because that one would give itself its whole share. All of these can still be members.
+* Members: a peer is excluded if that many rounds in a row were cut short because of it.
+* Connections: idle ones of useful peers are closed last, and some slots are reserved for useful peers.
 
 *The way back.* A peer without a share is tried again after a rest. The rest is long enough that another failure would
 cost only a small part of the time: ``SHARE_WASTED`` at first, and half as much after each further failure. The trial
-is for a quarter of the share; a good one keeps it, and each further good round doubles it. So an honest peer on a bad
-line is as welcome as its line is good, and waiting alone earns nobody forgiveness.
+is for a quarter of the share; a success keeps it, and each further good round doubles it. So an honest peer on a bad
+line gets as much as its line can carry, and waiting alone earns no forgiveness.
 
 Counts decay with time; everything is lost when the process ends.
 """
@@ -31,9 +31,9 @@ from shoal.peers.identity import PeerID
 
 logger = logging.getLogger(__name__)
 
-# An observation counts half after this many seconds. Chosen, like the next one.
+# An observation counts half after this many seconds (chosen).
 HALF_LIFE = 1800.0
-# Hosts of strangers whose demands are counted; those seen last are kept.
+# The most hosts of strangers whose demands are counted (chosen); those seen last are kept.
 MAX_STRANGERS = 256
 
 
@@ -41,9 +41,9 @@ class PeerScores:
     """The memory of one peer. Lives in its event loop.
 
     Args:
-        metrics: shows what is known, and counts the warnings.
-        now: the loop's time in seconds.
-        book: where it is kept.
+        metrics: shows the records, and counts the warnings.
+        now: returns the loop time in seconds.
+        book: keeps the records.
     """
 
     def __init__(self, metrics: Metrics, now: Callable[[], float], book: PeerBook) -> None:
@@ -73,16 +73,16 @@ class PeerScores:
         withheld: Mapping[PeerID, float],
         seconds: float,
     ) -> None:
-        """An all-reduce in which this peer has done its part is over.
+        """Note the end of an all-reduce in which this peer has done its part.
 
         Args:
             members: the other members.
             failed: the members that did not deliver everything, as far as this peer has seen it itself.
             reducers: the members that had a share to reduce.
-            withheld: the members whose averages did not reach this peer, and for how many seconds it waited for them.
-            seconds: how long it took.
+            withheld: the members whose averages did not reach this peer, and the seconds that it waited for them.
+            seconds: the duration.
         """
-        # If nobody delivers, this peer's own line may be the cause.
+        # If no member delivers, this peer's own line may be the cause.
         if len(members) > 1 and all(member in failed for member in members):
             return
         for peer in members:
@@ -118,7 +118,7 @@ class PeerScores:
     def _tell_of_wait(self, peer: PeerID, seconds: float) -> None:
         self._metrics.troubles["averages that did not come"] += 1
         self._warn_seldom(
-            "peer %s kept a round waiting for %.0f s: it reduces less, and leads only if nobody else can. Is its "
+            "peer %s kept a round waiting for %.0f s: it reduces less, and leads only if no other peer can. Is its "
             "line too slow, or its machine stuck?",
             peer,
             seconds,
@@ -126,10 +126,10 @@ class PeerScores:
         )
 
     def note_lead(self, leader: PeerID, seconds: float, *, started: bool, in_vain: bool = False) -> None:
-        """A leader that accepted this peer into its group has, ``seconds`` later, started it or fallen silent.
+        """Note that a leader that accepted this peer has, ``seconds`` later, started the group or fallen silent.
 
         Args:
-            in_vain: it has waited for somebody of whom this peer knows nothing, and who has not come.
+            in_vain: it has waited for a peer that is unknown here and did not show up.
         """
         record = self._see(leader)
         if in_vain and self._is_beyond_its_budget(record, seconds):
@@ -155,14 +155,14 @@ class PeerScores:
     def _is_beyond_its_budget(self, record: PeerRecord, seconds: float) -> bool:
         """Whether a leader has waited in vain for longer than an honest one does.
 
-        Its guard stops after it has waited for the peers of two hosts, until that is its share of the time for each.
+        The guard of an honest leader lets the peers of two hosts cost their share of the time, and no more.
         """
         share, now = 2 * SHARE_WASTED, self._now()
         record.waits_until = max(record.waits_until, now) + seconds / share
         return record.waits_until > now + 2 * seconds / share
 
     def note_delay(self, peer: PeerID, seconds: float) -> None:
-        """A round was cut short after ``seconds`` because this member sent too slowly."""
+        """Note a round that was cut short after ``seconds`` because this member sent too slowly."""
         record = self._see(peer)
         record.sends.note_failure(self._now(), seconds)
         if record.sends.is_lost:
@@ -177,7 +177,7 @@ class PeerScores:
             )
 
     def note_stuck(self, coordinator: PeerID, seconds: float) -> None:
-        """A coordinator has not ended a round for ``seconds``, although nobody kept it waiting."""
+        """Note a coordinator that has not ended a round for ``seconds`` although no member kept it waiting."""
         record = self._see(coordinator)
         record.leads.note_failure(self._now(), seconds, least=FAILURES_TO_LOSE_SHARE)
         record.history.excluded += 1
@@ -191,7 +191,7 @@ class PeerScores:
         )
 
     def note_stranger(self, host: object, nbytes: int = 0, *, connects: bool = False, is_dropped: bool = False) -> None:
-        """A stranger has taken something. Peers cost nothing: those of one host count as one."""
+        """Note a stranger's demand. New peer ids are free, so the peers of one host count as one."""
         now, name = self._now(), str(host)
         demands = self._metrics.strangers.pop(name, None) or Demands()
         demands.decay(0.5 ** ((now - self._strangers.get(name, now)) / HALF_LIFE))
@@ -203,7 +203,7 @@ class PeerScores:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def share_of(self, peer: PeerID) -> float:
-        """The fraction, from 0 to 1, of its normal share that a peer is to reduce."""
+        """The fraction, from 0 to 1, of its normal share that a peer reduces."""
         reduces = self._book.find(peer).reduces
         if reduces.rests(self._now()):
             return 0.0
@@ -216,10 +216,10 @@ class PeerScores:
         return not (has_withheld or record.reduces.rests(now) or record.leads.rests(now))
 
     def find_too_slow(self) -> list[PeerID]:
-        """Peers that should be in no group for a while, because no round with them comes to an end in time."""
+        """Peers that should be in no group for a while, because no round with them ends in time."""
         return [peer for peer, record in self._book.members() if record.sends.rests(self._now())]
 
     def has_delivered(self, peer: PeerID) -> bool:
-        """Whether a peer has been useful, so that places are kept for it."""
+        """Whether a peer has been useful, so that slots are reserved for it."""
         history = self._book.find(peer).history
         return history.delivered > history.excluded

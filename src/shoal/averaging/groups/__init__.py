@@ -1,7 +1,8 @@
 """Finding groups: everything that happens until a group is complete.
 
-A step begins a search. The table shows which peers look for a group and when each promises to start; the earliest one
-leads. The others ask it, or it invites them; it starts when all are there or its time has come::
+Each step starts a search. The DHT (here: the table) lists the peers that look for a group, with the time by which each
+promises to start. The peer with the earliest promise leads. Others ask to follow it, or it invites them. It starts the
+group when all expected members have joined, or at its promised time::
 
     table, peers ── events ──> GroupSearch (pure) ── actions ──> SearchShell ── calls ──> table, peers
 
@@ -10,7 +11,7 @@ leads. The others ask it, or it invites them; it starts when all are there or it
 :mod:`~.keys`          under which keys of the DHT averagers find each other
 :mod:`~.search`        decides: which peer to follow, which peers to invite, how long to wait, when to start
 :mod:`~.matchmaking`   performs what was decided: asks leaders, answers followers, looks at the table
-:mod:`~.group`         what a leader announces, and what a member believes of it
-:mod:`~.memory`        former members, who are asked even if the DHT does not show them; and refused peers
+:mod:`~.group`         what a leader announces, and how a member checks it
+:mod:`~.memory`        former members, which are called even if the DHT does not list them; and refused peers
 =====================  ========================================================================================
 """

@@ -1,4 +1,4 @@
-"""A group that starts: what its leader announces, and what a member believes of it."""
+"""A group that starts: what its leader announces, and how a member checks it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal.net.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p import P2P, PeerID
 from shoal.reach.reachability import Reach
 
-# What a member behind a narrow relay reduces, in parts of what it would reduce otherwise.
+# The part of its usual share that a member behind a narrow relay reduces (chosen).
 NARROW_SHARE = 0.25
 
-# The bytes that a member takes in the description of a group besides its addresses and its gathered value: its id of 38
-# bytes, numbers, and the names of the fields.
+# The size of a member's entry in a group's description without its addresses and gathered value: 38 bytes of id, and
+# room for numbers and field names.
 _MEMBER_BYTES = 100
 
 
@@ -40,12 +40,12 @@ def learn(p2p: P2P, record: PeerAddresses) -> PeerID:
         try:
             p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
         except ValueError as e:
-            raise ProtocolError(f"an address of {peer} makes no sense: {e}") from None
+            raise ProtocolError(f"an address of {peer} is malformed: {e}") from None
     return peer
 
 
 def bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
-    """The bytes that a member takes in the description of the group."""
+    """The size of a member's entry in the description of the group."""
     return _MEMBER_BYTES + len(request.gathered) + sum(len(str(address)) for address in p2p.get_addresses(peer))
 
 
@@ -58,18 +58,18 @@ def describe_group(
         p2p: this peer, which leads.
         own: its settings.
         followers: the other members.
-        gathered: what this peer gives for the others to read.
+        gathered: this peer's gathered value, which all members receive.
     """
     links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
     entries = [(p2p.peer_id, int(own.mode), own.bandwidth, gathered)]
     for peer, follower in followers.items():
         request = follower.request
-        # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
+        # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries do, because it is their only job.
         links[peer] = request.reach, request.relay_rate
         is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
         entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
-    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance,
-    # but those that are not fit to lead come last.
+    # The first member becomes the coordinator, and positions decide the next buckets. So the order is random, but
+    # members that are not fit to lead come last.
     p2p.rng.shuffle(entries)
     entries.sort(key=lambda entry: not p2p.behaviour.may_lead(entry[0]))
     wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
@@ -93,7 +93,7 @@ def read_group(
         start: the leader's announcement.
         total_size: number of values in the averaged vector.
         trust: limits the weights of members.
-        leader: the member that has announced it, if not this peer.
+        leader: the peer that announced it; ``None``: this peer.
 
     Raises:
         ProtocolError: the announcement is not valid.
@@ -102,8 +102,8 @@ def read_group(
     if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
         raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
     if leader is not None and leader not in peers:
-        # It could lead others to peers that do not exist, and would never be among those that fail.
-        raise ProtocolError("it leads a group in which it is not itself")
+        # It could send others to peers that do not exist, and would never count as a member that failed.
+        raise ProtocolError("it leads a group that does not contain it")
     shares = tuple(member.share for member in start.members)
     modes = tuple(member.mode for member in start.members)
     useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
@@ -120,11 +120,11 @@ def read_group(
 def spare_relays(
     members: Sequence[tuple[int, float | None]], links: Sequence[tuple[int, float]]
 ) -> list[tuple[int, float | None]]:
-    """Let members reduce little whose way to other private members leads through a relay with a limit.
+    """Give a small share to members that reach other private members only through a rate-limited relay.
 
     Args:
         members: the mode and bandwidth of each member.
-        links: how others call it, and the rate of its relays.
+        links: for each member, how others call it and the rate of its relays.
     """
     num_private = sum(reach in (Reach.EASY, Reach.HARD) for reach, _ in links)
     narrow = [
@@ -154,18 +154,18 @@ def _split(
         min_size: a member that would get fewer values gets none.
     """
     able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
-    # If all members ask to be spared, somebody still has to reduce: split evenly.
+    # If all members ask to be spared, split evenly, because some member has to reduce.
     if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
         able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
     welcome = [bandwidth if part else 0.0 for bandwidth, part in zip(able, wanted, strict=True)]
-    # If only members that have failed before can reduce, they are tried again.
+    # If only members with a failure record can reduce, they are tried again.
     if not any(bandwidth is None or bandwidth > 0 for bandwidth in welcome):
         return load_balance_peers(total_size, able, min_size)
     shares = load_balance_peers(total_size, welcome, min_size)
     trusted = [share if part == 1 else 0 for share, part in zip(shares, wanted, strict=True)]
     if trusted == list(shares) or not any(trusted):
         return shares
-    # Members with a full share take over what members that have failed lose.
+    # Members with a full share take over what those with a reduced share give up.
     kept = [int(part * share) for share, part in zip(shares, wanted, strict=True)]
     more = rescale_shares(trusted, total_size - sum(kept))
     return tuple(map(sum, zip(kept, more, strict=True)))

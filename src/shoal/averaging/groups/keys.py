@@ -4,10 +4,10 @@ Peers with the same bits look under the same key. After every group each member 
 as the seed, and meets members of other groups in the next round. So an average spreads over N peers in a number of
 rounds that grows with log N (Moshpit SGD, https://arxiv.org/abs/2103.03239).
 
-A run with a target group size but without bits need not know how many peers there will be. As soon as there are too
-many for one key, each peer draws new random bits for every search, as many as the size of the run asks for. Peers that
-estimate the size differently draw different numbers of bits. A peer that finds too few others under its key looks at
-the key above (one bit less) and at a key below (one bit more), and goes where more peers are.
+A run with a target group size but without bits need not know how many peers there will be. Once there are too many
+for one key, each peer draws new random bits for every search; the size of the run decides how many. Peers with
+different estimates of the size draw different numbers of bits. A peer that finds too few others under its key checks
+the key above (one bit less) and a key below (one bit more), and moves to the key with more peers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
-# The keys of averagers have one bit less than those of progress, whose records stand there all the time. Averagers
-# look for a group only for some seconds, and come to the end of an epoch one after the other: among as many as share a
-# key of progress, there are too few at once for a full group. With fewer bits still, holders of a key send too much.
+# Averager keys have this many bits less than progress keys (chosen). A progress record is always present, but an
+# averager looks for a group for a few seconds only, and peers reach the end of an epoch at different times. So among
+# the peers of one progress key, too few look at once to fill a group. With even fewer bits, the holders of a key would
+# send too much.
 _BITS_LESS = 1
-# Each node is asked for the averagers of four full groups at most: others need not be known to find one.
+# Each node is asked for at most this many full groups of averagers. Chosen: enough to find one group.
 _GROUPS_READ = 4
-# One node more than hold a record by default.
+# For quick lookups: one more than the default number of nodes that hold a record.
 _FEW_NODES = 6
 
 
@@ -49,7 +50,7 @@ def is_valid_group(key: str) -> bool:
 
 
 class Table(Protocol):
-    """What is used of a :class:`~shoal.dht.DHTNode` to find peers."""
+    """The part of :class:`~shoal.dht.DHTNode` that finding peers needs."""
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
@@ -59,12 +60,12 @@ class GroupKeyManager:
     """Declares and finds averagers under the keys of one prefix.
 
     Args:
-        dht: the distributed table; a node of the caller's event loop, or a :class:`~shoal.DHT`, with which the
-            coroutines may be awaited in any loop.
-        prefix: name space of the keys, without dots.
+        dht: the table: a node in the caller's event loop, or a :class:`~shoal.DHT`, whose coroutines may be awaited
+            in any loop.
+        prefix: namespace of the keys, without dots.
         initial_group_bits: the first bucket, such as ``"010"``; empty: one bucket for all.
         target_group_size: size of a full group; ``None``: groups have no limit.
-        p2p: this peer, which learns the addresses of the averagers that are found. Default: the table's own.
+        p2p: this peer, which learns the addresses of the averagers it finds. Default: the table's own.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GroupKeyManager:
     ) -> None:
         assert re.fullmatch("[01]*", initial_group_bits), f"group bits are 0 and 1 only, got {initial_group_bits!r}"
         if p2p is None:
-            assert isinstance(dht, (DHT, DHTNode)), "with another kind of table it must be said which peer this is"
+            assert isinstance(dht, (DHT, DHTNode)), "pass p2p= with another kind of table"
             p2p = dht.p2p
         self._p2p = p2p
         self._node: Table = dht.node if isinstance(dht, DHT) else dht
@@ -100,8 +101,8 @@ class GroupKeyManager:
         """The key for the next search.
 
         Args:
-            depth: of the keys of progress, which decides the number of random bits; ignored if this peer was given
-                bits.
+            depth: the depth of the progress keys, which decides the number of random bits; ignored if this peer was
+                given bits.
         """
         bits = max(0, depth - _BITS_LESS)
         if self._draws_bits and (bits or self._drawn):
@@ -109,10 +110,10 @@ class GroupKeyManager:
         return self.current_key
 
     async def find_more(self, key: GroupKey, count: int) -> GroupKey:
-        """The key with more averagers, if only a few are under the given one: that key, or one a bit above or below.
+        """The key with the most averagers: the given key, or if it has only a few, perhaps one a bit above or below.
 
         Args:
-            key: under which this averager looks now.
+            key: the key under which this averager looks now.
             count: the number of averagers under it, this one included.
         """
         bits = key.rpartition("0b")[2]
@@ -130,17 +131,17 @@ class GroupKeyManager:
         """Publish that an averager looks for a group, or that it no longer does.
 
         Args:
-            group_key: under which it looks.
+            group_key: the key under which it looks.
             peer_id: the averager, which must be this peer.
-            expiration_time: DHT time at which it promises to start at the latest. Others ignore records that are more
-                than an hour ahead.
+            expiration_time: DHT time by which it promises to start. Others ignore records that are more than an hour
+                ahead.
             looking_for_group: ``False``: withdraw the record.
 
         Returns:
             Whether the record was accepted.
 
         Raises:
-            ValueError: ``peer_id`` is another peer, for which this one cannot sign.
+            ValueError: ``peer_id`` is another peer, and this one cannot sign for it.
         """
         work = self._declare(group_key, peer_id, expiration_time, looking_for_group)
         return await (work if self._portal is None else self._portal.submit(work))
@@ -171,7 +172,7 @@ class GroupKeyManager:
             group_key: the key, such as ``"my_run.0b01"``.
             only_active: leave out averagers that have withdrawn.
             quickly: ask only the few nodes that should hold the records.
-            gone: receives the averagers that have withdrawn, each with the time up to which its promises are void.
+            gone: filled with the averagers that have withdrawn, each with the time up to which its promises are void.
 
         Raises:
             AssertionError: the key is not valid.
@@ -205,7 +206,7 @@ class GroupKeyManager:
                 if entry.value is not None and peer_id != self._p2p.peer_id:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))
-            except (KeyError, TypeError, ValueError) as e:  # the first one if it is a dictionary, since Python 3.12
+            except (KeyError, TypeError, ValueError) as e:  # KeyError: a dictionary, since Python 3.12
                 reason = one_line(str(e))
                 self._warn_seldom("skipped a malformed record of an averager under %s: %s", group_key, reason)
         return averagers

@@ -1,23 +1,23 @@
 """Matchmaking: finding a group for the next round.
 
-Each peer that looks for a group declares in the DHT the time at which it promises to start. Peers are ordered by
+Each peer that looks for a group declares in the DHT the time by which it promises to start. Peers are ordered by
 (promised time, peer id), and the smallest one leads. Each peer asks the smallest one that it knows to lead it, and
 answers others while it waits itself:
 
-- While it asks a leader, it accepts followers. Once it is accepted, it sends them on to its leader.
-- While it follows, it tells peers that ask it where its leader is.
+- While it asks a leader, it accepts followers. Once it is accepted, it redirects them to its leader.
+- While it follows, it redirects peers that ask it to its leader.
 
 A leader starts when the group is complete (it has the target size, or all members that the leader expects), or at
-its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. If
-one has not returned by then, it is a member nevertheless, and learns of the group when it returns.
+its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. A
+follower that has not returned by then is still a member, and learns of the group when it returns.
 
 Records spread with a delay. So a peer that sees others but no smaller one also invites them: it calls those that may
-follow it, and they join on that very call. Two peers meet if only one of them sees the other, and if only one of them
-can connect to the other. A peer that declines names the leader that it follows instead, so groups that form at the same
-time find each other.
+follow it, and they join on the same call. So two peers meet even if only one of them sees the other, or only one can
+connect to the other. A peer that declines names the leader that it follows instead, so that groups which form at the
+same time find each other.
 
-What to do is decided by :class:`~.search.GroupSearch`, which knows nothing of networks and clocks. Here its actions are
-performed, and what comes of them is told to it.
+:class:`~.search.GroupSearch` decides what to do; it has no network and no clock. The shell in this module performs its
+actions and reports the results to it.
 """
 
 from __future__ import annotations
@@ -94,16 +94,17 @@ from shoal.p2p import P2P, Call, PeerID, StubBase
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the table. The pauses grow: most peers begin at the same time, so early looks find most.
+# Seconds between two lookups in the table. The pause grows from the first to the second value (chosen): most peers
+# start at the same time, so early lookups find the most.
 FIRST_LOOKUP_PAUSE, MAX_LOOKUP_PAUSE = 0.1, 1.0
-# When this peer gives up, it waits this long for its goodbye to reach the leader and for the last answer: a few
+# When this peer gives up, it waits this long for its goodbye to reach the leader and for the last answer. Chosen: a few
 # round trips of a slow line.
 GOODBYE_SECONDS = 1.0
-# A member of the group has as long to end the call of an invitation that is not needed any more.
+# Seconds that a member of the group has to end the call of an obsolete invitation (chosen: a few round trips).
 MEMBER_PATIENCE = 1.0
-# The most lookups at the same time. With several, a lookup that waits for slow nodes does not hold up the next one.
+# The most lookups in flight (chosen). With several, a lookup that waits for slow nodes does not hold up the next one.
 MAX_LOOKUPS = 3
-# A machine whose step is over its deadline asks the clock again after this many seconds.
+# The least seconds between two looks at the clock (chosen), so that a moment that has just passed causes no busy loop.
 SHORTEST_PAUSE = 0.001
 
 GetStub = Callable[[PeerID], StubBase]
@@ -117,7 +118,7 @@ class StartedGroup:
     requests: dict[PeerID, JoinRequest]
 
     def is_for(self, peer: PeerID, request: JoinRequest) -> bool:
-        """Whether a peer was in it with this request, and does not begin another search."""
+        """Whether this request made the peer a member. A later request belongs to a new search."""
         known = self.requests.get(peer)
         return known is not None and (known.expiration, known.search) == (request.expiration, request.search)
 
@@ -128,7 +129,7 @@ class HeldOffer:
 
     call: Call
     outcome: asyncio.Future[tuple[PeerID, float] | None]
-    """The leader that this peer follows instead, and when that one starts; ``None``: nothing more to say."""
+    """The leader that this peer follows instead, and when that one starts; ``None``: no leader to name."""
     is_used: bool = False
 
     def close(self, better: tuple[PeerID, float] | None) -> None:
@@ -150,7 +151,7 @@ class HeldOffer:
 
 @dataclass
 class Surroundings:
-    """What all searches of one averager work with."""
+    """What all searches of one averager share."""
 
     p2p: P2P
     keys: GroupKeyManager
@@ -168,21 +169,21 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self.asking: asyncio.Task[None] | None = None
-        """Asks the present candidate."""
+        """The call to the current candidate."""
         self.followers: dict[PeerID, asyncio.Queue[JoinReply | Exception]] = {}
-        """By peer that has joined: the answers that its call has to send, or what broke it."""
+        """By follower: the answers that its call has to send, or the error that broke it."""
         self.offers: dict[PeerID, HeldOffer] = {}
         self.invitations: dict[PeerID, asyncio.Task[None]] = {}
 
 
 class SearchShell:
-    """Performs the actions of one search, and tells it what comes of them.
+    """Performs the actions of one search, and reports the results to it.
 
     Args:
-        search: decides.
-        around: what all searches of this averager work with.
+        search: decides what to do.
+        around: what all searches of this averager share.
         control: the step that wants a group.
-        number: of this peer's searches, in order.
+        number: counts this peer's searches.
     """
 
     def __init__(self, search: GroupSearch, around: Surroundings, control: StepControl, number: int) -> None:
@@ -193,9 +194,9 @@ class SearchShell:
         self.left: list[bytes] = []
         """The ids of groups that count this peer as a member, although it does not take part."""
         self.declared = asyncio.Event()
-        """The table shows this peer."""
+        """Set when the table lists this peer."""
         self.declared_until = -math.inf
-        """The latest promised time of this peer that the table shows to others."""
+        """The latest promised time that this peer has published in the table."""
         self._redeclare = asyncio.Event()
         self._tasks, self._calls = TaskSet(), OpenCalls()
         self._timer: asyncio.TimerHandle | None = None
@@ -203,7 +204,7 @@ class SearchShell:
     # --- events and actions -------------------------------------------------------------------------------------------
 
     def on(self, event: Event) -> None:
-        """Tell the search what has happened, and perform what follows."""
+        """Pass an event to the search, and perform the actions that it returns."""
         self.search.terms, now = Terms.of(self.control), get_dht_time()
         for action in self.search.on(event, now):
             self._perform(action)
@@ -252,7 +253,7 @@ class SearchShell:
         return task
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
-        """A task that should never fail has ended. If it has failed, the search is broken."""
+        """End the search with an error if a task that should never fail has failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(error)
 
@@ -276,7 +277,7 @@ class SearchShell:
             await self._tasks.cancel()
 
     def _end(self) -> None:
-        """Answer all that wait. Nobody may join from now on."""
+        """Answer all waiting calls. No peer may join from now on."""
         for action in self.search.end():
             self._perform(action)
         if self._timer is not None:
@@ -300,7 +301,7 @@ class SearchShell:
             self._redeclare.clear()
 
     async def _discover(self) -> None:
-        """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
+        """Look up other peers. Early lookups are frequent and ask only the few nodes that should hold the records."""
         lookups: dict[asyncio.Task[None], None] = {}
         search, pause = self.search, 0.0
         has_declared = not search.settings.leads
@@ -358,7 +359,7 @@ class SearchShell:
         )
 
     async def _ask(self, leader: PeerID, offer: HeldOffer | None) -> None:
-        """Ask a peer to lead this one, on the call on which it has offered to, if it has."""
+        """Ask a peer to lead this one. If it has offered to, ask on the call of its offer."""
         asking, reply = self.search.asking, None
         assert asking is not None
         try:
@@ -394,7 +395,7 @@ class SearchShell:
 
     async def _wait_for_start(self, call: Call, starts_by: float) -> JoinReply:
         """Wait for the leader's last answer. If this peer gives up meanwhile, it tells the leader."""
-        # Cancelling a reader closes its connection, and then no goodbye could be sent on it. So a task reads.
+        # Cancelling a reader closes its connection, which would prevent the goodbye. So a task of its own reads.
         last_word = asyncio.ensure_future(receive_answer(call))
         try:
             patience = max(0.0, starts_by - get_dht_time()) + self.search.settings.request_timeout
@@ -405,12 +406,12 @@ class SearchShell:
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await call.send(Leave(), end=True)
                     await asyncio.wait([last_word])
-                    # If the group has started at this very moment, its members must not wait for this peer.
+                    # If the group has just started, its members must not wait for this peer.
                     if (group := last_word.result().group) is not None:
                         self.left.append(group.group_id)
             raise
         finally:
-            # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
+            # An await could raise a pending cancellation and lose the answer. So there is none if the task is done.
             if not last_word.done():
                 await cancel_and_wait(last_word)
 
@@ -422,7 +423,7 @@ class SearchShell:
             elif reply.better_leader is not None:
                 named = learn(around.p2p, reply.better_leader)
         except ProtocolError as e:
-            around.warn_seldom("peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader)
+            around.warn_seldom("peer %s sent an invalid answer: %s", leader, one_line(str(e)), about=leader)
             if reply.group is None:
                 self.on(Fails(leader, AskFailure.NONSENSE))
                 return
@@ -484,10 +485,11 @@ class SearchShell:
             self.on(InvitationEnds(peer, arrived=False))
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
-        """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""
+        """Answer an invited peer that joins. It leaves when its connection ends, like a peer that made the call."""
         me = asyncio.current_task()
         assert me is not None
-        # A served call ends its handler when the connection closes. This call is our own, so that is done here.
+        # The server cancels the handler of an incoming call when the connection closes. This call is our own, so this
+        # method does it.
         call.connection.stream.on_closed(me.cancel)
         try:
             await self.answer_join(call, request, call.remote)
@@ -542,7 +544,7 @@ class SearchShell:
             seen_here = difference_of(request.settings, self.search.settings.agreed)
             self._around.warn_seldom("peer %s cannot average with this one: %s", peer, seen_here, about=peer)
         if refusal is not None and refusal.code is Code.REFUSED:
-            self.on(Seen([(peer, request.expiration)]))  # others count it: the group need not wait for it
+            self.on(Seen([(peer, request.expiration)]))  # it counts as present, so the group does not wait for it
         return refusal
 
     def _message_of(self, reply: Reply) -> JoinReply:
@@ -569,10 +571,10 @@ class SearchShell:
 
 
 def end_invitations(invitations: Mapping[PeerID, asyncio.Task[None]], members: Collection[PeerID]) -> None:
-    """End the calls of invitations that are not needed any more.
+    """End the calls of obsolete invitations.
 
-    Members of the group have ended their searches, too, and end these calls themselves. They get a moment for that:
-    cutting a call cuts its connection, and the round would need a new one.
+    Members of the group end these calls themselves when their searches end. They get a moment to do so, because cutting
+    a call cuts its connection, and the round would need a new one.
     """
     for peer, task in invitations.items():
         if peer in members:
@@ -604,7 +606,7 @@ class Matchmaking:
 
     Args:
         p2p: this peer.
-        keys: the table, as far as it concerns groups.
+        keys: publishes and finds averagers in the table.
         settings: how this averager looks for groups.
         get_stub: makes a stub of the averager protocol.
         trust: how far this peer trusts others.
@@ -629,12 +631,12 @@ class Matchmaking:
         """The search in progress."""
         self._started: StartedGroup | None = None
         self._numbers = itertools.count(1)
-        # Expiration of the latest record that withdraws this peer.
+        # Expiration of this peer's latest withdrawal record.
         self._withdrawn_until = -math.inf
         self._latest: GroupSearch | None = None
 
     def believe(self, trust: Trust) -> None:
-        """From the next search on, trust others as far as this says."""
+        """Use this trust from the next search on."""
         self._around.trust = trust
 
     async def look_for_group(self, control: StepControl) -> GroupInfo:
@@ -660,7 +662,7 @@ class Matchmaking:
         try:
             return await shell.run()
         except asyncio.CancelledError:
-            # The group may have started at this very moment: its members must not wait for this peer.
+            # If the group has just started, its members must not wait for this peer.
             if shell.group.done() and not shell.group.cancelled():
                 shell.left.append(shell.group.result().group_id)
             raise
@@ -704,8 +706,8 @@ class Matchmaking:
         try:
             await self.keys.declare_averager(key, self._around.p2p.peer_id, declared_until, looking_for_group=False)
         except ShoalError as e:
-            # The table may be closed already. Its record of this peer expires soon anyway.
-            logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
+            # The table may be closed already. This peer's record expires soon anyway.
+            logger.debug("could not withdraw this peer's record from the table: %s", e)
 
     # --- what others call ---------------------------------------------------------------------------------------------
 
@@ -730,7 +732,7 @@ class Matchmaking:
     async def close(self) -> None:
         """Finish background work, such as withdrawing from the DHT, within a second."""
         with suppress(TimeoutError):
-            # A cancelled search begins its withdrawal when it ends, so the lock is awaited first.
+            # A cancelled search starts its withdrawal when it ends, so the lock is awaited first.
             async with asyncio.timeout(1.0), self._one_at_a_time:
                 await self.background.wait()
         await self.background.cancel()

@@ -1,15 +1,15 @@
 """What an averager remembers from one search to the next: former members, and the peers that it refuses.
 
 *Former members.* A node near a key of the table may hide the records under that key. So a peer that looks for a group
-and misses others calls some of the peers with which it averaged in the last minutes. It invites them, as it does with
-peers from the table. A peer that cannot lead asks them to lead it instead. A few calls are enough: an invitation that
-comes too early is remembered, and a peer that is called names the leader that it follows. Peers that change their
-bucket after each round do not do this: their last companions look in other buckets, and nobody can hide all of them.
+and misses members calls some of the peers with which it averaged in the last minutes. It invites them, as it does with
+peers from the table. A peer that cannot lead asks them to lead it instead. A few calls are enough: an early invitation
+is remembered, and a peer that is called names the leader that it follows. Peers that change their bucket after each
+round do not do this: their last companions look in other buckets, and no node can hide all of those.
 
 *Refusals.* A peer that has sent values that are not finite is refused for a while. Honest peers check their values
-before they send them, so they never get here. What this peer has seen itself counts for ``SEEN_SEARCHES`` searches;
-then the other one may show that it has been repaired. What others say counts for one search, and not at all if half of
-the group or more would be accused. Otherwise one liar could scatter the swarm.
+before they send them, so this never hits them. A peer that has misbehaved towards this one is refused for
+``SEEN_SEARCHES`` searches; then it may show that it has been repaired. A peer that others accuse is refused for one
+search. Accusations are ignored if they hit half of the group or more; otherwise one liar could scatter the swarm.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.p2p import PeerID
 
-# A former member is called for this many seconds without having been seen in the table: the time after which a tracker
-# forgets a peer, too.
+# For this many seconds a former member is called although the table does not list it. Chosen: a tracker, too, forgets
+# a peer after this time.
 REMEMBERED_SECONDS = 600.0
-# As many members as four rounds of 256 peers have. A memory of them takes less than 200 kB.
+# The members of four rounds of 256 peers (chosen). They take less than 200 kB.
 MAX_REMEMBERED = 1024
 
-# A peer is refused for this many searches if it has sent bad values to this peer: long enough to see the warning
-# and update it. If only others accuse it, for one, after which they have to say so again.
+# The number of searches for which a peer is refused. Chosen. If it sent bad values to this peer: long enough for its
+# user to see the warning and update it. If only others accuse it: one, after which they must accuse it again.
 SEEN_SEARCHES, TOLD_SEARCHES = 10, 1
-# The most refused peers that are remembered, a full group of the usual size.
+# The most refused peers that are remembered (chosen: a full group of the usual size).
 MAX_REFUSED_PEERS = 256
-# Why a peer is refused, for its user to read.
+# Why a peer is refused, in words for its user.
 NOT_FINITE = (
     "in a round it sent values that are NaN or infinite, which peers leave out before they send. Update it, or look at "
     "its machine. It is taken again after some rounds"
@@ -51,9 +51,9 @@ TOO_SLOW = (
 
 
 class FormerMembers(Bounded[PeerID, Invitation | None]):
-    """Members of the recent groups of one averager, or of one of its tags: only peers that can be called.
+    """Members of recent groups of one averager (or of one of its tags) that can be called.
 
-    The value is an invitation that has come while this peer was not looking for a group.
+    The value is the invitation that the member sent while this peer was not looking for a group.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class FormerMembers(Bounded[PeerID, Invitation | None]):
                 self[peer] = self.get(peer)
 
     def note_invitation(self, peer: PeerID, invitation: Invitation) -> None:
-        """Remember an invitation that has come while this peer does not look for a group under its key."""
+        """Remember an invitation that came while this peer was not looking for a group under its key."""
         if peer in self:
             self[peer] = invitation
 
     def take_invitations(self, key: str, now: float) -> list[tuple[PeerID, float]]:
-        """The peers whose early invitations still hold, with their promises."""
+        """The peers whose early invitations are still valid, with their promises."""
         held = [(peer, each) for peer, each in self.items() if each is not None]
         self.update({peer: None for peer, _ in held})
         return [(peer, i.expiration) for peer, i in held if i.group_key == key and i.expiration > now]
@@ -84,7 +84,7 @@ class RefusedPeer:
     reason: str
     """In words for its user."""
     counts: bool = True
-    """Others count it as an expected member, as they do with all but auxiliaries."""
+    """Others count it as an expected member. False for auxiliaries."""
     searches: int = 1
     """The number of searches in which it is still refused."""
 
@@ -110,7 +110,7 @@ class Refusals(Bounded[PeerID, RefusedPeer]):
             told: members that others accuse of the same.
             group: all members.
             aux: the auxiliaries among them.
-            reason: what they are told when they are refused.
+            reason: the reason that they get when they are refused.
 
         Returns:
             The members that are refused from now on and were not before.
@@ -126,7 +126,7 @@ class Refusals(Bounded[PeerID, RefusedPeer]):
         return news
 
     def next_search(self) -> Mapping[PeerID, RefusedPeer]:
-        """The peers to refuse in the search that begins now."""
+        """The peers to refuse in the search that starts now."""
         refused = {peer: each for peer, each in self.items() if each.searches > 0}
         for peer in [peer for peer in self if peer not in refused]:
             del self[peer]

@@ -1,11 +1,11 @@
-"""One peer's search for one group, as a machine without input or output: events and the time in, actions out.
+"""One peer's search for one group, as a state machine without I/O: events and the time in, actions out.
 
 :class:`GroupSearch` decides which peer to follow, which peers to invite, how long to wait, and when to start. The shell
-(:mod:`~.matchmaking`) performs the actions and reports what came of them as further events. The same events at the same
+(:mod:`~.matchmaking`) performs the actions and reports their results as further events. The same events at the same
 times always give the same actions.
 
-Peers are ordered by (promised time, peer id), and the smallest one leads. A peer only ever follows a smaller one, so no
-ring of peers that wait for each other can form::
+Peers are ordered by (promised time, peer id), and the smallest one leads. A peer only ever follows a smaller one, so
+peers cannot wait for each other in a circle::
 
     LOOKS ── Ask ──> ASKS ── Accepts ──> FOLLOWS ── Answers (the group) ──> OVER
       ^                │ refused, failed            │ failed, disbanded        ^
@@ -28,36 +28,36 @@ from shoal.averaging.messages import Code, JoinRequest
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.p2p import PeerID
 
-# A leader waits at most this long for a follower whose connection broke: time to notice, connect and ask again on a
-# line with round trips of 300 ms, with a second dial.
+# A leader waits at most this long for a follower whose connection broke. Derived: time to notice, to dial twice and to
+# ask again, on a line with round trips of 300 ms.
 MAX_RETURN_SECONDS = 2.0
-# It also waits no longer than this part of ``request_timeout``, because followers give up that long after its promise.
+# It also waits at most this part of ``request_timeout`` (chosen): followers give up that long after its promise.
 RETURN_SHARE = 2 / 3
-# A candidate that could not be reached rests for this many seconds, twice as long after each further failure. The
-# others that can reach it follow it within a few round trips, and name it again.
+# Backoff in seconds for a candidate that could not be reached; it doubles with each failure up to the second value.
+# Chosen: peers that can reach the candidate follow it within a few round trips, and then name it again.
 RETRY_PAUSE, MAX_RETRY_PAUSE = 0.5, 2.0
-# A candidate that has given this many answers, and led nobody, rests for ``min_matchmaking_time``, and again after as
-# many. An honest one has news two or three times: it promises anew, it follows another, it lost its leader.
+# After this many answers without a group, a candidate rests for ``min_matchmaking_time``. Chosen: an honest one has
+# news two or three times (a new promise, another leader, a lost leader).
 MOST_ANSWERS = 4
-# A proven leader may start later than this peer has promised itself, by this many times ``min_matchmaking_time``: it
+# A proven leader may start later than this peer's own promise, by this many times ``min_matchmaking_time`` (chosen): it
 # may be in the middle of a batch.
 PATIENCE_FACTOR = 4
-# A peer that sees enough others for a group looks at the table less often, by this factor: 16 peers then cost the table
-# as much as 4.
+# A peer that sees enough others for a group polls the table less often, by this factor (chosen): 16 peers then cost the
+# table as much as 4.
 PATIENCE_IN_COMPANY = 4
-# The largest group without a target size: its description with short addresses fits into one message.
+# The largest group without a target size (chosen): its description with short addresses fits into one message.
 MAX_GROUP_SIZE = 4096
-# The description of a group must fit into one message, which holds 1 MiB (see ``shoal.net.transport``).
+# The description of a group must fit into one message of 1 MiB (see ``shoal.net.transport``); a quarter is left free.
 MAX_GROUP_BYTES = 3 * 2**18
 # The most peers that a search remembers: a full group, and as many that will not be members.
 MAX_CANDIDATES = 2 * MAX_GROUP_SIZE
-# Members of recent groups are called only if the table has not shown the members in this many seconds (twice that if it
-# shows some), because a sound table shows most peers at the first looks.
+# Former members are called only if the table has not shown enough peers after this many seconds (twice as many if it
+# has shown some). Chosen: a healthy table shows most peers in the first lookups.
 SECONDS_FOR_TABLE = 1.0
-# How many of them are called at a time.
+# The most former members that are called at once (chosen).
 ASKED_AT_ONCE = 4
-# A peer that cannot lead asks a former member without knowing when that one starts. It supposes this many seconds from
-# now, and asks again after that.
+# A peer that cannot lead asks a former member without knowing its promised time. It assumes this many seconds from now
+# (chosen), and asks again after that.
 SUPPOSED_SECONDS = 2.0
 
 
@@ -65,12 +65,12 @@ class AskFailure(Enum):
     """How a call to a candidate failed."""
 
     NONSENSE = auto()
-    """It answered, but not with an answer."""
+    """It sent something that is no valid answer."""
     UNTRUE = auto()
-    """Its last answer was a group that cannot be."""
+    """Its last answer was an impossible group."""
     SILENT = auto()
     BROKEN = auto()
-    """The connection broke, perhaps by chance."""
+    """The connection broke, perhaps not by its fault."""
     UNREACHABLE = auto()
 
 
@@ -79,11 +79,11 @@ class Outcall(Enum):
 
     NONE = auto()
     PENDING = auto()
-    """Without an answer. The group waits a moment for it."""
+    """No answer yet. The group waits a moment for one."""
     UNSEEN = auto()
-    """The same, to a peer that may not look for a group. Nobody waits for it."""
+    """No answer yet, from a peer that may not look for a group. The group does not wait for it."""
     UNREACHED = auto()
-    """It did not arrive, and may be sent again."""
+    """The invitation did not arrive, and may be sent again."""
 
 
 class Offering(Enum):
@@ -93,11 +93,11 @@ class Offering(Enum):
     OPEN = auto()
     """Its call is held until this peer has decided."""
     USED = auto()
-    """This peer has asked on that call."""
+    """This peer has asked to join on that call."""
 
 
 class Cause(NamedTuple):
-    """Why a peer does not lead this one, and what it said itself."""
+    """Why a peer does not lead this one: the kind of reason, and the peer's own words."""
 
     absence: Absence
     words: str = ""
@@ -109,11 +109,11 @@ class Follower:
 
     request: JoinRequest
     nbytes: int
-    """The bytes that it takes in the description of the group."""
+    """The size of its entry in the description of the group."""
     is_proven: bool
     """It has taken part in rounds, so it may reduce."""
     lost_at: float | None = None
-    """When its connection broke. It may return, and is no member until then."""
+    """When its connection broke. It is no member until it returns."""
 
 
 @dataclass
@@ -121,32 +121,32 @@ class Candidate:
     """What a search knows of one other peer."""
 
     promised: float | None = None
-    """DHT time at which it starts at the latest, if it leads. ``None``: it is not known to look for a group."""
+    """DHT time by which it starts if it leads. ``None``: it is not known to look for a group."""
     is_guess: bool = False
-    """The promise is a guess. Then this peer cannot lead, and the other one was in a recent group."""
+    """The promise is a guess: this peer cannot lead, and asks a member of a recent group."""
     asked: float | None = None
-    """The promise with which it was asked in vain. It is not asked again as long as it promises the same."""
+    """Its promise when it last declined to lead. It is not asked again until it promises another time."""
     answers: int = 0
     """How often it has answered without a group. It could name another time, or another leader, each time."""
     failures: int = 0
-    """Calls to it that failed since it last accepted this peer or called itself."""
+    """Failed calls to it since it last accepted or called this peer."""
     rests_until: float = -math.inf
-    """Others come first until then."""
+    """Backoff: others come first until then."""
     has_accepted: bool = False
     """It has accepted this peer. If the connection broke, it is asked again, even past its promise."""
     outcall: Outcall = Outcall.NONE
     invited: tuple[float, float] | None = None
-    """This peer's promise in the last invitation, and when it was first sent with that promise."""
+    """This peer's promise in its last invitation, and when the first invitation with that promise was sent."""
     offer: Offering = Offering.NONE
     follower: Follower | None = None
     """It follows this peer, or did until its connection broke. Never while this peer follows another one."""
     refused: RefusedPeer | None = None
-    """Why this peer refuses it, and whether others count it as an expected member. A refused peer is
-    never asked, invited, or a follower."""
+    """Why this peer refuses it, and whether others count it as an expected member. A refused peer is neither asked nor
+    invited, and cannot follow."""
     is_outbid: bool = False
-    """This peer has moved its own promise before that of this unfit leader."""
+    """This peer has moved its own promise ahead of this unfit leader's."""
     cause: Cause | None = None
-    """Why it does not lead this peer, by the last attempt."""
+    """Why the last attempt to follow it failed."""
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +155,7 @@ class Candidate:
         return not is_busy and self.follower is None and self.refused is None
 
     def explain(self, absence: Absence, words: str = "") -> None:
-        """Note why it does not lead this peer. What it said itself is not replaced by how a later call ended."""
+        """Note why it does not lead this peer. The outcome of a later call does not replace its own words."""
         if words or self.cause is None or not self.cause.words:
             self.cause = Cause(absence, words)
 
@@ -171,7 +171,7 @@ class Asking:
     is_sent: bool = False
     """The leader has the request, or has to get it on an established connection."""
     starts_by: float | None = None
-    """The leader has accepted, and starts until then; ``None``: it has not accepted yet."""
+    """The time by which the leader starts; ``None``: it has not accepted yet."""
     accepted_at: float = math.inf
 
     @property
@@ -180,14 +180,14 @@ class Asking:
 
 
 class Terms(NamedTuple):
-    """The step's wishes, as they are now."""
+    """What the step currently wants."""
 
     expected: int | None
     awaited: Collection[PeerID] | None
     """The peers that ``expected`` counts, besides this one; ``None``: any."""
     keep_open: bool
     released_at: float
-    """When ``keep_open`` ended; never: minus infinity."""
+    """When ``keep_open`` ended; minus infinity: never."""
     scheduled: float
     deadline: float
     gathered_bytes: int
@@ -199,7 +199,7 @@ class Terms(NamedTuple):
         return cls(*counted, control.scheduled_time, control.deadline, len(control.data_for_gather))
 
     def promise(self, now: float, window: float) -> float:
-        """The time at which this peer promises to start at the latest."""
+        """The time by which this peer promises to start."""
         return min(max(self.scheduled, now + window), self.deadline, now + SHORT_LIFETIME_SECONDS)
 
 
@@ -211,20 +211,20 @@ class Tick(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The table shows these peers, with their promises, and those that have withdrawn."""
+    """A lookup has shown these peers, with their promises, and those that have withdrawn."""
 
     found: Collection[tuple[PeerID, float]]
     gone: Collection[tuple[PeerID, float]] = ()
 
 
 class Remembered(NamedTuple):
-    """These peers were in recent groups. The first of them are called."""
+    """Members of recent groups. The first of them are called."""
 
     peers: Collection[PeerID]
 
 
 class Joins(NamedTuple):
-    """A peer that :meth:`GroupSearch.refusal_of` does not refuse joins. It gets one last :class:`Reply`."""
+    """A peer joins, which :meth:`GroupSearch.refusal_of` does not refuse. It gets one last :class:`Reply`."""
 
     peer: PeerID
     request: JoinRequest
@@ -232,7 +232,7 @@ class Joins(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """A follower leaves on purpose. Unlike one whose connection broke, it will not come back."""
+    """A follower leaves on purpose and will not come back. Compare :class:`Breaks`."""
 
     peer: PeerID
 
@@ -257,14 +257,13 @@ class OfferEnds(NamedTuple):
 
 
 class InvitationEnds(NamedTuple):
-    """An invitation has its answer: perhaps a leader that the other peer follows instead."""
+    """An invitation has its answer, which may name a leader that the other peer follows instead."""
 
     peer: PeerID
     leader: PeerID | None = None
     promised: float = 0.0
     arrived: bool = True
-    """``False``: there is no answer. The group does not wait for it a second time, because this peer keeps the time of
-    the first call."""
+    """``False``: no answer came. The time of the first call is kept, so the group does not wait a second time."""
 
 
 class Sent(NamedTuple):
@@ -324,11 +323,11 @@ class Ask(NamedTuple):
 
     peer: PeerID
     on_offer: bool
-    """On the call on which it has offered to."""
+    """Whether to ask on the call of its offer."""
 
 
 class StopAsking(NamedTuple):
-    """End the call to the candidate, which has not accepted."""
+    """End the call to the candidate, which has not accepted yet."""
 
 
 class Invite(NamedTuple):
@@ -338,7 +337,7 @@ class Invite(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Release the call of an offer; tell which leader this peer follows instead, if any."""
+    """Release the call of an offer, and name the leader that this peer follows instead, if any."""
 
     peer: PeerID
     leader: PeerID | None = None
@@ -356,28 +355,28 @@ class Reply(NamedTuple):
 
 
 class Declare(NamedTuple):
-    """Tell the table the promise of this peer anew."""
+    """Publish this peer's promise in the table again."""
 
 
 class Judge(NamedTuple):
-    """A leader that had accepted this peer has started the group, or not, and this peer has lost this many seconds."""
+    """Report whether a leader that accepted this peer started the group, and the seconds that this peer lost."""
 
     leader: PeerID
     seconds: float
     started: bool
     in_vain: bool = False
-    """It has started late, and all members were peers that this one expected: it has waited for nobody."""
+    """It started late although all members were peers that this one expected, so it waited in vain."""
 
 
 class Waste(NamedTuple):
-    """A leader that had accepted this peer has not started the group, past this peer's own promise."""
+    """Report a leader that accepted this peer but did not start the group by this peer's own promised time."""
 
     leader: PeerID
     seconds: float
 
 
 class Start(NamedTuple):
-    """Start the group with these followers, and tell them."""
+    """Start the group with these followers, and announce it to them."""
 
     followers: Mapping[PeerID, Follower]
 
@@ -417,27 +416,27 @@ class GroupSearch:
     trust: Trust
     """Whether there is time for others, and which of them are proven."""
     may_lead: Callable[[PeerID], bool]
-    """Whether a peer is followed as long as there are others."""
+    """Whether a peer is fit to lead. An unfit one is followed only if there is no other."""
     key: str
     """The key of the table under which this peer looks. It changes only while this peer neither leads nor follows."""
     terms: Terms
-    """As they were at the last event."""
+    """The terms at the last event."""
     promise: float
-    """DHT time at which this peer starts at the latest, if it leads. It moves back only to outbid others."""
+    """DHT time by which this peer starts if it leads. It moves back only to outbid others."""
     began_at: float
     peers: dict[PeerID, Candidate] = field(default_factory=dict)
     """All other peers that it has heard of, at most :data:`MAX_CANDIDATES`. Never this peer itself."""
     asking: Asking | None = None
     """At most one leader at a time."""
     leader_lost_at: float = -math.inf
-    """When a leader was lost or did not answer. Its other followers are going to look for another leader then."""
+    """When a leader was lost or did not answer. Its other followers then look for another leader."""
     starts_at: float = -math.inf
-    """This peer does not start earlier, although it has moved its promise forward to outbid others."""
+    """The earliest start of this peer's group, even if it has moved its promise ahead of this to outbid others."""
     is_over: bool = False
-    """No action follows any more, but for what :meth:`end` still has to answer."""
+    """No action follows any more, except the answers from :meth:`end`."""
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """Take up an event at a DHT time that never decreases; returns the actions that follow, in order."""
+        """Handle an event at a DHT time that never decreases; returns the actions that follow, in order."""
         if self.is_over:
             return []
         actions = list(self._take_up(event, now))
@@ -481,11 +480,11 @@ class GroupSearch:
         return self.peers.setdefault(peer, Candidate())
 
     def _asks(self, peer: PeerID) -> bool:
-        """Whether an event belongs to the present call. One that this peer has ended may have had its answer before."""
+        """Whether an event belongs to the current call. A call that this peer ended may already have had its answer."""
         return self.asking is not None and self.asking.leader == peer
 
     def _forget(self) -> None:
-        """Drop the peers that were heard of first, as far as nothing is lost with them."""
+        """Drop the peers that were heard of first, unless they are still needed."""
         if len(self.peers) > MAX_CANDIDATES:
             idle = [peer for peer, each in self.peers.items() if each.is_idle and not self._asks(peer)]
             for peer in idle[: len(self.peers) - MAX_CANDIDATES]:
@@ -494,7 +493,7 @@ class GroupSearch:
     # --- which peers there are ----------------------------------------------------------------------------------------
 
     def looking(self) -> dict[PeerID, float]:
-        """The peers that are believed to look for a group, and their promises."""
+        """The peers that seem to look for a group, and their promises."""
         return {
             peer: each.promised
             for peer, each in self.peers.items()
@@ -514,7 +513,7 @@ class GroupSearch:
         self._at(peer).refused = refusal
 
     def _note_candidate(self, peer: PeerID, promised: float) -> None:
-        """Note that a peer looks for a group. A known candidate is better than guesses."""
+        """Note that a peer looks for a group. A known candidate replaces guesses."""
         if peer == self.own:
             return
         for each in () if self.settings.leads else self.peers.values():  # a peer that leads never guesses
@@ -525,8 +524,8 @@ class GroupSearch:
     def _note_candidates(self, found: Collection[tuple[PeerID, float]], gone: Collection[tuple[PeerID, float]]) -> None:
         """Note the peers that the table shows, which may include this one, and those that have withdrawn.
 
-        Those whose groups have started have promised the earliest times. They would be asked first, one by one, and
-        nobody would be invited meanwhile.
+        Peers whose groups have started had the earliest promises. Without the withdrawals, they would be asked first,
+        one by one, and no peer would be invited meanwhile.
         """
         for peer, withdrawn_until in gone:
             each = self.peers.get(peer)
@@ -544,16 +543,16 @@ class GroupSearch:
         return target is not None and sum(promised > now for promised in self.looking().values()) >= target
 
     def longest_pause(self, usual: float, now: float) -> float:
-        """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
+        """Seconds between two lookups in the table. A peer that sees a full group looks less often."""
         return PATIENCE_IN_COMPANY * usual if self.sees_group(now) else usual
 
     def may_move(self, key: str) -> bool:
-        """Whether to look under another key that has more peers: this peer neither follows nor leads others."""
+        """Whether this peer may move to another key that has more peers: it must neither follow nor lead."""
         is_free = self.asking is None or not self.asking.follows
         return key != self.key and is_free and not self.followers and not self.is_over
 
     def _counts(self, peer: PeerID) -> bool:
-        """Whether a peer is one of those that this one expects. Others may come as well, but not in their place."""
+        """Whether this peer expects another one. Others may join as well, but do not replace an expected one."""
         awaited = self.terms.awaited
         return awaited is None or peer == self.own or peer in awaited
 
@@ -565,8 +564,7 @@ class GroupSearch:
     def absences(self, members: Collection[PeerID], now: float) -> dict[PeerID, Cause]:
         """Why peers that this one has seen or expected are not among these members.
 
-        If the group is as large as this peer expects, other groups form beside it: that a peer is in one of them is not
-        worth a word then.
+        If the group is as large as expected, other groups form beside it. Then peers in other groups are left out.
         """
         wanted = self.settings.target_group_size if self.terms.expected is None else self.terms.expected
         found = {}
@@ -597,7 +595,7 @@ class GroupSearch:
     def _invite(self, now: float) -> Iterator[Action]:
         """Invite all peers that should follow this one and have not joined, as far as there is room.
 
-        This peer does so only if it sees no other that should lead it.
+        Only a peer that sees no other that should lead it does so.
         """
         follows = self.asking is not None and self.asking.follows
         if not self.settings.leads or follows or self.best_candidate(now) is not None:
@@ -624,12 +622,12 @@ class GroupSearch:
         return Invite(peer)
 
     def _call_former_members(self, peers: Collection[PeerID], now: float) -> Iterator[Action]:
-        """Call some members of recent groups that this search has not seen, if it still misses members."""
+        """Call some members of recent groups that this search has not seen, if members are still missing."""
         patience = SECONDS_FOR_TABLE * (2 if self.looking() else 1)
         follows = self.asking is not None and self.asking.follows
         if now < self.began_at + patience or follows or self._has_seen_enough(now):
             return
-        # A peer that cannot lead asks one peer at a time, and those that are known to look come first.
+        # A peer that cannot lead asks one peer at a time, and first those that are known to look for a group.
         if not self.settings.leads and self.best_candidate(now) is not None:
             return
         for peer in [peer for peer in peers if self._may_call_unseen(peer, now)][:ASKED_AT_ONCE]:
@@ -648,7 +646,7 @@ class GroupSearch:
         return each.is_idle and not is_seen and is_news
 
     def _note_offer(self, peer: PeerID, promised: float) -> Iterator[Action]:
-        """Take up a peer's offer to lead this one. It is there after all, so its past failures do not count."""
+        """Take up a peer's offer to lead this one. The peer is alive, so its past failures no longer count."""
         self._note_candidate(peer, promised)
         each = self._at(peer)
         each.rests_until, each.failures, each.asked = -math.inf, 0, None
@@ -680,7 +678,7 @@ class GroupSearch:
         """The peer that this one should ask to lead it; ``None``: there is none."""
         possible = self._possible_leaders(now)
         usable = [each for each in possible if self.may_lead(each[2]) and self.trust.has_time_for(each[2])]
-        # A peer that cannot lead has no choice. Nor have two peers that refuse to follow each other and see no others.
+        # A peer that cannot lead has no choice, nor have two that refuse to follow each other and see no other peer.
         if not usable and (not self.settings.leads or self._is_left_with(possible)):
             usable = possible
         return min(usable)[2] if usable else None
@@ -697,20 +695,20 @@ class GroupSearch:
             return False
         if each.follower is not None and each.follower.lost_at is None:
             return False
-        # If this peer has no time for it, it could not join as a follower either.
+        # A peer for which this one has no time could not join as a follower either.
         is_after = self._leads_before(peer, promised) or not self.trust.has_time_for(peer)
         return not (self.settings.leads and is_after)
 
     def _is_left_with(self, unfit: list[tuple[float, bytes, PeerID]]) -> bool:
-        """Whether there are no others than unfit leaders that this peer has outbid in vain."""
+        """Whether the only candidates are unfit leaders that this peer has outbid without success."""
         has_others = bool(self.followers) or any(map(self.may_lead, self.looking()))
         return not has_others and all(self.peers[peer].is_outbid for *_, peer in unfit)
 
     def _outbid_unfit_leaders(self, now: float) -> bool:
         """Promise an earlier time than leaders that this peer does not follow, so that they may follow this peer.
 
-        The earliest promise still decides which peer leads, so no ring of peers that follow each other can form. Two
-        peers that refuse to follow each other outbid each other once.
+        The earliest promise still decides which peer leads, so peers cannot follow each other in a circle. Two peers
+        that refuse to follow each other outbid each other once.
         """
         unfit = [each for each in self._possible_leaders(now) if not self.peers[each[2]].is_outbid]
         if not self.settings.leads or not unfit:
@@ -745,7 +743,7 @@ class GroupSearch:
         return best is not None and self.peers[best].offer is Offering.OPEN
 
     def _follow(self, asking: Asking, promised: float, now: float) -> Iterator[Action]:
-        """Follow a leader that has accepted. It may have promised any time, so there is a limit to the wait."""
+        """Follow a leader that has accepted. It may promise any time, so the wait is limited."""
         more = PATIENCE_FACTOR * self.settings.min_matchmaking_time if self.trust.is_proven(asking.leader) else 0.0
         asking.starts_by, asking.accepted_at = min(promised, max(self.promise, now) + more), now
         for each in self.peers.values():
@@ -758,34 +756,34 @@ class GroupSearch:
                 yield self._release(peer, asking)
 
     def _judge(self, asking: Asking, event: Event, now: float) -> Iterator[Action]:
-        """Say whether a leader that had accepted has started the group, and what it has cost if not."""
-        is_untrue = isinstance(event, Fails) and event.failure is AskFailure.UNTRUE  # that is judged elsewhere
+        """Report whether a leader that had accepted started the group, and the seconds lost if it did not."""
+        is_untrue = isinstance(event, Fails) and event.failure is AskFailure.UNTRUE  # refused for that elsewhere
         if not asking.follows or asking.starts_by is None or is_untrue:
             return
         lost = self.seconds_lost(asking.accepted_at, now)
         if isinstance(event, Answers):
             has_started, is_late = event.code == Code.GROUP_STARTS, now >= asking.starts_by and lost > 0
-            # With this peer it has a group of two, and may still wait for a third one that never comes.
+            # With this peer it has a group of two, but it may still wait for a third one that never comes.
             if has_started or (is_late and self.settings.min_group_size <= 2 and event.leader is None):
                 yield Judge(asking.leader, lost, has_started, is_late and self._waited_for_nobody(asking, event))
             if event.group is not None:
                 return
         elif isinstance(event, Fails) and event.failure is not AskFailure.NONSENSE and lost > 0:
             yield Judge(asking.leader, lost, started=False)
-        # Waiting costs nothing until this peer's own promised time is over.
+        # Waiting costs nothing before this peer's own promised time.
         if self.promise < now:
             yield Waste(asking.leader, now - asking.accepted_at)
 
     def _waited_for_nobody(self, asking: Asking, event: Answers) -> bool:
-        """Whether the members of the group are those that this peer has expected."""
+        """Whether all members of the group are peers that this one expected."""
         if event.group is None or self.terms.awaited is None:
             return False
         return {*self.terms.awaited, asking.leader, self.own} == {*event.group.peer_ids}
 
     def seconds_lost(self, since: float, now: float) -> float:
-        """For how many seconds since then this peer could only wait. Until it is ready itself, it loses none.
+        """The seconds since ``since`` in which this peer could only wait. Before it is ready itself, it loses none.
 
-        So a leader is not to blame if its followers are in the middle of a batch, too, and the group cannot start.
+        So a leader is not to blame if the group cannot start because its followers are in the middle of a batch.
         """
         return 0.0 if self.terms.keep_open else max(0.0, now - max(since, self.terms.released_at))
 
@@ -807,11 +805,11 @@ class GroupSearch:
                 self._note_answer(each, asking, event, now)
 
     def _note_failure(self, each: Candidate, asking: Asking, failure: AskFailure, now: float) -> None:
-        """Note that a candidate could not be reached or its connection broke: others come first for a while.
+        """Back off from a candidate that could not be reached or whose connection broke: others come first for a while.
 
-        If the candidate lives, these others follow it and send this peer back to it. Two kinds of candidates are asked
-        again at once: one that has accepted this peer, because it may be about to start, and one whose connection seems
-        to have broken by chance.
+        If the candidate is alive, those others follow it and redirect this peer to it. Two kinds of candidates are
+        asked again at once: one that has accepted this peer, because it may be about to start, and one whose connection
+        probably did not break by its fault.
         """
         each.explain(_ABSENCE_OF_FAILURE[failure])
         if asking.follows or failure is AskFailure.SILENT:
@@ -834,7 +832,7 @@ class GroupSearch:
             each.promised = None
         if answer.leader is not None and answer.leader != self.own:
             named = self._at(answer.leader)
-            # The one that names it follows it, so it can probably be reached after all.
+            # The peer that names it follows it, so it can probably be reached after all.
             is_silent = named.cause is not None and named.cause.absence is Absence.SILENT
             if not is_silent and named.answers < MOST_ANSWERS:
                 named.rests_until = -math.inf
@@ -848,9 +846,9 @@ class GroupSearch:
         """Why a peer cannot join now; ``None``: it can.
 
         Args:
-            peer: it asks to join.
-            request: with this request.
-            nbytes: the bytes that it takes in the description of the group.
+            peer: the peer that asks to join.
+            request: its request.
+            nbytes: the size of its entry in the description of the group.
         """
         each = self.peers.get(peer, Candidate())
         if not self.settings.leads:
@@ -889,7 +887,7 @@ class GroupSearch:
             yield Reply(peer, Code.GROUP_DISBANDED)
 
     def _send_away(self, asking: Asking | None = None) -> Iterator[Action]:
-        """Release all followers, and name another leader to them if one is given. Those whose connection broke too."""
+        """Release all followers, also those whose connection broke, and name the new leader to them if one is given."""
         for peer, each in self.peers.items():
             follower, each.follower = each.follower, None
             if follower is not None and follower.lost_at is None:
@@ -899,11 +897,11 @@ class GroupSearch:
                     yield Reply(peer, Code.GROUP_DISBANDED, asking.starts_by, asking.leader)
 
     def is_complete(self) -> bool:
-        """Whether all members that this peer expects are here, without those that only help.
+        """Whether all members that this peer expects are here. Auxiliaries do not count.
 
-        Only a leader that expects no number itself, such as an auxiliary, waits for what its followers expect: else any
-        of them could make the others wait. A refused peer that looks for a group counts as present: the others expect
-        it, and it will never join.
+        Only a leader that expects no number itself, such as an auxiliary, waits for the number that its followers
+        expect; otherwise any of them could make the others wait. A refused peer that looks for a group counts as
+        present: the others expect it, but it will never join.
         """
         followers = self.followers
         modes = {self.own: self.settings.mode, **{peer: f.request.mode for peer, f in followers.items()}}
@@ -915,15 +913,15 @@ class GroupSearch:
 
     @property
     def return_seconds(self) -> float:
-        """How many seconds this peer waits for followers whose connection broke."""
+        """The seconds that this peer waits for followers whose connection broke."""
         return min(MAX_RETURN_SECONDS, self.settings.request_timeout * RETURN_SHARE)
 
     def start_time(self) -> float:
-        """When this peer starts with the members that it has: as promised, or a little later if others may be coming.
+        """When this peer starts with the members that it has: as promised, or a little later if others may still join.
 
-        These others are followers whose connection broke, peers that were invited a moment ago, and, if this peer's own
-        leader was lost, the other followers of that leader. When a group is not kept open any more, peers that learn of
-        this get a moment to join, too.
+        It waits for followers whose connection broke, for peers that it has just invited, and, if it lost its own
+        leader, for that leader's other followers. When ``keep_open`` ends, peers that learn of this get a moment to
+        join, too.
         """
         called = [each.invited[1] for each in self._pending() if each.invited is not None]
         followers = [each.follower for each in self.peers.values() if each.follower is not None]
@@ -977,13 +975,13 @@ class GroupSearch:
             yield from self._promise_anew(now)
 
     def _promise_anew(self, now: float) -> Iterator[Action]:
-        """Too few peers came by the promised time."""
+        """Promise a new time, because too few peers joined by the old one."""
         yield from self._send_away()
         self.promise = max(self.promise, self.terms.promise(now, self.settings.min_matchmaking_time))
         yield Declare()
 
     def next_moment(self, now: float) -> float | None:
-        """The next time at which there is something to do even without news; ``None``: never."""
+        """The next time at which there is something to do without any event; ``None``: never."""
         if self.is_over or (self.asking is not None and self.asking.follows):
             return None
         moments = [each.rests_until for each in self.peers.values() if each.rests_until > now]
@@ -992,7 +990,7 @@ class GroupSearch:
         return min(moments) if moments else None
 
     def end(self) -> list[Action]:
-        """The search is over, with a group or without. Returns what answers all that wait for this peer."""
+        """End the search, with a group or without. Returns the actions that answer all peers that wait for this one."""
         self.is_over, self.asking = True, None
         open_offers = [peer for peer, each in self.peers.items() if each.offer is Offering.OPEN]
         return [*self._send_away(), *(self._release(peer, None) for peer in open_offers)]

@@ -10,7 +10,7 @@ from shoal.averaging.control import AveragingMode
 from shoal.p2p import P2P, PeerID
 from shoal.reach.reachability import Reach
 
-# The most settings that a peer names: a few more than any version has, and those of the user.
+# The most settings that a peer may name. Chosen: more than any version has, with room for the user's own.
 MAX_SETTINGS = 32
 FROZEN_BASE = "frozen base"
 """The setting that tells which frozen model the trained parameters belong to."""
@@ -39,7 +39,7 @@ class MatchmakingSettings:
     reach: Reach = Reach.PUBLIC
     """How others call this peer."""
     relay_rate: float = 0.0
-    """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
+    """Bytes per second that its relays carry in total; 0: they set no limit, or it has none."""
 
     @property
     def leads(self) -> bool:
@@ -53,22 +53,23 @@ class MatchmakingSettings:
 
 
 class Trust:
-    """How far an averager trusts other peers. This one believes them; answers of others may change with time."""
+    """How far an averager trusts other peers. This class trusts them all; subclasses may change their answers."""
 
     async def admits(self, peer: PeerID) -> bool:
         """Whether a peer may join a group that this averager leads: it trains the same model."""
         return True
 
     def is_proven(self, peer: PeerID) -> bool:
-        """Whether a peer has taken part in rounds. Others reduce nothing yet, and are not waited for past a promise."""
+        """Whether a peer has taken part in rounds. An unproven one reduces nothing, and no peer waits past its promise
+        for it."""
         return True
 
     def has_time_for(self, peer: PeerID) -> bool:
-        """Whether a peer may join or lead. Unknown peers may not once such peers have held up too many rounds."""
+        """Whether a peer may join or lead. Unknown peers may not after unknown peers have held up too many rounds."""
         return True
 
     def note_waste(self, leader: PeerID, seconds: float) -> None:
-        """A leader has not started its group, which has cost this many seconds."""
+        """Note a leader that did not start its group, and the seconds that this cost."""
 
     def largest_weight(self, peer: PeerID) -> float:
         """How much a member may weigh in what this peer reduces."""
@@ -78,14 +79,14 @@ class Trust:
         """Rank donors of a state: a higher number is better, and donors that are left out are not asked.
 
         Args:
-            donors: the priorities that they give themselves, which count if nothing else is known.
+            donors: the priorities that they claim, which decide if nothing else is known.
         """
         return donors
 
     def depth(self) -> int:
-        """The depth of the keys of progress, on which the number of bits in the keys of groups and of donors depends.
+        """The depth of the progress keys, which decides the number of bits in group keys and donor keys.
 
-        One key is enough for some dozens of donors.
+        One key is enough for a few dozen donors.
         """
         return 0
 
@@ -101,9 +102,9 @@ def advice_on(name: str) -> str:
 
 
 def difference_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The settings that differ, in words for the other side to read; empty if none does.
+    """The settings that differ, in words for the other side; empty if none differs.
 
-    Settings that the other side has not named itself are not shown to it, so nobody can ask just to learn them.
+    Settings that the other side did not name are not shown to it, so that no peer can learn them by asking.
     """
     if len(other) > MAX_SETTINGS:
         return f"it names {len(other)} settings, more than there are"
@@ -116,6 +117,6 @@ def difference_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 def contradiction_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The same, but only of settings that both sides have."""
+    """As :func:`difference_of`, but only for settings that both sides have."""
     common = own.keys() & other.keys()
     return difference_of({name: own[name] for name in common}, {name: other[name] for name in common})

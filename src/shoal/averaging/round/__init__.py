@@ -2,15 +2,16 @@
 
 ====================  =============================================================================================
 :mod:`~.session`      the rounds of one group, one after another; and all rounds of an averager, by id
-:mod:`~.state`        pure: what becomes of each member, and how the round ends; the shells below do what it decides
+:mod:`~.state`        the pure state machine: each member's status, and how the round ends; the shells below act on it
 :mod:`~.exchange`     the first half of a round: parts go to their reducers, averages come back
 :mod:`~.traffic`      what two members send each other, and the calls between them
 :mod:`~.finish`       the second half: every member gets every average, or learns why not
-:mod:`~.coordinator`  the second half at the member that leads it; gets averages that a dead member has not delivered
-:mod:`~.sending`      what travels, in which order and in which pieces; keeps receivers on long links in step
+:mod:`~.coordinator`  the second half at the coordinator; recovers averages that a dead member has not delivered
+:mod:`~.sending`      the order of the data and how it is cut into messages; flow control on long links
 :mod:`~.reducer`      averages the parts that the senders have sent
-:mod:`~.combining`    the same with rules other than the mean, and the norms that such rules need
+:mod:`~.combining`    rules other than the mean, and the norms that they need
 :mod:`~.parts`        cuts the tensors into parts, and decides how much each member reduces
+:mod:`~.waits`        measures how long the group waits for each member alone
 ====================  =============================================================================================
 
 ::
@@ -19,7 +20,7 @@
       ├─ begin, parts ────────────►│ mean of each part            │
       │◄──────────────── averages ─┤                              │
       ├─ end: holds all averages ─►│                              │
-      ├─ hello, delivered, what it holds ────────────────────────►│ which members live, what is missing
+      ├─ hello, delivered, what it holds ────────────────────────►│ which members are alive, what is missing
       │◄──────────────────────────────────────── assignments ─────┤ after a death
       │◄──────────────────────────────── commit: the weights ─────┤
 """

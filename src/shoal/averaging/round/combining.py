@@ -1,19 +1,19 @@
 """How a reducer applies a rule other than the mean, and where it gets the norms that some rules need.
 
-Some rules need the length of each member's whole vector. Every reducer needs it before it averages its first part, but
-it gets only a share of the vector. An extra phase would cost a round trip. Instead, each sender begins by telling every
-reducer the norms of *all* shares of its vector, signed for this round. A reducer averages a part only when all senders
-that it waits for have sent it, so it knows their norms by then.
+Some rules need the norm of each member's whole vector. A reducer needs it before it averages its first part, but it
+gets only a share of the vector. An extra phase would cost a round trip. Instead, each sender first tells every reducer
+the norms of *all* shares of its vector, signed for this round. A reducer averages a part only when all senders that it
+waits for have sent it, so it knows their norms by then.
 
 A sender may lie about its norms:
 
-- It may send more than it has announced. Each reducer adds up the norms of the parts that have come. As soon as a part
+- It may send more than it has announced. Each reducer adds up the norms of the parts that have arrived. When a part
   makes the sum larger than announced, the reducer leaves the sender out of this part and all later ones. So no average
-  contains more than was announced. A tolerance of one percent covers what codecs add.
+  contains more than was announced. A tolerance of one percent covers codec errors.
 - It may announce different norms to different reducers. Then it has signed both. Members pass the statements on to the
-  coordinator, and the coordinator shows all members two statements that differ. Nobody else can make such a proof.
+  coordinator, which shows all members two statements that differ. Only the sender could have signed both.
 
-When parts are averaged again after a death, the norms that the coordinator has been told are used.
+When parts are averaged again after a death, the norms that the coordinator received are used.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from shoal.peers.identity import verify_signature
 if TYPE_CHECKING:
     from shoal.averaging.round.parts import Part, RoundVector
 
-# Values that have been through a codec may be longer than announced by this factor.
+# A codec may make the norm larger than announced by this factor (chosen).
 TOLERANCE = 1.01
-# Smaller norms, and infinite ones, are computed again in double precision: float32 may have under- or overflowed.
-# Double precision is thirty times as slow, so it is not used for all.
+# Smaller norms, and infinite ones, are computed again in double precision: squares of float32 under- or overflow.
+# Chosen well above that. Double precision is thirty times as slow, so it is not used for all.
 SMALL_NORM = 1e-15
-# Norms are cut to this, so that the norm of several shares together is finite, too.
+# Norms are clipped to this (chosen), so that the norm of several shares together is finite, too.
 MAX_NORM = 1e300
 
-# A member may claim any number of samples. With a rule, it weighs at most so many times as much as most others.
+# A member may claim any number of samples. With a rule, its weight is clipped to this multiple of the weight of most
+# others (chosen).
 MOST_WITH_RULE = 2
-# A rule that is given more values than these, of all members together, may take more than a millisecond.
+# With more values than this, of all members together, a rule runs in a thread (chosen): it may take over a millisecond.
 HEAVY_VALUES = 2**15
 
 _LABEL = b"shoal norms 1\0"
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of SHA-256
 _SIGNATURE_BYTES = STATEMENT_BYTES - _DIGEST_BYTES
 
 Accuse = Callable[[int, str], object]
@@ -61,7 +62,7 @@ Accuse = Callable[[int, str], object]
 
 @torch.no_grad()
 def norm_of(values: torch.Tensor) -> float:
-    """The Euclidean norm; it is finite if all values are."""
+    """The Euclidean norm; finite if all values are."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
@@ -117,7 +118,7 @@ class NormBook:
     """The norms that each member of a round has announced, and the proofs against members that contradict themselves.
 
     Args:
-        round_id: names the round.
+        round_id: the id of the round.
         group: its members.
         rule: the group's rule; ``None``: the mean.
         accuse: called with a member that has lied.
@@ -127,11 +128,11 @@ class NormBook:
         self._round_id, self._group, self._rule, self._accuse = round_id, group, rule, accuse
         self._peers = group.peer_ids
         self.norms: dict[int, tuple[float, ...]] = {}
-        """Norms by member, of those that have announced theirs to this member directly."""
+        """By member that has announced norms to this one directly: its norms."""
         self.own = NormClaim()
         """This member's announcement; empty if the rule needs no norms."""
         self._statements: dict[int, bytes] = {}
-        # Two statements of each member that has contradicted itself.
+        # By member that has contradicted itself: two statements that differ.
         self._proofs: dict[int, tuple[bytes, bytes]] = {}
 
     def make_combiner(self) -> Combiner | None:
@@ -159,9 +160,9 @@ class NormBook:
         if not self.is_needed_of(member):
             return
         if len(norms) != len(self._peers) or statement[:_DIGEST_BYTES] != _digest(norms):
-            raise ProtocolError(f"told {len(norms)} norms for {len(self._peers)} members, or has not signed them")
+            raise ProtocolError(f"announced {len(norms)} norms for {len(self._peers)} members, or has not signed them")
         if not self.note(member, statement):
-            raise ProtocolError("has not signed the norms that it told")
+            raise ProtocolError("has not signed the norms that it announced")
         self.norms.setdefault(member, tuple(norms))
 
     def note(self, member: int, statement: bytes) -> bool:
@@ -178,17 +179,17 @@ class NormBook:
         self._statements.setdefault(member, statement)
         if known is not None and known[:_DIGEST_BYTES] != digest and member not in self._proofs:
             self._proofs[member] = known, statement
-            self._accuse(member, "has told different members different norms of its vector, in one round")
+            self._accuse(member, "has announced different norms of its vector to different members in one round")
         return True
 
     def report(self) -> list[bytes]:
-        """The statement of each member; empty for a member from which none has come."""
+        """The statement of each member; empty for a member that has sent none."""
         if not self._statements:
             return []
         return [self._statements.get(member, b"") for member in range(len(self._peers))]
 
     def take_report(self, statements: Sequence[bytes]) -> None:
-        """Record the statements that another member has got. Those with a wrong signature are ignored."""
+        """Record the statements that another member has received. Those with a wrong signature are ignored."""
         for member, statement in enumerate(statements[: len(self._peers)]):
             if statement:
                 self.note(member, statement)
@@ -227,12 +228,12 @@ class Combiner:
     def __init__(self, rule: Aggregation, total_size: int, norms: Mapping[int, Sequence[float]], accuse: Accuse):
         self._rule, self._total_size, self._norms, self._accuse = rule, total_size, norms, accuse
         self._factors: dict[int, float] | None = None
-        # By sender and reducer: the norm of what has come so far.
+        # By sender and reducer: the norm of the parts that have arrived.
         self._arrived: dict[tuple[int, int], float] = {}
         self._accused: set[int] = set()
 
     def admits(self, sender: int, part: Part, values: torch.Tensor) -> bool:
-        """Whether a part counts: with it, the sender has not sent more than it has announced."""
+        """Whether a part counts: its sender must not have sent more than it has announced."""
         if not self._rule.needs_norms:
             return True
         norm = norm_of(values)
@@ -245,18 +246,18 @@ class Combiner:
         if sender not in self._accused:
             self._accused.add(sender)
             told = self._norms[sender][part.reducer]
-            self._accuse(sender, f"has sent values whose norm is {arrived:.6g} or more, and told {told:.6g} before")
+            self._accuse(sender, f"has sent values with a norm of at least {arrived:.6g}, but announced {told:.6g}")
         return False
 
     def combination(
         self, members: Sequence[int], values: Sequence[torch.Tensor], weights: Mapping[int, float], part: Part
     ) -> Combination:
-        """How to make the average of a part, which may happen in another thread and later.
+        """The work that makes the average of a part. It may be done later, in another thread.
 
         Args:
             members: the members whose values are given, in order.
             values: one tensor of each of these members.
-            weights: of all members that have announced themselves.
+            weights: the weights of all members that have announced themselves.
         """
         weights = cut_to_others(weights, MOST_WITH_RULE)
         # Fixed at the first part: all parts of a round must be scaled alike.

@@ -1,9 +1,9 @@
-"""The coordinator of a round: holds the calls of the members that follow it, and does what the state machine decides.
+"""The coordinator of a round: holds the calls of the members that follow it, and acts on the state machine's decisions.
 
-Every member holds a call open to the coordinator. From these calls it learns which members live, which are dead or
-late, and which averages each one holds. What follows from that is decided in :mod:`~.state`.
+Every member holds a call open to the coordinator. From these calls the coordinator learns which members are alive, dead
+or late, and which averages each one holds. The state machine in :mod:`~.state` decides what follows.
 
-After a death members may lack averages. If some member holds the average of a part, the coordinator fetches it and
+After a death, members may lack averages. If some member holds the average of a part, the coordinator fetches it and
 passes it on unchanged. If no member holds it, the coordinator reduces the part again, from the values of all living
 senders (:class:`Recovery`).
 """
@@ -80,9 +80,10 @@ from shoal.p2p import Call
 
 logger = logging.getLogger(__name__)
 
-# Seconds within which a member that was silent for too long, say, must call again, or it is dead.
+# A member whose link failed without a broken connection (for example by silence) must call again within this many
+# seconds, or it counts as dead. Chosen: a round trip of a slow line.
 CALL_AGAIN_SECONDS = 0.3
-# Seconds between two questions to a member that has not called.
+# Seconds between two questions to a member that has not called (chosen).
 STATUS_PERIOD = 0.5
 
 
@@ -93,11 +94,11 @@ class _Held:
     shared: SharedCall
     handler: asyncio.Task[Any]
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """The member has come back with another link."""
+    """Set when the member has come back with another link."""
 
 
 class Coordinator:
-    """Serves the members that follow this one, from the beginning of the round on.
+    """Serves the members that follow this one, from the start of the round.
 
     Args:
         allreduce: the round's exchange of parts.
@@ -108,15 +109,15 @@ class Coordinator:
         self._silence = allreduce.settings.sender_timeout
         self._calls: dict[MemberLink, _Held] = {}
         self._recovery: Recovery | None = None
-        # What works on the end of the round, and messages to members. Ordered sets: simulations repeat exactly.
+        # Tasks that finish the round or send to members. A dictionary as an ordered set: simulations repeat exactly.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._messages = TaskSet()
         self._is_closed = False
         loop = asyncio.get_running_loop()
-        # Whether this member has committed the round; or why it has not.
+        # Done when this member has committed the round; or the error that kept it from that.
         self._outcome: asyncio.Future[None] = loop.create_future()
         self._weights: asyncio.Future[list[float]] = loop.create_future()
-        # The result for late members: a copy once the tensors are their user's again.
+        # The result for late members: a copy, as soon as the user may change the tensors again.
         self._kept: list[torch.Tensor] | None = None
         self._is_released = False
         self._confirmed = asyncio.Event()
@@ -132,11 +133,11 @@ class Coordinator:
             await cancel_and_wait(*self._tasks, *self._messages)
 
     def close(self) -> None:
-        """The round has ended here, with or without a result. Late members may still come for it."""
+        """End the round here, with or without a result. Late members may still come for the result."""
         self._is_closed = True
         self._weights.cancel()
         self._outcome.cancel()
-        # An open call would tell the members that follow this one that the round has not ended.
+        # To a member that follows this one, an open call would mean that the round has not ended.
         if not self.state.committed:
             for held in self._calls.values():
                 held.handler.cancel()
@@ -184,8 +185,8 @@ class Coordinator:
             async with asyncio.timeout(self._silence):
                 await held.shared.send(message, end=end)
         except PEER_FAILURES as e:
-            # The handler of this link sees the failure, too, and deals with it.
-            logger.debug("could not tell %s: %r", held.shared.call.remote, e)
+            # The handler of this link sees the failure, too, and handles it.
+            logger.debug("could not send to %s: %r", held.shared.call.remote, e)
 
     async def _grace(self) -> None:
         await asyncio.sleep(self.allreduce.settings.quorum_grace)
@@ -194,12 +195,12 @@ class Coordinator:
             logger.info("the round continues without the members that came too late")
 
     async def _attempt(self, attempt: Attempt) -> None:
-        """Fill gaps. A death on the way calls it off, and all members report again."""
+        """Fill gaps. A death meanwhile calls the attempt off, and all members report again."""
         calls = {index: self._calls[link].shared for index, link in attempt.links.items()}
         weights = {index: link.weight for index, link in attempt.links.items()}
         weights[self.state.own.index] = self.allreduce.weight
         self._recovery = recovery = Recovery(self.allreduce, attempt.plan, calls, weights)
-        logger.info("finishing the parts of dead members: %d reduced again", len(attempt.plan.again))
+        logger.info("recovering the parts of dead members: %d are reduced again", len(attempt.plan.again))
         try:
             completed = await recovery.run()
         finally:
@@ -235,7 +236,7 @@ class Coordinator:
         )
 
     def final_weights(self) -> list[float]:
-        """What each member weighs in the result."""
+        """The weight of each member in the result."""
         weights, punctual = [0.0] * len(self.state.members), self.state.punctual
         for index in self.state.senders:
             member = self.state.members[index]
@@ -251,12 +252,12 @@ class Coordinator:
         """Coordinate the round until it is committed.
 
         Args:
-            waits: for all members; see :class:`~.state.Coordinate`.
+            waits: whether to wait for all members; see :class:`~.state.Coordinate`.
 
         Raises:
             ResignedError: this member is late itself.
         """
-        if self.allreduce.exchanged.is_set():  # under an earlier coordinator more may have come since
+        if self.allreduce.exchanged.is_set():  # an earlier coordinator may have sent more since
             self.allreduce.emit(Exchanged([*self.vector.held]))
         self.allreduce.emit(Coordinate(waits))
         self._begin(self._notice_busy())
@@ -265,13 +266,13 @@ class Coordinator:
         await self._outcome
 
     async def _notice_busy(self) -> None:
-        """Give up members that do not report, although nothing else is missing and nothing moves."""
+        """Give up members that do not report although nothing else is missing and there is no progress."""
         while not self._outcome.done():
             self.allreduce.changed.clear()
             busy = self.state.busy
             self.allreduce.waits.miss(busy, Missing.REPORT)
-            # The last busy member has nothing left to wait for: all others are done, and have sent what it needs. So
-            # it gets a time limit. Of several, one may first have to give another up; or they still take averages.
+            # A single busy member has nothing to wait for: all others are done and have sent what it needs. So it gets
+            # one time limit. Of several, one may first have to give up another, or still be receiving averages.
             several = busy if len(busy) > 1 else []
             patience = self._silence + (self.allreduce.settings.reducer_timeout if several else 0.0)
             sent = self.allreduce.bytes_sent_to(several)
@@ -282,8 +283,8 @@ class Coordinator:
     async def _ask_absent(self) -> None:
         """Ask members that have not called whether they are dead, have finished already, or are only late.
 
-        A member that works on the round may still be trying candidates that come before this one in the order of
-        coordinators, and that are dead. So it gets two time limits for each of these before it counts as late.
+        A member of the round may still be trying dead candidates that come before this one in the order of
+        coordinators. So it gets two time limits for each of these before it counts as late.
         """
         begun, others_before = asyncio.get_running_loop().time(), self.state.coordinators.index(self.state.own.index)
         while self.state.coordinates is not None and not self.state.committed:
@@ -304,7 +305,7 @@ class Coordinator:
                 reply = await stub.rpc_round_status(question, timeout=self._silence)
                 status = RoundStatus(reply.status)
             except (InterruptedDialError, StreamClosedError) as e:
-                # The connection may have broken by chance. The next question decides.
+                # A broken connection proves nothing. The next question decides.
                 logger.debug("could not ask %s about the round: %r", member.peer_id, e)
                 return
             except P2PDaemonError as e:
@@ -315,7 +316,7 @@ class Coordinator:
         never_began = self.allreduce.waits_for_beginning_of(member.index)
         self.allreduce.emit(StatusKnown(member.index, status, status in late, never_began))
 
-    # --- what members say ---------------------------------------------------------------------------------------------
+    # --- calls of members ---------------------------------------------------------------------------------------------
 
     async def serve(self, call: Call, greeting: Greeting, member: RoundMember) -> None:
         """Hold a member's call until the round is over. Runs in the handler of that call."""
@@ -375,10 +376,10 @@ class Coordinator:
         return True
 
     def _note_end(self, member: RoundMember, link: MemberLink, error: BaseException) -> None:
-        """A link has ended before the commit. The connection may have broken, which is no death."""
+        """Note that a link has ended. Before the commit this is a failure, but a broken connection is not a death."""
         if member.link is not link or self.state.committed or self._is_closed:
             return
-        # The end of a connection cancels its handler.
+        # When a connection ends, its handlers are cancelled.
         is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError)
         if is_broken and self._calls[link].shared.call.connection.closed:
             self.allreduce.emit(LinkBroke(member.index, link))
@@ -416,7 +417,7 @@ class Coordinator:
     # --- after the commit ---------------------------------------------------------------------------------------------
 
     async def _commit_again(self, call: Call, member: RoundMember) -> None:
-        """Tell a member the result that was under way when its connection broke."""
+        """Send a member the commit that was in flight when its connection broke."""
         await call.send(RoundAlive())
         await call.send(self._commit_message(), end=True)
         async with asyncio.timeout(self._silence):
@@ -433,19 +434,19 @@ class Coordinator:
             self._confirmed.set()
 
     async def wait_until_confirmed(self) -> None:
-        """Wait until the members have confirmed the commit. Those whose connection broke have time to come back."""
+        """Wait until the members have confirmed the commit. Those whose connection broke get time to come back."""
         if any(member.unconfirmed for member in self.state.members):
             await first_completed(self._confirmed.wait(), timeout=RETURN_SECONDS)
 
     def release(self) -> None:
-        """The tensors go back to their user, who may change them. Members that are late may still want these values."""
+        """Give the tensors back to the user, who may change them. Keep a copy if late members may want the values."""
         self._kept, self._is_released = self.vector.copy_values() if self.state.closed_early else None, True
 
     async def _send_result(self, shared: SharedCall) -> None:
         """Give a late member all averages as soon as the round is over.
 
-        It gets those again that it holds already: others may have averaged the same parts again without it. Each part
-        has a time limit; all of them may take longer.
+        It gets even those that it holds already, because others may have averaged the same parts again without it. The
+        time limit applies to each part, not to all of them together.
         """
         weights = await asyncio.shield(self._weights)
         values = self._kept if self.state.own.is_sender else None
@@ -463,9 +464,9 @@ class Recovery:
 
     Args:
         allreduce: the round's exchange of parts.
-        plan: what is missing where.
+        plan: which member lacks what.
         calls: by member, its call to this coordinator.
-        weights: by member, this one included.
+        weights: by member, including this one.
     """
 
     def __init__(
@@ -488,7 +489,7 @@ class Recovery:
         self._failed = asyncio.Event()
 
     def call_off(self) -> None:
-        """End the attempt: a member that takes part in it has died, and the plan counts on its parts."""
+        """End the attempt, because a member whose parts the plan needs has died."""
         self._failed.set()
 
     def is_average(self, key: PartKey) -> bool:
@@ -516,7 +517,7 @@ class Recovery:
                 return False
             await everything
             return True
-        except PEER_FAILURES as e:  # a member is dying; the handler of its call gives it up
+        except PEER_FAILURES as e:  # a member failed; the handler of its call gives it up
             logger.debug("could not fill all gaps: %r", e)
             return False
         finally:
@@ -543,7 +544,7 @@ class Recovery:
         return self._averages[key]
 
     async def obtain(self, key: PartKey) -> torch.Tensor | None:
-        """Reduce a part again or fetch its average; ``None``: there is none."""
+        """Reduce a part again or fetch its average; ``None``: it has none."""
         if key in self._position:
             return await self._reducer.peek(self._position[key])
         # With alpha below 1 a member mixes the average with its own values at once, so it cannot pass the average on.
@@ -555,7 +556,7 @@ class Recovery:
 
 
 def _as_ranges(keys: list[PartKey]) -> Ranges:
-    """Parts as the fewest ranges, in order."""
+    """The given parts as the fewest possible ranges, in order."""
     ranges: Ranges = []
     for reducer, index in sorted(keys):
         if ranges and ranges[-1][0] == reducer and ranges[-1][2] == index:

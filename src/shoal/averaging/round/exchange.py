@@ -2,17 +2,16 @@
 
 All parts are in flight at once. A reducer averages a part as soon as all senders have delivered it, and sends the
 average back (:mod:`shoal.averaging.round.traffic`). Afterwards the members make sure that all of them have every
-average, and make up for members that have died (:mod:`shoal.averaging.round.finish`).
+average, and recover the parts of members that have died (:mod:`shoal.averaging.round.finish`).
 
 A sender ends its side of the calls when it holds the averages of all reducers. So when all senders of a reducer have
 ended, that reducer knows without asking that the round is over everywhere.
 
 When a connection breaks, the exchange with that member restarts (:mod:`shoal.net.resumable`). A member fails if it does
-not come back, or is silent for longer than a time limit. Parts that a failed sender has not delivered are averaged
-without it.
+not come back, or if it exceeds a time limit. Parts that a failed sender has not delivered are averaged without it.
 
-NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some come
-nevertheless, the reducer leaves them out. If an average contains some, its reducer has failed.
+NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some
+arrive anyway, the reducer leaves them out. If an average contains some, its reducer counts as failed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def answer_of(reply: StatusReply) -> LifeAnswer:
-    """What a member's answer about the round means for the calls to it."""
+    """Translate a member's answer about the round for the calls to it."""
     has_left = "has left the round"
     why_over = GIVEN_UP if reply.has_given_up else has_left if reply.status != RoundStatus.RUNNING else None
     why_unlinked = "has given this coordinator up" if reply.follows_another else None
@@ -67,12 +66,12 @@ def answer_of(reply: StatusReply) -> LifeAnswer:
     return LifeAnswer(reply.status != RoundStatus.UNKNOWN, reply.has_given_up, why_over, why_unlinked)
 
 
-# More than 15 attributes: its parts (vector, state, book, reducer, calls) are shared with the shell of the round's end.
+# It has more than 15 attributes because the second half of the round shares its vector, state, book, reducer and calls.
 class AllReduce:
     """The exchange of parts in one group.
 
     Args:
-        round_id: names the round, the same way at all members.
+        round_id: the id of the round, the same at all members.
         group: as agreed, with ``modes`` and ``shares`` filled in.
         own_index: this member's position.
         tensors: contiguous CPU tensors; the averages are written into them.
@@ -111,7 +110,7 @@ class AllReduce:
         counts = [len(parts) for parts in self.vector.parts]
         self.state = RoundState(group, own_index, counts, settings.quorum, passes_on=settings.averaging_alpha == 1)
         self.actions: asyncio.Queue[Action] = asyncio.Queue()
-        """What follows from events and is not the exchange's business."""
+        """Actions that the exchange does not perform itself."""
         self.changed = asyncio.Event()
         """Set after each event."""
         self.delivered, self.received, self.all_complete = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -119,27 +118,27 @@ class AllReduce:
         self.book = NormBook(round_id, group, settings.aggregation, accuse)
         self.exchanged = asyncio.Event()
         """This member has sent and received all that it will in the exchange."""
-        # The calls to reducers may end: they gave this member all averages, or the round is over. A member that needed
-        # a recovery does not end early, so the others wait for the coordinator.
+        # Set when the calls to reducers may end: this member has all averages from them, or the round is over. A member
+        # that needed a recovery does not end early, so the others wait for the coordinator.
         self._may_end = asyncio.Event()
         self.ended = asyncio.Event()
         """Set when the round is over."""
         self.weights: list[float] = []
         """The weight of each member in the average, as the coordinator has committed it."""
         self.waits = Waits(asyncio.get_running_loop().time)
-        """How long members wait for another one alone."""
+        """How long members wait for each member alone."""
         self.reducer = self._make_reducer()
         """Averages the parts that this member reduces."""
         self._pace = FlowControl() if settings.quorum is None else None
-        # By member: what is exchanged with it.
+        # By member: the exchange with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
         self.calls = {i: self._make_calls(i) for i in self._traffic}
         """By member: the calls between the two."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
-        # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
+        # A dictionary as an ordered set, so that every run of a simulation cancels in the same order.
         self._handlers: dict[asyncio.Task[Any], None] = {}
         self.intakes: dict[int, Intake] = {}
-        """By sender: what it sends to this reducer."""
+        """By sender: the incoming side of its calls to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
         self.began_at = self._exchanged_at = asyncio.get_running_loop().time()
         self._show()
@@ -181,12 +180,12 @@ class AllReduce:
         )
 
     def _lose(self, member: RoundMember, error: BaseException) -> None:
-        """The calls to a member report that it is gone."""
+        """Note that a member is gone, as the calls to it report."""
         # A member that has given this one up, perhaps because this one was late, is not to blame.
         self.emit(Lost(member.index, Loss.of(error), is_hearsay=isinstance(error, GaveUpError)))
 
     def emit(self, event: Event) -> None:
-        """Something has happened in the round: do what follows from it, or leave it in :attr:`actions`."""
+        """Pass an event to the state machine. Perform the actions that follow, or put them into :attr:`actions`."""
         for action in on(self.state, event):
             if isinstance(action, StopExchange):
                 self._stop(action)
@@ -196,15 +195,15 @@ class AllReduce:
         self.changed.set()
 
     def _note_received(self, member: int) -> None:
-        """Nothing more will come from a reducer. From now on perhaps only one is missing, for which this peer waits."""
+        """Note that a reducer sends nothing more. If only one is left, this peer waits for that one alone."""
         owed_by_several = len(self._owing()) > 1
         self.emit(AveragesCame(member))
         owing = self._owing()
-        if owed_by_several or not owing:  # the only reducer from the beginning is not late: nobody was faster
+        if owed_by_several or not owing:  # if there was only one from the start, no other was faster: it is not late
             self.waits.miss(owing, Missing.AVERAGES)
 
     def _owing(self) -> list[int]:
-        """Reducers whose averages have not all come."""
+        """Reducers whose averages have not all arrived."""
         return [member.index for member in self.state.members if member.owes_averages]
 
     def _show(self) -> None:
@@ -218,29 +217,29 @@ class AllReduce:
                 seen.set()
 
     def note_not_finite(self, member: int) -> None:
-        """A member has sent values that are not finite."""
+        """Note a member that has sent values that are not finite."""
         self.state.members[member].sent_not_finite = True
 
     @property
     def left_out(self) -> list[int]:
-        """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
+        """Members whose values are missing in some averages, made here or, as others report, elsewhere."""
         return [each.index for each in self.state.members if each.left_out or each.index in self.reducer.left_out]
 
     @property
     def has_news(self) -> bool:
-        """Whether this member knows something that the coordinator is to tell all: bad values, or a long wait.
+        """Whether this member knows something that the coordinator must tell all: bad values, or a long wait.
 
-        Then it does not end its calls early, so that nobody leaves the round before the coordinator has spoken.
+        Then it does not end its calls early, so that no member leaves the round before it hears from the coordinator.
         """
         return bool(self.waits.notable) or any(member.sent_not_finite for member in self.state.members)
 
     @property
     def has_waited_long(self) -> bool:
-        """Whether others were not done for long after this member: the coordinator tells for whom all have waited."""
+        """Whether this member was done long before others. The coordinator tells all which members caused waits."""
         return asyncio.get_running_loop().time() - self._exchanged_at >= NOTABLE_SECONDS
 
     async def run(self) -> None:
-        """Exchange parts with all members. Failures of other members are events, and are not raised here.
+        """Exchange parts with all members. Failures of other members become events and are not raised.
 
         Raises:
             AllreduceException: this member could not average a part.
@@ -270,7 +269,7 @@ class AllReduce:
                 self.emit(Complete(self.own_index))
             self.emit(Exchanged([*self.vector.held]))
             await self.ended.wait()
-            # Calls that end by themselves leave their connections open for the next round.
+            # A call that ends by itself leaves its connection open for the next round.
             if self._exchanges:
                 await asyncio.wait(self._exchanges.values(), timeout=self.settings.sender_timeout)
         finally:
@@ -287,9 +286,9 @@ class AllReduce:
             calls.is_over = True
 
     async def abandon(self) -> None:
-        """Stop the exchange and forget its averages, because the others have gone on without this member."""
+        """Stop the exchange and discard its averages, because the others continue without this member."""
         self.state.own.status = MemberStatus.LATE
-        # The handlers end first: no other member may get an average that is not part of the round's result.
+        # End the handlers first, so that no other member gets an average that is not part of the round's result.
         await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
             self.reducer.ban(member, "this member is late")
@@ -299,7 +298,7 @@ class AllReduce:
         self.vector.restart()
 
     def _stop(self, action: StopExchange) -> None:
-        """Stop all exchange with a member that has failed."""
+        """Stop the exchange with a member that has failed."""
         member = self.state.members[action.index]
         if action.is_new:
             logger.info("group member %s failed: %s", member.peer_id, action.loss.reason)
@@ -318,7 +317,7 @@ class AllReduce:
         """
         state, failed = self.state, self.state.failed
         share = self.vector.share_averaged if state.own.is_sender else 1.0
-        # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
+        # A part that is held without an average is a result, too: its reducer says that no member has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
         if has_nothing and failed:
             reasons = "; ".join(f"{each.peer_id}: {each.loss.reason}" for each in failed if each.loss is not None)
@@ -350,7 +349,7 @@ class AllReduce:
         return MemberTraffic(traffic.bytes_sent, traffic.bytes_received, seconds)
 
     def weight_of(self, member: RoundMember) -> float:
-        """A member's weight as far as this one knows it: members announce their weights to their reducers only."""
+        """A member's weight as far as this one knows it. Members announce their weights to their reducers only."""
         if member is self.state.own:
             return self.weight if member.is_sender else 0.0
         return self.reducer.weights.get(member.index, 0.0) if member.is_sender and not member.failed else 0.0
@@ -358,7 +357,7 @@ class AllReduce:
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
     async def _exchange_with(self, member: RoundMember) -> None:
-        """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
+        """Exchange parts with another member as their reducer. If it fails, only the parts that it reduces are lost."""
         stub, traffic, calls = self.get_stub(member.peer_id), self._traffic[member.index], self.calls[member.index]
         delivery = Delivery(
             traffic,
@@ -387,7 +386,7 @@ class AllReduce:
             self._stop_exchange(member.index)
 
     def _stop_exchange(self, member: int) -> None:
-        """Send nothing more to a member, and expect nothing more from it."""
+        """Send nothing more to a reducer, and expect nothing more from it."""
         self._traffic[member].stop()
         self.emit(PartsSent(member))
         self._note_received(member)
@@ -397,18 +396,18 @@ class AllReduce:
     async def _apply_own_parts(self) -> None:
         for index in range(len(self.reducer)):
             average = await self.reducer.average(index)
-            # All others have failed before they contributed. If some of them live, they average the rest without this
+            # All others have failed before they contributed. Some may be alive and average the rest without this
             # member, so its own values must not count as averages.
             if not average.is_shared:
                 return
             self.vector.take(self.own_index, index, average.values, is_delta=average.is_delta)
 
     def waits_for_beginning_of(self, member: int) -> bool:
-        """Whether this member expects parts from another one that has not even begun to send them."""
+        """Whether this member expects parts from another one that has not started to send."""
         return member in self.reducer.waiting_for and not self.reducer.has_begun(member)
 
     async def _give_up_absent_senders(self) -> None:
-        """Give up senders that have not even begun within the time limit."""
+        """Give up senders that have not started within the time limit."""
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self.reducer.waiting_for):
             if self.waits_for_beginning_of(sender):
@@ -430,7 +429,7 @@ class AllReduce:
             nonlocal intake
             check_beginning(begin, self.intakes.get(index))
             self.book.take_claim(index, begin.norms, begin.statement)
-            self._check_member(begin, sender)  # again: time has passed
+            self._check_member(begin, sender)  # again, because time has passed
             intake = self.begin_stripe(index, begin)
             return intake.exchange(call)
 
@@ -448,11 +447,11 @@ class AllReduce:
             self.emit(Complete(index))
 
     def has_given_up(self, member: RoundMember) -> bool:
-        """Whether nothing more will be exchanged with a member."""
+        """Whether the exchange with a member has been given up."""
         return member.failed or self.state.own.late
 
     def hear_report(self, member: RoundMember) -> None:
-        """A member reports: it exchanges nothing more with anybody, so its broken calls will not be made again."""
+        """Note that a member has reported. It exchanges nothing more, so it will not repeat its broken calls."""
         traffic = self._traffic[member.index]
         if traffic.is_awaited() and traffic.parts_in.missing:
             self._lose(member, GaveUpError(GIVEN_UP))
@@ -460,12 +459,12 @@ class AllReduce:
             traffic.excuse()
 
     def bytes_sent_to(self, members: Iterable[int]) -> int:
-        """Of parts and averages, to these members so far."""
+        """The bytes of parts and averages sent to these members so far."""
         return sum(self._traffic[index].bytes_sent for index in members)
 
     @property
     def has_given_all(self) -> bool:
-        """Whether all living members have been sent all averages that this one reduces."""
+        """Whether this member has sent all averages that it reduces to all living members."""
         return all(
             traffic.averages_out.is_taken
             for index, traffic in self._traffic.items()
@@ -473,10 +472,10 @@ class AllReduce:
         )
 
     def hear_question(self, told: StatusRequest, asker: PeerID) -> bool:
-        """A peer asks about the round, and tells which calls have broken.
+        """Handle a peer's question about the round, which also tells which calls have broken.
 
         Returns:
-            Whether this member has given the asker up.
+            Whether this member has given up the asker.
         """
         if asker not in self.group.peer_ids or (index := self.group.peer_ids.index(asker)) == self.own_index:
             return False
@@ -488,17 +487,17 @@ class AllReduce:
         if sender not in self.group.peer_ids:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
-        # It may lack averages although it has delivered everything.
+        # The caller may lack averages although it has delivered everything.
         member = self.state.members[index]
         is_known = begin.resume > 0 and index in self.intakes and not self.has_given_up(member)
         if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
         if begin.resume > MAX_RESUMES:
-            raise ProtocolError(f"has begun anew {begin.resume} times, more than {MAX_RESUMES}")
+            raise ProtocolError(f"has restarted {begin.resume} times, more than {MAX_RESUMES}")
         return index
 
     def begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
-        """Note that a sender has begun on one of its connections; returns its intake, new on the first connection."""
+        """Note that a sender has started on one connection; returns its intake, which the first connection creates."""
         limit = self.settings.sender_timeout
         known = self.intakes.get(sender)
         if known is None or known.generation < begin.resume:
@@ -512,7 +511,7 @@ class AllReduce:
         return intake
 
     def _give_up_if_partial(self, sender: int, generation: int) -> None:
-        """Give up a sender that has begun on some of its connections only: the rest of its parts may never come."""
+        """Give up a sender that has started on only some of its connections: its other parts may never come."""
         intake = self.intakes[sender]
         if intake.generation == generation and len(intake.begun) < intake.stripes:
             loss = Loss(LossCause.SILENT, "did not begin to send on all its connections in time")

@@ -1,24 +1,24 @@
 """The second half of a round: every member gets every average, even if some members have died.
 
-Each member keeps a call open to the *coordinator* from the beginning of the round. The coordinator is the first member
-that accepts connections. If a member dies, the end of its call shows that at once; a member that has nothing to say
-sends a sign of life now and then. When a member has exchanged all its parts, it reports how many averages it holds from
-each reducer. When all living members have reported, the coordinator either commits the round, or fills the gaps:
+Each member keeps a call open to the *coordinator* from the start of the round. The coordinator is the first member that
+accepts connections. If a member dies, the end of its call shows that at once; an idle member sends heartbeats. When a
+member has exchanged all its parts, it reports how many averages it holds from each reducer. When all living members
+have reported, the coordinator either commits the round, or fills the gaps:
 
 - if some member holds the average of a part, the coordinator fetches it and passes it on unchanged;
 - if no member holds it, the coordinator reduces the part again, from the values of all living members.
 
 Then all members report again. So all survivors end with the same values for every part. If the coordinator dies, the
-next member in order takes over. So it does if the coordinator lives and does nothing: a member that has waited for it
-for ``reducer_timeout`` seconds asks the others, and gives it up if all of them only wait for it, too. If members have
-left the round by then, they answer that it was committed.
+next member in order takes over. The same happens if the coordinator is alive but stuck: a member that has waited for it
+for ``reducer_timeout`` seconds asks the others, and gives it up if all of them are only waiting for it, too. Members
+that have left the round by then answer that it was committed.
 
 A connection may break without a death. So if the coordinator commits without some members that have not left on
-purpose, it keeps the result for them for a while. A member that comes after that, or that finds only others that have
-left, averages nothing again, because its averages would differ from those of the others.
+purpose, it keeps the result for them for a while. A member that comes later, or that finds only others that have left,
+averages nothing again, because its averages would differ from theirs.
 
-With a quorum the round does not wait for all members. When enough of them have sent everything, the others get a time
-of grace. Then the coordinator goes on as if the late members were dead, but keeps the result for them. A coordinator
+With a quorum the round does not wait for all members. When enough of them have sent everything, the others get a grace
+period. Then the coordinator continues as if the late members were dead, but keeps the result for them. A coordinator
 that is late itself resigns.
 """
 
@@ -65,15 +65,15 @@ from shoal.p2p import Call, PeerID
 
 logger = logging.getLogger(__name__)
 
-# The least time to wait for the coordinator's answer. It covers the way there and back: a coordinator whose answer is
-# still under way is not late.
+# The least seconds to wait for the coordinator's answer. Chosen: a round trip of a slow line, because a coordinator is
+# not late while its answer is in flight.
 MIN_ANSWER_SECONDS = 1.0
 
 
 class Participant:
-    """A member's side: it follows the coordinators of one round, one after another if they die.
+    """A member's side: it follows the coordinator of the round, or the next one if that one dies.
 
-    It reports to the coordinator, and sends and takes the parts that the coordinator asks for.
+    It reports to the coordinator, and sends and receives the parts in the coordinator's assignments.
 
     Args:
         allreduce: the round's exchange of parts.
@@ -84,13 +84,13 @@ class Participant:
         self.vector, self.group, self.state = allreduce.vector, allreduce.group, allreduce.state
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
-        # The latest assignment of the coordinator, and whether work on it has yet to begin.
+        # The coordinator's latest assignment, and whether work on it has yet to start.
         self._assignment: Assignment | None = None
         self._is_assigned = asyncio.Event()
         self._reported_at = self.first_report_at = math.inf
 
     def has_waited(self, seconds: float) -> bool:
-        """Whether this member reported at least ``seconds`` ago, and was asked for nothing since."""
+        """Whether this member reported at least ``seconds`` ago and has had nothing to do since."""
         return asyncio.get_running_loop().time() - self._reported_at >= seconds
 
     async def run(self, call: Call) -> None:
@@ -134,7 +134,7 @@ class Participant:
                     case Resigns():
                         raise ResignedError("is late itself")
                     case Late():
-                        # All senders hold all averages, so this member's result is the right one and may be in use.
+                        # All senders hold all averages, so this member's result is final and may be in use.
                         if self.state.all_complete:
                             return
                         await self.allreduce.abandon()
@@ -142,7 +142,7 @@ class Participant:
                     case MembersLost():
                         self._lose(message.lost)
                     case Assignment() | Restart():
-                        # An older assignment sees that it was replaced, and stops between two parts.
+                        # Work on an older assignment stops between two parts when it has been replaced.
                         self._assignment = message if isinstance(message, Assignment) else Assignment()
                         self._reported_at = math.inf
                         self._is_assigned.set()
@@ -154,7 +154,7 @@ class Participant:
     async def _receive_first(self, call: Call) -> None:
         """Wait for the coordinator's answer to the greeting.
 
-        With a quorum, the coordinator is late if it has not answered some time after this member has delivered.
+        With a quorum, the coordinator is late if it has not answered for a while after this member has delivered.
 
         Raises:
             ResignedError: the coordinator is late.
@@ -189,7 +189,7 @@ class Participant:
         self.allreduce.weights = self._check_weights(commit.weights)
         self.state.note_told(commit.not_finite, commit.left_out, coordinator)
         self.allreduce.book.take_proofs(commit.untrue, commit.statements)
-        # Nobody can have waited longer than the round has taken.
+        # No wait can be longer than the round.
         seconds = asyncio.get_running_loop().time() - self.allreduce.began_at
         told = {index: waited for index, waited in commit.waits.items() if index < self.group.group_size}
         self.allreduce.waits.agreed = {index: min(waited, seconds) for index, waited in told.items()}
@@ -216,7 +216,7 @@ class Participant:
         self.first_report_at = min(self.first_report_at, self._reported_at)
 
     async def _fulfil_the_latest(self, shared: SharedCall) -> None:
-        """One assignment at a time: a coordinator could give any number of them, and take no answers."""
+        """Work on one assignment at a time, because a coordinator could send any number and read no answers."""
         while True:
             await self._is_assigned.wait()
             self._is_assigned.clear()
@@ -224,7 +224,7 @@ class Participant:
                 await self._fulfil(shared, assignment)
 
     async def _fulfil(self, shared: SharedCall, assignment: Assignment) -> None:
-        """Send the parts that the coordinator wants, wait for those that it has promised, and report."""
+        """Send the parts that the coordinator wants, wait for those that it promises, and report."""
         for reducer, start, stop in assignment.send:
             for index in range(start, stop):
                 if self._assignment is not assignment:
@@ -261,12 +261,12 @@ async def _receive(call: Call) -> RoundMessage:
 
 
 class Round:
-    """One all-reduce: the exchange of parts, then its end. Serves the calls of other members meanwhile.
+    """One all-reduce: the exchange of parts, then its completion. Serves the calls of other members meanwhile.
 
     Args:
         allreduce: the exchange of parts.
-        note_stuck: called with a coordinator that has not ended the round, and how many seconds this member waited;
-            perhaps after the result.
+        note_stuck: called with a stuck coordinator and the seconds that this member waited for it; perhaps after the
+            result.
     """
 
     def __init__(
@@ -275,11 +275,11 @@ class Round:
         self.allreduce, self.state, self._note_stuck = allreduce, allreduce.state, note_stuck
         self._follower, self._coordinator = Participant(allreduce), Coordinator(allreduce)
         self._quorum = allreduce.settings.quorum
-        # A coordinator did not end the round, and others that follow it still are to hear that this member waited.
+        # This member has given up a stuck coordinator. Others that still follow it must hear that this member waited.
         self._has_given_up = False
-        self._left: set[PeerID] = set()  # the coordinators that this member does not follow any more
+        self._left: set[PeerID] = set()  # the coordinators that this member no longer follows
         self.is_outdated = asyncio.Event()
-        """Set when members that are late would not find their way back into the run by this result any more."""
+        """Set when the result is too old to bring late members back into the run."""
         self._work: asyncio.Future[None] | None = None
         self._acting: asyncio.Future[None] | None = None
 
@@ -287,7 +287,7 @@ class Round:
         """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
 
         Args:
-            failed_before: positions of members that failed in an earlier phase; nobody waits for them.
+            failed_before: positions of members that failed in an earlier phase; this one does not wait for them.
 
         Raises:
             AllreduceException: nothing at all was averaged; the tensors are as they were.
@@ -296,8 +296,8 @@ class Round:
             loss = Loss(LossCause.EARLIER, "failed in an earlier phase")
             self.allreduce.emit(Lost(member, loss, is_hearsay=True))
         self._acting = asyncio.ensure_future(self._coordinator.act())
-        # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
-        # dial would hear of the end later than the others.
+        # The call to the coordinator starts first, so that it takes the existing connection. A call that has to dial
+        # would hear of the end later than the others.
         self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
         try:
             # When all senders hold all averages the result is final; finish() waits for the calls to end.
@@ -306,7 +306,7 @@ class Round:
                 await asyncio.wait([work])
             if work.done():
                 work.result()
-            else:  # the tensors go back to their user, although some calls have not ended
+            else:  # the user gets the tensors back although some calls have not ended
                 self._coordinator.release()
         except BaseException:
             for index in self.allreduce.reducer.find_who_holds_up():
@@ -321,7 +321,7 @@ class Round:
         return bool(self.allreduce.weights) or self.allreduce.all_complete.is_set()
 
     async def finish(self, linger: float) -> None:
-        """Serve the other members until they have all that they need. The tensors are not touched any more.
+        """Serve the other members until they have all that they need. The tensors no longer change.
 
         Args:
             linger: seconds for which late members may come for the result.
@@ -349,7 +349,7 @@ class Round:
         await self._coordinator.serve(call, greeting, self.state.members[peers.index(member)])
 
     async def _complete(self) -> None:
-        """Run until every living member that is not late has every average that could be saved."""
+        """Run until every living member that is not late has every average that could be recovered."""
         try:
             await self._find_coordinator()
         finally:
@@ -363,7 +363,7 @@ class Round:
                 if await self._coordinate_unless_late():
                     return
             elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
-                # Some members could not reach that coordinator and have called this one: they get the result here.
+                # Members that could not reach that coordinator and have called this one get the result here.
                 if not self.state.own.late:
                     await self._coordinator.coordinate(waits=False)
                 return
@@ -371,14 +371,14 @@ class Round:
         await self.allreduce.exchanged.wait()
 
     async def _coordinate_unless_late(self) -> bool:
-        """Coordinate the round. Returns ``False`` if this member is late itself and has to follow another one."""
+        """Coordinate the round. Returns ``False`` if this member is late and has to follow another one."""
         try:
             await self._coordinator.coordinate(waits=True)
         except ResignedError:
             is_late = True
         else:
-            # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
-            # hold the result for it.
+            # No member has called this one, and it got no averages. The others may have finished without it and hold
+            # the result for it.
             has_results = any(self.allreduce.vector.held) or not self.state.own.is_sender  # an auxiliary never gets any
             is_late = self._quorum is not None and bool(self.state.failed) and not has_results
         if is_late:
@@ -386,16 +386,16 @@ class Round:
         return not is_late
 
     def _is_worth_following(self, candidate: RoundMember) -> bool:
-        """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
+        """With a quorum even a failed candidate is tried: it may hold the result of a round that ended without us."""
         return not self._is_silent(candidate).is_set() and (not candidate.failed or self._quorum is not None)
 
     def _is_silent(self, candidate: RoundMember) -> asyncio.Event:
         return self.allreduce.calls[candidate.index].silent
 
     async def _follow_unless_silent(self, coordinator: RoundMember) -> bool:
-        """Follow a coordinator, but stop as soon as the watch finds it silent.
+        """Follow a coordinator until the watchdog finds it silent.
 
-        Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
+        All candidates are watched at once. So if several fall silent, their time limits run in parallel.
         """
         following = asyncio.ensure_future(self._follow(coordinator))
         await first_completed(following, self._is_silent(coordinator).wait(), self._wait_until_stuck(coordinator))
@@ -407,13 +407,13 @@ class Round:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this member has nothing left to do but to wait for its coordinator, or has given that one up."""
+        """Whether this member is only waiting for its coordinator, or has given it up."""
         return self.allreduce.has_given_all and (self._has_given_up or self._follower.has_waited(0.0))
 
     async def _wait_until_stuck(self, coordinator: RoundMember) -> None:
-        """Give a coordinator up that does not end the round, although all others only wait for that."""
+        """Give up a coordinator that does not end the round although all others are only waiting for that."""
         limit, state = self.allreduce.settings.reducer_timeout, self.state
-        # Clients cannot be asked. One member that does not wait is enough, and is asked first the next time.
+        # Clients cannot be asked. One busy member is enough, and is asked first the next time.
         others = [state.members[index] for index in state.coordinators]
         others = [member for member in others if member not in (state.own, coordinator)]
         busy: RoundMember | None = coordinator
@@ -429,7 +429,7 @@ class Round:
 
     @property
     def _is_overdue(self) -> bool:
-        """Whether the round would be over even if a gap had to be filled after each death, whatever others say."""
+        """Whether the round should be over by now, even if gaps had to be filled after each death."""
         settings, reported_at = self.allreduce.settings, self._follower.first_report_at
         seconds = 2 * settings.reducer_timeout + settings.sender_timeout + reported_at - self.allreduce.began_at
         now = asyncio.get_running_loop().time()
@@ -442,7 +442,7 @@ class Round:
         return None
 
     async def _is_busy(self, member: RoundMember) -> bool:
-        """Whether the coordinator may be waiting for another member, which perhaps has failed only here."""
+        """Whether the coordinator may be waiting for this member, which perhaps has failed only here."""
         question, stub = StatusRequest(round_id=self.allreduce.round_id), self.allreduce.get_stub(member.peer_id)
         try:
             reply = await stub.rpc_round_status(question, timeout=self.allreduce.settings.sender_timeout)
@@ -459,7 +459,7 @@ class Round:
             await self.allreduce.calls[coordinator.index].follow(stub.rpc_complete, self._follower.run, patience)
             return True
         except PEER_FAILURES as e:
-            # The member follows the next coordinator. One that resigned will come back for the result, so it is kept.
+            # Follow the next coordinator. One that resigned will come back for the result, so the result is kept.
             self.state.closed_early |= isinstance(e, ResignedError)
             self.state.missed |= isinstance(e, MissedError)
             self.allreduce.emit(Lost(coordinator.index, Loss.of(e)))

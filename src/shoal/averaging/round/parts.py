@@ -1,12 +1,12 @@
 """Tensors as parts: how they are cut, which member reduces which part, and which parts hold the average already.
 
-Each tensor is cut into parts of a size that suits the network. Models have many small tensors, and each part costs more
-than its bytes. So tensors of one type are cut as if they were one, if their codec treats each value by itself. Each
-member gets a consecutive range of the values, its share. If a part crosses the border between two shares, the member
-that has more of it reduces all of it. All members derive the same parts from the same agreed numbers.
+Tensors are cut into parts of a size that suits the network. Models have many small tensors, and each part has overhead.
+So tensors of one type are cut as if they were one, if their codec treats each value by itself. Each member gets a
+consecutive range of the values, its share. If a part crosses the border between two shares, the member that has more of
+it reduces all of it. All members derive the same parts from the same agreed numbers.
 
 *How large the shares are.* Take a butterfly all-reduce of n peers, and a peer with a share w of the vector (Σw = 1). It
-sends and receives its own vector once, and serves n - 1 others for its share. In units of the vector its traffic each
+sends and receives its own vector once, and serves n - 1 others for its share. In units of the vector, its traffic each
 way is 1 - w + (n - 1)·w = 1 + (n - 2)·w. With bandwidth b this takes the time (1 + (n - 2)·w) / b. The all-reduce is
 fastest when all peers that have a share need the same time T::
 
@@ -37,15 +37,15 @@ from shoal.compression.statistics import codec_for_average
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
-# Large enough that the cost of a message is small beside it; small enough that some parts are reduced while others are
-# still on their way.
+# Chosen: large enough that the overhead of a message is small, small enough that some parts are reduced while others
+# are still in flight.
 DEFAULT_PART_SIZE_BYTES = 2**19
-# Tensors that are cut as one give at least so many parts to each reducer. With fewer, rounding would make the shares
-# uneven.
+# Tensors that are cut as one give each reducer at least this many parts (chosen). With fewer, rounding would make the
+# shares uneven.
 PARTS_PER_MEMBER = 4
-# Parts that are cut to even out shares are not smaller than this. So fewer members reduce a small vector.
+# Parts that are cut to even out shares are not smaller than this (chosen). So fewer members reduce a small vector.
 MIN_EVEN_BYTES = 2**14
-# A part that is sent as a short message becomes long where it is decoded. So it has at most this many values.
+# A part that travels as a short message takes much memory once decoded, so it has at most this many values (chosen).
 MOST_RELAYED_VALUES = 2**20
 
 
@@ -54,8 +54,8 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
 
     Args:
         vector_size: number of values.
-        bandwidths: of each peer, in any unit. 0: the peer must not reduce. ``None``: unknown, taken as the mean of the
-            known ones.
+        bandwidths: one for each peer, in any unit. 0: the peer must not reduce. ``None``: unknown, taken as the mean of
+            the known ones.
         min_size: a peer that would get fewer values gets none, unless no peer would be left.
 
     Returns:
@@ -73,7 +73,7 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
 
 
 def rescale_shares(shares: Sequence[int], vector_size: int) -> tuple[int, ...]:
-    """The same split for a vector of another size, in exact arithmetic, so that all members get the same numbers.
+    """The same split for a vector of another size. Exact arithmetic gives all members the same numbers.
 
     Args:
         shares: number of values for each peer, as agreed for the whole vector.
@@ -93,7 +93,7 @@ def rescale_shares(shares: Sequence[int], vector_size: int) -> tuple[int, ...]:
 
 
 def _fill(speeds: Sequence[float]) -> list[float]:
-    """Shares with which all peers that have one need the same time."""
+    """Shares such that all peers that have one need the same time."""
     count = len(speeds)
     if count <= 2:  # the time does not depend on the shares: split evenly
         able = sum(speed > 0 for speed in speeds)
@@ -118,7 +118,7 @@ def _drop_small(shares: list[float], min_share: float) -> list[float]:
 
 
 def _to_integers(shares: Sequence[float], total: int) -> tuple[int, ...]:
-    """Round down, then give the rest out one by one, each to the peer furthest below its share (Jefferson's rule)."""
+    """Round down, then hand out the rest one by one, each to the peer furthest below its share (Jefferson's rule)."""
     result = [math.floor(share * total) for share in shares]
     for _ in range(total - sum(result)):
         best = max(
@@ -140,7 +140,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The unit of averaging, which one member reduces: a piece of a tensor, or of several that are cut as one."""
+    """The unit of averaging, reduced by one member: a piece of a tensor, or of several that are cut as one."""
 
     segments: tuple[Segment, ...]
     """Where its values are, in order."""
@@ -168,13 +168,13 @@ class Part:
 
     @cached_property
     def nbytes(self) -> float:
-        """Its size on the wire in bytes; ``inf``: the codec cannot tell before it has the values."""
+        """The size on the wire in bytes; ``inf``: the codec cannot tell before it has the values."""
         nbytes = self.codec.compressed_nbytes((self.length,), self.info)
         return math.inf if nbytes is None else nbytes
 
     @cached_property
     def returned(self) -> Part:
-        """This part on its way back: as its average is encoded."""
+        """This part on the way back, with the codec of its average."""
         codec = self.codec.for_averages
         return self if codec is None else replace(self, codec=codec)
 
@@ -197,7 +197,7 @@ def split_into_parts(
     Args:
         infos: one for each tensor.
         codec: compresses the parts.
-        part_size_bytes: the size of a part on the wire, about.
+        part_size_bytes: the approximate size of a part on the wire.
         shares: how many values each member should reduce; their sum is the number of values in all tensors.
     """
     borders = _Borders(shares)
@@ -217,7 +217,7 @@ def split_into_parts(
         if isinstance(own_codec, Relayed):
             length = min(length, MOST_RELAYED_VALUES)
         if is_on_grid:
-            # Whoever encodes the whole vector gets the same blocks.
+            # Cut at block borders, so that encoding the whole vector gives the same blocks.
             length = max(1, length // (block := own_codec.block or 1)) * block
         segments = _Segments(indices, lengths)
         for part_index, start in enumerate(range(0, total, length)):
@@ -236,7 +236,7 @@ def _cut_as_one(
     groups: dict[object, tuple[CompressionBase, list[int]]] = {}
     for index, info in enumerate(infos):
         own_codec = codec_for_average(codec, info)
-        # The role counts because gradients are averaged in another way than parameters, see PartReducer.
+        # The role matters because PartReducer averages gradients and parameters differently.
         kind = (own_codec.fingerprint, info.descriptor.dtype, info.role) if own_codec.elementwise else index
         groups.setdefault(kind, (own_codec, []))[1].append(index)
     return groups.values()
@@ -303,7 +303,7 @@ class RoundVector:
         tensors: contiguous CPU tensors; the averages are written into them.
         infos: one for each tensor.
         codec: compresses the parts for the wire.
-        part_size_bytes: the size of a part on the wire, about.
+        part_size_bytes: the approximate size of a part on the wire.
         shares: how many values each member reduces.
         alpha: local values move by this fraction of the way to the average.
         is_spoilt: whether some values of this member may be NaN or infinite.
@@ -329,10 +329,10 @@ class RoundVector:
             self.parts[part.reducer].append(part)
         self.held = [0] * len(shares)
         """By reducer: how many of its parts, from the first one on, hold the average here."""
-        # Parts, by reducer and index, that count as held but have no average, because nobody has contributed.
+        # Parts, by reducer and index, that count as held but have no average, because no member has contributed.
         self._without_average: set[tuple[int, int]] = set()
-        # By reducer and index: averages that wait for those of earlier parts. Parts are applied in order, so that one
-        # number per reducer says which are held.
+        # By reducer and index: averages that wait for those of earlier parts. Parts are applied in order, so one number
+        # per reducer tells which are held.
         self._early: list[dict[int, _Average]] = [{} for _ in shares]
 
     @property
@@ -346,7 +346,7 @@ class RoundVector:
         return all(held == len(parts) for held, parts in zip(self.held, self.parts, strict=True))
 
     def restart(self) -> None:
-        """Forget which parts have been averaged: all averages are going to come again."""
+        """Forget which parts have been averaged, because all averages will come again."""
         self.held = [0] * len(self.held)
         self._values_averaged = 0
         self._without_average.clear()
@@ -358,12 +358,12 @@ class RoundVector:
             early.clear()
 
     def let_go(self) -> None:
-        """The round is over, also for others: do not keep the tensors alive any longer."""
+        """Release the tensors, because the round is over for all members."""
         self.flat = []
         self.drop_early()
 
     def has_average(self, reducer: int, index: int) -> bool:
-        """Whether a held part has an average. It has none if nobody has contributed."""
+        """Whether a held part has an average. It has none if no member has contributed."""
         return (reducer, index) not in self._without_average
 
     def copy_values(self) -> list[torch.Tensor]:
@@ -385,12 +385,12 @@ class RoundVector:
         return None if values is None else part.compress(values)
 
     def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
-        """Take the average of a part. It is applied when those of all earlier parts of the same reducer are here.
+        """Take the average of a part. It is applied after those of all earlier parts of the same reducer.
 
         Args:
             reducer: the member that reduces the part.
             index: the part's position among those of the reducer.
-            values: the average; ``None``: there is none, and the local values stay.
+            values: the average; ``None``: it has none, and the local values stay.
             is_delta: whether ``values`` is the difference to the local values.
         """
         early = self._early[reducer]
@@ -409,7 +409,7 @@ class RoundVector:
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
         if is_delta:
-            # The codec's error may carry the sum beyond the largest number of the type.
+            # The codec's error may push the sum beyond the largest number of the type.
             largest = torch.finfo(target.dtype).max
             target.add_(values.to(target.dtype), alpha=self.alpha).clamp_(-largest, largest)
         elif self.alpha == 1 or (self.is_spoilt and not all_finite(target)):
@@ -457,16 +457,16 @@ class RoundVector:
         if header.status == PartStatus.DELTA and not dtype.is_floating_point:
             raise ProtocolError(f"sent a difference for a part of {dtype}")
         if header.status == PartStatus.MESSAGES and not isinstance(part.codec, ExactAverages):
-            raise ProtocolError("sent messages of members for a part of which nobody wants them")
-        # Where the codec cannot tell the size beforehand, this bounds the memory that the other side can claim.
+            raise ProtocolError("sent members' messages for a part that is not sent as messages")
+        # If the codec cannot tell the size beforehand, this bounds the memory that the other side can claim.
         limit = 2 * part.length * dtype.itemsize + 2**16
         if nbytes != part.nbytes if math.isfinite(part.nbytes) else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
     def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
-        """Decode a part whose bytes are all here and whose header has passed :meth:`check`; ``None``: no values.
+        """Decode a part whose bytes have all arrived and whose header has passed :meth:`check`; ``None``: no values.
 
-        A message that may be passed on stays as it is, in bytes.
+        A message that may be passed on is kept as bytes.
         """
         if header.metadata is None:
             return None

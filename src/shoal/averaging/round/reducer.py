@@ -1,14 +1,14 @@
 """One member's share of an all-reduce: it collects parts from the senders, averages them, and hands the averages back.
 
 A part is averaged when all senders that have not been given up have delivered it. The values are added in the order of
-the members, so the result does not depend on which of them was faster. Memory is bounded: senders may run ahead by a
-few parts only, and only a few averages wait to be sent.
+the members, so the result does not depend on which of them was faster. Memory is bounded: senders may run ahead by only
+a few parts, and only a few averages wait to be sent.
 
-A member whose values are not finite says so and has weight 0. If a part with such values comes nevertheless, it is left
-out of the average.
+A member whose values are not finite announces this and has weight 0. If a part with non-finite values arrives anyway,
+it is left out of the average.
 
-The average is the weighted mean, unless the group has another rule (:mod:`shoal.averaging.aggregation`). Such a rule
-may take long: then it works on one part after another in a thread, and the loop goes on.
+The average is the weighted mean, unless the group has another rule (:mod:`shoal.averaging.aggregation`). A slow rule
+works on one part after another in a thread, so that it does not block the event loop.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from shoal.averaging.round.waits import Missing, Waits
 
 logger = logging.getLogger(__name__)
 
-# Memory for parts that have arrived and wait for the same part of other senders. Averages that wait to be sent, and the
-# values that they are made of, may take as much again.
+# Memory for parts that wait for the same part of other senders (chosen). Averages that wait to be sent, and the values
+# that they are made of, may take as much again.
 WINDOW_BYTES = 32 * 2**20
 
 
-# About so many values are compared to tell whether two tensors are similar.
+# The approximate number of values that are compared to tell whether two tensors are similar (chosen).
 _SAMPLE = 4096
 
 
 def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are nearly the same, judged by a sample of their values.
 
-    They are if three quarters of the values differ by less than half of their root mean square. Norms would not tell:
-    a codec may distort a few very large values, which dominate the norm, but not most of the values.
+    They are if three quarters of the values differ by less than half of their root mean square. Norms would not show
+    this: a codec may distort a few very large values, which dominate the norm, but not most of the values.
     """
-    # The step is odd: an even one could hit the same column of a matrix again and again.
+    # The step is odd, because an even one could hit the same column of a matrix again and again.
     step = one.numel() // _SAMPLE | 1
     one, other = one.flatten()[::step], other.flatten()[::step]
     limit = 0.5 * float(torch.linalg.vector_norm(one)) / max(1, one.numel()) ** 0.5
@@ -61,7 +61,7 @@ def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _choose(choices: list[bool], one: torch.Tensor, other: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Piece by piece, values of the one or of the other."""
+    """For each piece, the values of one tensor or of the other."""
     pieces = zip(choices, one.split_with_sizes(lengths), other.split_with_sizes(lengths), strict=True)
     return torch.cat([first if is_first else second for is_first, first, second in pieces])
 
@@ -78,31 +78,31 @@ class OwnAverage(NamedTuple):
     is_delta: bool
     """Whether ``values`` is the difference to the local values."""
     is_shared: bool
-    """Whether another member has contributed, or none was expected to."""
+    """Whether another member has contributed, or no other was expected to."""
 
 
 @dataclass
 class _PartState:
     values: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    """What has arrived, by sender; of this member what counts, if that is not its values as they are. ``None``: nothing
-    that counts, because it is not finite."""
+    """By sender: the values that have arrived; ``None``: they are not finite. For this member: the values that count,
+    if these differ from its own."""
     similar: list[bool] | None = None
     """By tensor: whether this member's own values count as if they had been sent; ``None``: the same for all."""
     is_complete: bool = False
-    """What comes now is too late: it is being averaged."""
+    """The part is being averaged, so values that arrive now are too late."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
     messages: PartMessages | None = None
-    """What the average is made of, if that is sent instead."""
+    """The messages that the average is made of, if these are sent instead of it."""
     is_shared: bool = True
-    """Another member has contributed, or none was expected to."""
+    """Another member has contributed, or no other was expected to."""
     takers: set[int] = field(default_factory=set)
-    """Members that will still ask for the average; may include this one."""
+    """Members that still need the average; may include this one."""
 
 
 class PartReducer:
-    """Averages the parts of which this member is the reducer.
+    """Averages the parts that this member reduces.
 
     Args:
         parts: the parts to reduce.
@@ -110,8 +110,8 @@ class PartReducer:
         own_values: returns this member's own values of a part, or ``None`` if they are not finite. ``None``: this
             member does not contribute.
         local_index: this member's position.
-        weights: of the members whose weights are known so far; at least this member's own.
-        on_not_finite: called with a sender that has a weight above 0, but has sent values that are not finite.
+        weights: the weights that are known so far; at least this member's own.
+        on_not_finite: called with a sender that has a weight above 0 but has sent values that are not finite.
         combiner: averages by another rule; ``None``: the mean.
     """
 
@@ -130,24 +130,24 @@ class PartReducer:
         self.waiting_for = set(senders)
         """Senders that still have something to deliver and have not been given up."""
         self.left_out: set[int] = set()
-        """Senders without whose values some parts were averaged, here or, as other reducers say, there."""
+        """Senders whose values are missing in some averages, made here or, as other reducers say, there."""
         self.banned: dict[int, str] = {}
-        """Why each sender was given up that had not delivered everything."""
+        """By sender that was given up before it had delivered everything: the reason."""
         self.finished = asyncio.Event()
-        """The reducer waits for no sender any more."""
+        """Set when the reducer no longer waits for any sender."""
         self.waits: Waits | None = None
-        """How long others are waited for, each alone; ``None``: nobody asks."""
+        """How long this member waits for each other one alone; ``None``: not measured."""
         self._first = 0  # the first part that is not complete
         self._error: Exception | None = None
         self.weights = dict(weights)
         """The weights of the members that have announced themselves, and this member's own."""
         self._own_values, self._local_index = own_values, local_index
         self._states = [_PartState() for _ in parts]
-        # Parts that a rule is working on, or going to: their memory is bounded as that of parts that wait.
+        # Parts that a rule works on or will work on. Their memory is bounded like that of waiting parts.
         self._at_work: dict[asyncio.Task[None], None] = {}
         self._one_at_a_time = asyncio.Lock()
         largest = max((part.length * part.info.descriptor.dtype.itemsize for part in parts), default=1)
-        # At least two, so that one part can be on its way while another one is being averaged.
+        # At least two, so that one part can be in flight while another one is being averaged.
         self._window = max(2, WINDOW_BYTES // (largest * max(1, len(self.waiting_for))))
         self._reduce_complete_parts()
         self._check_finished()
@@ -172,8 +172,8 @@ class PartReducer:
 
         Args:
             sender: the member that has sent it.
-            index: which part it is.
-            values: ``None``: the sender's values are not finite.
+            index: the index of the part.
+            values: its values; ``None``: they are not finite.
         """
         state = self._states[index]
         if self._combiner is not None and values is not None:
@@ -195,7 +195,7 @@ class PartReducer:
         own = None if state.similar is None or self._own_values is None else self._own_values(part)
         if state.similar is None or own is None:
             return OwnAverage(difference, True, state.is_shared)
-        # A difference would round the averages of tensors whose own values have counted exactly.
+        # A difference would round the averages of tensors whose own values counted exactly.
         moved = without_overflow(own + difference)
         return OwnAverage(_choose(state.similar, moved, average, part.lengths), False, state.is_shared)
 
@@ -204,7 +204,7 @@ class PartReducer:
         return self._states[index].done.is_set()
 
     def is_crowded(self, index: int) -> bool:
-        """Whether the average of part ``index`` must be sent soon, because a whole window of later ones waits, too."""
+        """Whether the average of part ``index`` must be sent soon, because a full window of later ones is waiting."""
         return index + self._window < len(self._states) and self.is_averaged(index + self._window)
 
     async def peek(self, index: int) -> torch.Tensor | None:
@@ -225,7 +225,7 @@ class PartReducer:
         the average itself, so the codec loses less.
 
         Returns:
-            The bytes, or ``None`` for "unchanged"; and what they are.
+            The bytes, or ``None`` for "unchanged"; and their meaning.
 
         Raises:
             ProtocolError: the sender was given up before it delivered the part.
@@ -259,7 +259,7 @@ class PartReducer:
             state.values.clear()
 
     def find_who_holds_up(self) -> set[int]:
-        """Senders that lack a part for which others wait: some have delivered later ones, as far as there is room."""
+        """Senders that have not delivered the first open part although others are half a window ahead."""
         for index, state in enumerate(self._states):
             if not state.is_complete:
                 later = self._states[min(index + self._window // 2, len(self._states) - 1)]
@@ -267,7 +267,7 @@ class PartReducer:
         return set()
 
     def delivered_everything(self, sender: int) -> None:
-        """Note that a sender has delivered all its parts and got its averages."""
+        """Note that a sender has delivered all its parts and received its averages."""
         self.waiting_for.discard(sender)
         self._check_finished()
 
@@ -282,7 +282,7 @@ class PartReducer:
         self._check_finished()
 
     def _note_who_is_missing(self) -> None:
-        """Until others have delivered the first open part, nobody is late with it."""
+        """Note which senders are missing. No sender is late with the first open part before others have delivered."""
         if self.waits is None:
             return
         while self._first < len(self._states) and self._states[self._first].is_complete:
@@ -309,7 +309,7 @@ class PartReducer:
             self._give_up(e)
 
     def _give_up(self, error: Exception) -> None:
-        """Fail the whole reducer: the error is this member's own, not the fault of the last part's sender."""
+        """Fail the whole reducer, because the error is this member's own and not the fault of the part's sender."""
         self._error = self._error or error
         self.waiting_for.clear()
         for state in self._states:
@@ -318,7 +318,7 @@ class PartReducer:
         self.finished.set()
 
     async def finish(self) -> None:
-        """Wait until nobody is waited for any more, and all parts are averaged.
+        """Wait until no more senders are awaited and all parts are averaged.
 
         Raises:
             AllreduceException: this member could not average a part.
@@ -332,7 +332,7 @@ class PartReducer:
         self._check_error()
 
     async def close(self) -> None:
-        """No average is needed any more that a rule is still working on."""
+        """Stop the work on averages, because they are no longer needed."""
         await cancel_and_wait(*self._at_work)
 
     def _check_error(self) -> None:
@@ -340,7 +340,7 @@ class PartReducer:
             raise AllreduceException(f"this peer could not average a part: {self._error}") from self._error
 
     def reduce(self, state: _PartState, index: int) -> None:
-        """Average one part, from the members that have sent it."""
+        """Average one part from the members that have sent it."""
         senders, part = sorted(state.values), self._parts[index]
         state.is_complete = True
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
@@ -352,7 +352,7 @@ class PartReducer:
         if self._combiner is None:
             self._note_average(state, index, self._mean(state, part))
             return
-        # From the mean it can be seen; other rules might hide it.
+        # The mean would show values that are not finite; other rules might hide them.
         self._leave_out_not_finite(state)
         order, values = self._counting(state, part, trust_own=False)
         combination = self._combiner.combination(order, values, self.weights, part)
@@ -364,11 +364,11 @@ class PartReducer:
             self._note_average(state, index, _in_range(combination.make()))
 
     async def _work(self, state: _PartState, index: int, combination: Combination) -> None:
-        """Let the rule make an average outside the loop."""
+        """Let the rule make an average in a thread."""
         try:
             async with self._one_at_a_time:
                 average = await run_in_worker(lambda: _in_range(combination.make()))
-            if not state.done.is_set():  # else this member has given up
+            if not state.done.is_set():  # otherwise this member has given up
                 self._note_average(state, index, average)
         except Exception as e:
             logger.exception("could not average a part")
@@ -377,14 +377,14 @@ class PartReducer:
     def _note_average(self, state: _PartState, index: int, average: torch.Tensor | None) -> None:
         part, state.average = self._parts[index], average
         if part.codec.for_averages is not None and average is not None:
-            # This member, too, takes what the others will decode.
+            # This member, too, takes the values that the others will decode.
             state.encoded, state.average = part.returned.codec.compress_and_decode(average, part.info)
-        if not part.codec.lossy or part.codec.for_averages is not None:  # only differences need what was sent
+        if not part.codec.lossy or part.codec.for_averages is not None:  # only differences need the sent values
             state.values.clear()
         state.done.set()
 
     def _note_messages(self, state: _PartState, index: int, codec: Relayed) -> None:
-        """Average what the members have sent, and decide whether others are sent that or its mean."""
+        """Average the messages of the members, and decide whether to send others the messages or their mean."""
         part = self._parts[index]
         order, received = self._counting(state, part)
         messages = PartMessages.of(codec, part.info, order, [self.weights[member] for member in order], received)
@@ -410,7 +410,7 @@ class PartReducer:
     def _counting(
         self, state: _PartState, part: Part, *, trust_own: bool = True
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """The members whose values count, in order, and these."""
+        """The members whose values count, in order, and their values."""
         values = {sender: sent for sender, sent in state.values.items() if sent is not None}
         own = None if self._own_values is None else self._own_values(part)
         if own is not None and (trust_own or all_finite(own)):
@@ -419,7 +419,7 @@ class PartReducer:
         return order, [values[member] for member in order]
 
     def _leave_out_not_finite(self, state: _PartState) -> None:
-        """Leave out members that have sent values that are not finite, and report those that have a weight."""
+        """Leave out members that have sent values that are not finite, and report those with a weight above 0."""
         state.values.pop(self._local_index, None)
         for sender, values in sorted(state.values.items()):
             if values is not None and not all_finite(values):
@@ -430,11 +430,11 @@ class PartReducer:
     def _counted(self, values: torch.Tensor, part: Part, state: _PartState) -> torch.Tensor:
         """This member's own values as they count in an average with those that have arrived.
 
-        Own values do not travel, so no codec has changed them. Where members hold nearly the same values, such as
-        parameters, they are put through the codec nevertheless. The codec makes the same error in the same values, so
-        the error cancels out in the differences that members get back, and members that agree keep their values.
-        Where members have little in common, as with gradients, own values count exactly. Where one result is for all,
-        they always count as if they had been sent: then it does not depend on who reduces them.
+        Own values do not travel, so no codec has changed them. If members hold nearly the same values (parameters, for
+        example), the codec is applied to own values as well. It makes the same error in the same values, so the error
+        cancels out in the differences that members get back, and members that agree keep their values. If members have
+        little in common (gradients, for example), own values count exactly. If all members take one result, own values
+        always count as if they had been sent, so that the result does not depend on which member reduces them.
         """
         if isinstance(part.codec, Relayed):
             return as_bytes(part.compress(values))
@@ -445,7 +445,7 @@ class PartReducer:
         others = [sent for i, sent in sorted(state.values.items()) if sent is not None and self.weights[i] > 0]
         if not others or not values.is_floating_point():
             return values
-        # Tensor by tensor: the average of one must not depend on which others are cut together with it.
+        # Tensor by tensor, so that the average of one does not depend on which others are cut together with it.
         own, sent = (each.split_with_sizes(part.lengths) for each in (values, others[0]))
         similar = [_are_similar(*pair) for pair in zip(own, sent, strict=True)]
         if not any(similar):

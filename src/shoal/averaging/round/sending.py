@@ -1,17 +1,17 @@
 """How parts and averages are cut into messages, which any number of connections take one after another.
 
-*Bundles.* Several small parts travel in one message. Models have many tensors of some hundred values, and with codecs
-that look at a tensor as a whole each of them is a part of its own. A message for each would cost more than its bytes.
+*Bundles.* Several small parts travel in one message. Models have many tensors of a few hundred values, and each is a
+part of its own if the codec treats a tensor as a whole. Separate messages would cost more than these bytes.
 
 *Slices.* Over long links a large part travels in slices, over several connections at once. Connections that share a
-slow link are slow. If each carried whole parts, the last parts would end at very different times, and the link would be
-half idle meanwhile. With slices all connections end together.
+slow link are slow. If each carried whole parts, the last parts would end at very different times, with the link half
+idle meanwhile. With slices, all connections end together.
 
-*Pace.* A receiver that is ahead waits for the rest. All connections of a member share one uplink, and TCP does not
-share it equally. Some receivers would be done early; the few connections to the rest cannot fill the link and speed up
-slowly, so the round would take as long as its last receiver. Nobody waits for a receiver that makes no progress, or to
-which connections have broken. A connection that is held back still carries something now and then, or the other side
-would take this one for dead.
+*Flow control.* A receiver that is ahead waits for the rest. All connections of a member share one uplink, and TCP does
+not share it equally. Without flow control some receivers would be done early, and the few connections to the rest could
+not fill the link, so the round would take as long as its last receiver. Receivers that are stalled, or whose
+connections have broken, hold up no other. A connection that is held back still carries a piece now and then, or the
+other side would take this one for dead.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shoal.errors import ProtocolError
 from shoal.net.transport import Buffer
 from shoal.p2p import Call
 
-# The length of a TLS record.
+# The maximum length of a TLS record (RFC 8446).
 SLICE_BYTES = 2**14
-# Parts that take no more than this together travel in one message.
+# The most bytes of parts in one message. Chosen: as much as one part of the default size.
 BUNDLE_BYTES = 2**19
-# The most parts in one message: their descriptions have to fit into its header.
+# The most parts in one message (chosen): their descriptions have to fit into its header.
 BUNDLE_PARTS = 256
 
 
@@ -43,14 +43,14 @@ class OutgoingParts:
 
     Args:
         sizes: the size of each part in bytes.
-        encode: encodes the part with a given index; does not wait if the part is there.
+        encode: encodes the part with a given index; returns at once if the part is ready.
         is_there: tells whether the part with a given index can be encoded now.
-        wait: waits until it can.
+        wait: waits until it can be.
         on_sent: called when all pieces have been sent.
         is_average: whether these are averages, rather than parts to reduce.
         is_urgent: tells whether the part with a given index must go before everything else.
         held: tells how many averages of the receiver this member holds, see :class:`PartMessage`.
-        left_out: tells whose values averages lack, see there, too.
+        left_out: tells which members' values are missing in averages, see :class:`PartMessage`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OutgoingParts:
         """The number of all parts."""
         self._encode, self._is_there, self._wait, self._on_sent = encode, is_there, wait, on_sent
         self.in_slices = False
-        """Large parts are cut into slices, because they travel over several connections."""
+        """Whether to cut large parts into slices, because they travel over several connections."""
         # Parts that no connection has taken, in order.
         self._ranges = deque([range(self.count)] if self.count else [])
         self._untaken = self.count
@@ -81,7 +81,7 @@ class OutgoingParts:
         self._pieces_per_part = 1
         self._under_way = 0
         self.bytes_sent = 0
-        """Of all payloads so far."""
+        """The bytes of all payloads so far."""
 
     @property
     def left(self) -> float:
@@ -114,7 +114,7 @@ class OutgoingParts:
     async def send_next(self, call: Call) -> None:
         """Send the next piece, which must be ready."""
         if not self._pieces:
-            # Moved before anything is awaited, so that no other connection takes the same parts.
+            # The range moves before the first await, so that no other connection takes the same parts.
             taken = self._take_bundle()
             pieces = list(self._cut(taken.start, [await self._encode(index) for index in taken]))
             self._pieces.extend(pieces)
@@ -129,7 +129,7 @@ class OutgoingParts:
             self._on_sent()
 
     def repeat(self, gaps: Sequence[tuple[int, int]]) -> None:
-        """Send these parts from now on, and nothing else; no connection may be sending any.
+        """Send only these parts from now on. No connection may be sending meanwhile.
 
         Args:
             gaps: ranges of parts.
@@ -148,7 +148,7 @@ class OutgoingParts:
             self._on_sent()
 
     def _take_bundle(self) -> range:
-        """Take the next part, and those after it that travel in one message with it."""
+        """Take the next part, and those after it that fit into the same message."""
         together = self._ranges.popleft()
         end = self._end_of_bundle(together)
         taken, rest = range(together.start, end), range(end, together.stop)
@@ -193,17 +193,17 @@ async def send_all(call: Call, *sources: OutgoingParts, before: Callable[[], Awa
         chosen = max(ready, key=lambda source: source.is_urgent)
         if before is not None:
             await before()
-            if not chosen.is_ready:  # meanwhile another connection has taken it
+            if not chosen.is_ready:  # another connection has taken the piece meanwhile
                 continue
         await chosen.send_next(call)
 
 
-# A member is ahead if it has this much less left to receive than the one that has most left (0.08: eight percent less).
-# A smaller lead would hold back all members but one, and the connections to that one alone cannot fill the link.
+# A receiver is ahead if it has this much less left to receive than the one that has most left (0.08: eight percent
+# less). Chosen: a smaller lead would hold back all but one, whose connections alone cannot fill the link.
 MAX_LEAD = 0.08
-# Nobody waits for a receiver to which no piece could be sent for this long, in seconds.
+# A receiver to which no piece could be sent for this many seconds is stalled (chosen): the others do not wait for it.
 STALLED_SECONDS = 0.5
-# The longest time that a connection is held back before it may send another piece, in seconds.
+# The longest time in seconds that a connection is held back before it may send another piece (chosen).
 MAX_WAIT_SECONDS = 1.0
 
 
@@ -229,7 +229,7 @@ class FlowControl:
         return (1 - MAX_LEAD) * max(moving, default=0.0)
 
     def wake(self) -> None:
-        """Let connections go on whose receivers are not ahead any more."""
+        """Resume connections whose receivers are no longer ahead."""
         waiting = [runner for runner in self._runners if runner.waiting]
         # This runs for every piece, so the limit is computed only if a connection waits.
         least_left = self.least_left() if waiting else 0.0
@@ -239,7 +239,7 @@ class FlowControl:
 
 
 class Runner:
-    """One receiver in a pace: what is sent to it, over any number of connections."""
+    """One receiver under flow control: the data sent to it, over any number of connections."""
 
     def __init__(self, pace: FlowControl, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
@@ -249,14 +249,14 @@ class Runner:
         """Connections that are held back."""
 
     def note_progress(self) -> None:
-        """Note that the receiver got the next piece, or will get no more."""
+        """Note that the receiver has got the next piece, or will get no more."""
         self.moved_at = asyncio.get_running_loop().time()
         self._pace.wake()
 
     def fall_behind(self) -> None:
-        """Note that the connections to the receiver have broken: nobody waits for it any more.
+        """Note that the connections to the receiver have broken, so that the others no longer wait for it.
 
-        New connections are slow at first. If the others waited for them, the link would be half idle until then.
+        New connections are slow at first. If the others waited for them, the link would be half idle meanwhile.
         """
         self.is_waited_for = False
         self._pace.wake()

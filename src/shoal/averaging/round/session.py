@@ -1,8 +1,8 @@
 """Rounds of a group, one after another; and all rounds of an averager, by id.
 
 A step runs one or more phases in the group that was found for it (:class:`GroupSession`). Each phase is a
-:class:`Round`: an exchange of parts, then its completion. In :class:`ActiveRounds` the calls of other members find
-their round, even if they come before it begins here or after it has its result.
+:class:`Round`: an exchange of parts, then its completion. :class:`ActiveRounds` finds the round for a call of another
+member, even if the call comes before the round starts here or after it has its result.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from shoal.peers.scores import PeerScores
 
 logger = logging.getLogger(__name__)
 
-# A call for a round that has not begun here waits for it. The limit keeps strangers from filling the memory with these.
+# The most calls that wait for rounds that have not begun here (chosen), so that strangers cannot fill the memory.
 MAX_WAITING_CALLS = 1024
-# The most rounds for which one peer may wait here. An honest member is a phase or two ahead.
+# The most unknown rounds for which one peer may wait here. Chosen: an honest member is a phase or two ahead.
 MAX_UNKNOWN_ROUNDS = 8
-# The number of finished rounds whose ids are kept, so that late calls for them are refused at once.
+# The number of finished rounds whose ids are kept, so that late calls for them are refused at once (chosen).
 MAX_REMEMBERED_ROUNDS = 256
 
 
 class RoundIsCommitted(AllreduceException):
-    """A call is too late for a round, which has ended with a result."""
+    """A call came too late for a round that has ended with a result."""
 
 
 class ActiveRounds:
-    """The rounds in which this averager takes part, by id. Calls of other members may come before the round begins.
+    """The rounds in which this averager takes part, by id. Calls of other members may come before a round begins.
 
     The id of a round is the id of its group followed by the number of its phase.
 
     Args:
-        is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
+        is_of_use: tells whether to keep a peer's early calls when there are too many calls.
         most_kept: the number of groups whose results are kept for late members; each takes as much memory as the
             tensors.
     """
@@ -73,7 +73,7 @@ class ActiveRounds:
     async def run(
         self, round_id: bytes, current: Round, failed_before: Sequence[int] = (), linger: float = 0.0
     ) -> RoundResult:
-        """Run a round that others can find by its id; late members can find it ``linger`` seconds longer.
+        """Run a round that others can find by its id, late members until ``linger`` seconds after its end.
 
         Raises:
             AllreduceException: nothing was averaged.
@@ -109,7 +109,7 @@ class ActiveRounds:
         self._remember(group_id)
 
     async def close(self) -> None:
-        """Refuse all waiting calls and end lingering rounds, because no further round will begin at all."""
+        """Refuse all waiting calls and end lingering rounds, because no further round will begin."""
         for calls in self._waiting.values():
             self._refuse(calls, "this averager was shut down")
         await cancel_and_wait(*[task for _, task in self.lingering.values()])
@@ -149,7 +149,7 @@ class ActiveRounds:
             raise AllreduceException("this member has finished the round already, or has left it")
         unknown = [known_id for known_id, calls in self._waiting.items() if caller in calls.values()]
         if len(unknown) >= MAX_UNKNOWN_ROUNDS and round_id not in unknown:
-            raise AllreduceException(f"{caller} means {len(unknown)} rounds already that this member does not know")
+            raise AllreduceException(f"{caller} already waits for {len(unknown)} rounds that this member does not know")
         if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
             self._give_up_longest_waiting()
         call: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
@@ -164,7 +164,7 @@ class ActiveRounds:
                 self._waiting.pop(round_id, None)
 
     def _give_up_longest_waiting(self) -> None:
-        """Refuse the stranger that has waited longest, or raise an error. A call for a real round waits briefly."""
+        """Refuse the stranger that has waited longest, or raise an error. Calls for real rounds wait only briefly."""
         waiting = ((call, peer) for calls in self._waiting.values() for call, peer in calls.items())
         refused = next((call for call, peer in waiting if not call.done() and not self._is_of_use(peer)), None)
         if refused is None:
@@ -180,18 +180,18 @@ class ActiveRounds:
         return RoundStatus.LEFT if self._is_finished(round_id) else RoundStatus.UNKNOWN
 
 
-# The phase is the last byte of a round's id.
+# Derived: the phase is the last byte of a round's id.
 MAX_PHASES = 256
-# Work on vectors larger than this would hold up the event loop, so it is done in a worker.
+# Vectors with more values than this are processed in a worker, so that they do not block the event loop (chosen).
 LARGE_VECTOR = 2**20
 
 
 class GroupSession:
     """What a step does in the group that was found for it.
 
-    Most averagers run one all-reduce of their tensors. Others run several, one per phase. PowerSGD, for example,
-    averages something in its second phase that depends on the first average. All members call :meth:`all_reduce`
-    equally often, with tensors of the same shapes. If a member fails in one phase, the later ones do not wait for it.
+    Most averagers run one all-reduce of their tensors. Others run several, one per phase: the second phase of PowerSGD,
+    for example, depends on the average of the first. All members call :meth:`all_reduce` equally often, with tensors of
+    the same shapes. If a member fails in one phase, the later ones do not wait for it.
 
     Args:
         group: as agreed.
@@ -202,8 +202,8 @@ class GroupSession:
         get_stub: makes a stub of the averager protocol for a member.
         sign: signs with this peer's key.
         accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
-        note_stuck: called with a coordinator that has not ended a round, and the seconds for which this member waited;
-            perhaps after the session is over.
+        note_stuck: called with a stuck coordinator and the seconds that this member waited for it; perhaps after the
+            session is over.
     """
 
     def __init__(
@@ -223,15 +223,15 @@ class GroupSession:
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._sign, self._accuse, self._note_stuck = sign, accuse, note_stuck
         self.not_finite: str | None = None
-        """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
+        """Describes this member's first tensor with values that are not finite; ``None``: all values are finite."""
         self._is_cut_short = False
         self._began_at = math.nan
         self._phases: list[RoundResult] = []
-        # What has become of the members in each phase, also in one that has failed.
+        # By phase: the status of the members, also if the phase failed.
         self._states: list[RoundState] = []
         # By phase: its tensors, and the vector that knows how much of them is averaged.
         self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
-        # The weights of all members, only of phases that use the weights of the step.
+        # The weights of all members, for each phase that uses the weights of the step.
         self._main_weights: list[tuple[float, ...]] = []
 
     @property
@@ -240,7 +240,7 @@ class GroupSession:
         return AveragingMode(self.group.modes[self.own_index])
 
     def show_gathered(self, gathered: Sequence[bytes]) -> None:
-        """Replace what the members gave by what the user may see of it, because they also gave data for internal use.
+        """Replace the gathered values by those that the user may see, without the data for internal use.
 
         Args:
             gathered: one serialized value for each member.
@@ -258,7 +258,7 @@ class GroupSession:
 
     @property
     def told_not_finite(self) -> set[PeerID]:
-        """Members of which others say so."""
+        """Members that others accuse of having sent values that are not finite."""
         return {member.peer_id for member in self._members() if member.told_not_finite}
 
     @property
@@ -268,9 +268,9 @@ class GroupSession:
         return RoundResult.of_phases(self._phases, self._main_weights or [self._phases[0].weights])
 
     async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:
-        """Whether all values of this member are finite; if not, its weight in this step is 0 from now on.
+        """Whether all values of this member are finite; if not, its weight in this step becomes 0.
 
-        :meth:`all_reduce` checks its own tensors. Call this for other tensors from which those are made.
+        :meth:`all_reduce` checks its own tensors. Call this for other tensors from which those are computed.
         """
         if self.mode is AveragingMode.AUX:  # an auxiliary has no values of its own
             return True
@@ -307,7 +307,7 @@ class GroupSession:
         group = dataclasses.replace(self.group, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
-        # All values are checked before the first byte is sent, so the member does not contribute to some parts only.
+        # All values are checked before the first byte is sent, so that no member contributes to only some parts.
         is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
         allreduce = AllReduce(
@@ -336,7 +336,7 @@ class GroupSession:
         return result
 
     async def _claim_norms(self, allreduce: AllReduce) -> None:
-        """Announce the norms of this member's shares, if the rule needs them. Must come before anything is sent."""
+        """Announce the norms of this member's shares, if the rule needs them. Call this before anything is sent."""
         if allreduce.book.is_needed_of(self.own_index):
             is_large = sum(allreduce.group.shares) > LARGE_VECTOR
             arguments = allreduce.vector, self.own_index
@@ -347,7 +347,7 @@ class GroupSession:
         """The share of the values that holds an average by now, from 0 to 1, even if a phase was cut short.
 
         Args:
-            tensors: the phases that work on any of these count, and the largest share among them.
+            tensors: the result is the largest share among the phases that work on any of these.
         """
         wanted = set(map(id, tensors))
         return max(
@@ -355,13 +355,13 @@ class GroupSession:
         )
 
     def let_go(self) -> None:
-        """The step is over: do not keep its tensors alive any longer."""
+        """Release the tensors, because the step is over."""
         self._vectors = [([], vector) for _, vector in self._vectors]
 
     def blame_slow_members(self) -> None:
-        """The time for the whole round is over: count the senders as failed for which this member waited as a reducer.
+        """Blame members for a round that ran out of time: the senders for which this member waited as a reducer.
 
-        If there are none, count reducers whose averages had not come. Otherwise these have waited for the same senders.
+        If there are none, blame the reducers whose averages had not arrived. Otherwise these, too, waited for senders.
         """
         self._is_cut_short = True
         for state in self._states:
@@ -370,10 +370,10 @@ class GroupSession:
                 member.seen_failing, member.withheld_at = True, asyncio.get_running_loop().time()
 
     def tell(self, behaviour: PeerScores) -> None:
-        """Report to ``behaviour`` how each of the other members has done."""
+        """Report to ``behaviour`` how each of the other members has performed."""
         if self._vectors:
             others = [peer for index, peer in enumerate(self.group.peer_ids) if index != self.own_index]
-            # With a small vector some members have a share but get no part. They have shown nothing.
+            # With a small vector, some members have a share but get no part. These have proven nothing.
             reducers = {
                 peer
                 for _, vector in self._vectors

@@ -1,17 +1,17 @@
-"""What becomes of the members of a round, and how a round ends: a state machine without a network, a clock or tensors.
+"""The status of a round's members, and how the round ends: a state machine without a network, a clock or tensors.
 
-:func:`on` takes an event and returns the actions that follow from it. A thin shell performs them: the exchange of parts
-(:mod:`~.exchange`) and the coordinator (:mod:`~.coordinator`). Every member has one status::
+:func:`on` takes an event and returns the actions that follow from it. Two thin shells perform them: the exchange of
+parts (:mod:`~.exchange`) and the coordinator (:mod:`~.coordinator`). Every member has one status::
 
       ACTIVE ── its connection broke, it was silent, or broke the protocol ──► FAILED
         │ │                                                                       │
-        │ └── the round goes on without it, or it says itself ──► LATE ◄──────────┘ it came back after all, too late
-        │     that it is late                                                       for this round
+        │ └── the round continues without it, or it says ──► LATE ◄───────────────┘ it came back, but too late
+        │     itself that it is late                                                for this round
         └── it has left, because the round was committed ──► GONE
 
 A failed member need not be dead: two members may fail to reach each other while both reach the coordinator. No member
-waits for the parts of a failed one. Without a link to the coordinator it counts as dead, and its parts are reduced
-again. A late member gets the result when the round is over.
+waits for the parts of a failed one. A failed member without a link to the coordinator counts as dead, and its parts are
+reduced again. A late member gets the result when the round is over.
 
 How a coordinator ends a round::
 
@@ -34,7 +34,7 @@ from shoal.p2p import PeerID
 
 
 class MemberStatus(enum.Enum):
-    """How a member stands in a round."""
+    """The status of a member in a round."""
 
     ACTIVE = enum.auto()
     FAILED = enum.auto()
@@ -48,60 +48,60 @@ class MemberLink:
 
     weight: float
     held: list[int] | None = None
-    """The number of averages that it holds from each reducer; ``None`` until it reports, and again from the beginning
-    of each attempt on."""
+    """The number of averages that it holds from each reducer; ``None`` until it reports, and again when an attempt
+    starts."""
     obsolete: bool = False
-    """Its assignment was called off: parts that still come belong to that one. Ends with its next report."""
+    """Its assignment was called off, and parts that still come belong to that one. Ends with its next report."""
     delivered: bool = False
     """It has sent all its parts. Never taken back."""
 
 
-# More than 15 fields: each is one thing that a member can do wrong or still has to do, and none follows from others.
+# It has many fields because each is one independent thing that a member did wrong or still has to do.
 @dataclass(eq=False, slots=True)
 class RoundMember:
-    """One member of a round, and everything that this peer knows of its fate."""
+    """One member of a round, and everything that this peer knows about its status."""
 
     index: int
     peer_id: PeerID
     mode: AveragingMode
     status: MemberStatus = MemberStatus.ACTIVE
     loss: Loss | None = None
-    """The first reason why it was given up. Not ``None`` if the status is ``FAILED`` or ``LATE``."""
+    """The first reason why it was given up. Set if the status is ``FAILED`` or ``LATE``."""
     seen_failing: bool = False
     """This peer has seen the failure itself. False if the status is ``ACTIVE`` or ``GONE``."""
     withheld_at: float | None = None
-    """Loop time at which it failed as a reducer whose averages had not come. Implies ``seen_failing``."""
+    """Loop time at which it failed as a reducer that still owed averages. Implies ``seen_failing``."""
     cut_off: bool = False
-    """Its averages had not come when the exchange with it was cancelled, for whatever reason."""
+    """It still owed averages when the exchange with it was cancelled, for any reason."""
     holds_up: bool = False
     """This peer waited for its parts when the round was cut short."""
     sent_not_finite: bool = False
     """It has sent this peer values that are not finite."""
     told_not_finite: bool = False
-    """Another member says so."""
+    """Another member accuses it of sending values that are not finite."""
     left_out: bool = False
     """Some parts were averaged without its values, here or, as others say, elsewhere."""
     needs_parts: bool = False
-    """It reduces, and has not got all parts of this peer. Only falls."""
+    """It reduces, and has not got all parts of this peer. Never becomes true again."""
     owes_averages: bool = False
-    """It reduces, and not all its averages have come. Only falls."""
+    """It reduces, and has not sent all averages to this peer. Never becomes true again."""
     lacks_averages: bool = False
-    """It has tensors, and may still lack averages. Only falls."""
+    """It has tensors, and may still lack averages. Never becomes true again."""
     link: MemberLink | None = None
-    """Only a coordinator has these."""
+    """Its call to this peer. Only a coordinator has links."""
     left: bool = False
     """It has left on purpose, so it will not come back for the result."""
     unconfirmed: bool = False
-    """The commit was sent to it and may still be under way."""
+    """The commit was sent to it and may still be in flight."""
 
     @property
     def failed(self) -> bool:
-        """Whether no member waits for its parts any more."""
+        """Whether the others no longer wait for its parts."""
         return self.status in (MemberStatus.FAILED, MemberStatus.LATE)
 
     @property
     def late(self) -> bool:
-        """Whether the round goes on without it."""
+        """Whether the round continues without it."""
         return self.status is MemberStatus.LATE
 
     @property
@@ -126,23 +126,23 @@ class Plan:
 
 
 def make_plan(parts: Sequence[int], held: Mapping[int, Sequence[int]], own: int, *, may_reduce: bool = True) -> Plan:
-    """Plan which averages living senders lack, and where these come from.
+    """Plan which averages living senders lack, and from which members to get them.
 
     Args:
         parts: the number of parts of each reducer.
         held: by living sender, how many parts of each reducer it holds, from the first one on.
         own: the member that plans; it is preferred as a source.
-        may_reduce: whether parts that nobody holds are reduced again; otherwise local values stay.
+        may_reduce: whether parts that no member holds are reduced again; otherwise local values stay.
     """
     plan = Plan()
-    if len(held) < 2:  # nobody to average with
+    if len(held) < 2:  # there is no other member to average with
         return plan
     for reducer, count in enumerate(parts):
         counts = {member: held[member][reducer] for member in sorted(held)}
         lacking = [member for member, there in counts.items() if there < count]
         if not lacking:
             continue
-        # Averages are held in order, so the member that holds most of them holds all that any member holds.
+        # Averages are held in order, so the member with the most holds all that any member holds.
         most = max(counts.values())
         best = own if counts.get(own) == most else max(counts, key=lambda member: counts[member])
         for index in range(min(counts[member] for member in lacking), count):
@@ -160,7 +160,7 @@ def make_plan(parts: Sequence[int], held: Mapping[int, Sequence[int]], own: int,
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member has failed; ``is_hearsay``: another one says so."""
+    """A member has failed; ``is_hearsay``: only according to another one."""
 
     index: int
     loss: Loss
@@ -169,7 +169,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class PartsSent:
-    """Nothing more is to be sent to a reducer."""
+    """Nothing is left to send to a reducer."""
 
     index: int
 
@@ -199,8 +199,8 @@ class Exchanged:
 class Coordinate:
     """This peer coordinates from now on.
 
-    ``waits``: for all members. If not, another coordinator has committed the round, and this one only serves members
-    that could not reach that one.
+    ``waits``: it waits for all members. Otherwise another coordinator has committed the round, and this one only serves
+    members that could not reach that one.
     """
 
     waits: bool
@@ -226,7 +226,7 @@ class LinkBroke:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """A link is over before the commit, and the member has not come back in time."""
+    """A link has ended before the commit, and the member has not come back in time."""
 
     index: int
     link: MemberLink
@@ -235,7 +235,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """How many averages of each reducer a member holds, as it reports."""
+    """A member reports how many averages of each reducer it holds."""
 
     index: int
     link: MemberLink
@@ -258,9 +258,9 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class StatusKnown:
-    """A member without a link was asked about the round.
+    """A member without a link has answered a question about the round.
 
-    ``too_late``: such a status is too late by now. ``never_began``: it has sent this peer nothing.
+    ``too_late``: with this status it is late by now. ``never_began``: it has sent this peer nothing.
     """
 
     index: int
@@ -271,12 +271,12 @@ class StatusKnown:
 
 @dataclass(frozen=True, slots=True)
 class GraceOver:
-    """The time of grace after the quorum is over."""
+    """The grace period after the quorum is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatienceOver:
-    """Members have not reported in time, and nothing moved meanwhile."""
+    """Members have not reported in time, and there was no progress meanwhile."""
 
     busy: Sequence[int]
 
@@ -307,7 +307,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StopExchange:
-    """Exchange nothing more with a member; ``is_new``: it had not failed before."""
+    """Stop the exchange with a member; ``is_new``: it had not failed before."""
 
     index: int
     loss: Loss
@@ -332,7 +332,7 @@ class CutLink:
 
 @dataclass(frozen=True, slots=True)
 class StartGrace:
-    """Send ``GraceOver`` after the time of grace."""
+    """Send ``GraceOver`` after the grace period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class CommitRound:
 
 @dataclass(frozen=True, slots=True)
 class Resign:
-    """Do not coordinate any more: this peer is late itself."""
+    """Stop coordinating, because this peer is late itself."""
 
 
 Action = StopExchange | TellMembers | CutLink | StartGrace | Attempt | CallOff | CommitRound | Resign
@@ -368,7 +368,7 @@ Action = StopExchange | TellMembers | CutLink | StartGrace | Attempt | CallOff |
 
 
 class RoundState:
-    """All members of one round, and how far its end has come.
+    """All members of one round, and how far its completion has got.
 
     Args:
         group: as agreed.
@@ -376,8 +376,8 @@ class RoundState:
         parts: the number of parts of each reducer.
         quorum: the number of members that have to deliver their parts; ``None``: all.
         passes_on: whether a result can be passed on to late members. If not, a member that comes back too late keeps
-            what it has. It cannot where members mix averages with values of their own, nor by an auxiliary, which has
-            no averages.
+            its values. A result cannot be passed on if members mix averages with their own values, nor by an auxiliary,
+            which has no averages.
     """
 
     def __init__(
@@ -394,24 +394,24 @@ class RoundState:
             member.needs_parts = member.owes_averages = is_reducer
             member.lacks_averages = member.is_sender
         self.closed_early = False
-        """The round goes on without members that may come for the result later. Only rises."""
+        """The round continues without members that may come for the result later. Stays true."""
         self.missed = False
-        """Others have committed the round without this peer, so it cannot compute the same averages. Only rises."""
+        """Others have committed the round without this peer, so it cannot compute the same averages. Stays true."""
         self.held: Sequence[int] | None = None
-        """The averages that this peer holds; ``None`` until it has exchanged all that it will."""
+        """By reducer: how many averages this peer holds; ``None`` until its exchange is over."""
         self.coordinates: Coordinate | None = None
-        """``None`` until it does, and again after it has resigned."""
+        """Set while this peer coordinates; ``None`` before, and after it has resigned."""
         self.has_filled_gaps = False
         """Parts were averaged again without failed members, or another coordinator may have done that. A failed member
-        that comes back may hold other averages of the same parts, so it is late from then on. Only rises."""
+        that comes back may hold other averages of the same parts, so it is late from then on. Stays true."""
         self.grace_began = False
         self.resigned = False
-        """This peer has coordinated, and does so no more. Only rises."""
+        """This peer has coordinated and has resigned. Stays true."""
         self.attempt: Attempt | None = None
-        """Not ``None`` only while it coordinates and has not committed."""
+        """The attempt in progress. Only before the commit, while this peer coordinates."""
         self.committed = False
-        """Only rises; then nobody is lost any more."""
-        # Dead members of which the linked members were told.
+        """The round is committed, and no member can be lost any more. Stays true."""
+        # Dead members that the linked members were told about.
         self._told: set[int] = set()
 
     # --- roles --------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class RoundState:
     def coordinators(self) -> list[int]:
         """Positions of the members that can coordinate the end of the round, first choice first.
 
-        A member in client mode cannot be one, because nobody can call it.
+        A member in client mode cannot, because no member can call it.
         """
         return [member.index for member in self.members if member.mode is not AveragingMode.CLIENT]
 
@@ -444,7 +444,7 @@ class RoundState:
 
     @property
     def has_delivered(self) -> bool:
-        """This peer has sent its parts to all reducers. With a quorum, to all but as many as may be late."""
+        """This peer has sent its parts to all reducers; with a quorum, to all except as many as may be late."""
         may_be_late = 0 if self.quorum is None else max(0, len(self.members) - self.quorum)
         return sum(member.needs_parts for member in self.members) <= may_be_late
 
@@ -458,11 +458,11 @@ class RoundState:
         """All senders hold all averages. Only a member that reduces can know this."""
         return not self.own.late and self.parts[self.own.index] > 0 and not any(m.lacks_averages for m in self.members)
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- which members are there --------------------------------------------------------------------------------------
 
     @property
     def failed(self) -> list[RoundMember]:
-        """Other members for whose parts nobody waits."""
+        """Other members that have failed: no member waits for their parts."""
         return [member for member in self.members if member.failed and member is not self.own]
 
     @property
@@ -472,7 +472,7 @@ class RoundState:
 
     @property
     def punctual(self) -> dict[int, MemberLink]:
-        """Links of the members for which the round waits."""
+        """Links of the members that the round waits for."""
         return {each.index: each.link for each in self.members if each.link is not None and not each.late}
 
     @property
@@ -486,14 +486,14 @@ class RoundState:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether enough members have sent all their parts; the others then get only the time of grace."""
+        """Whether enough members have sent all their parts; the others then get only the grace period."""
         links = [member.link for member in self.members if member.link is not None]
         delivered = self.has_delivered + sum(link.delivered for link in links)
         return self.quorum is not None and delivered >= min(self.quorum, len(self.members))
 
     @property
     def busy(self) -> list[int]:
-        """Members of which only the reports are missing; empty while other things are waited for, too."""
+        """Members whose reports are missing; empty while anything else is missing, too."""
         is_waiting = self.coordinates is not None and self.held is not None and self.attempt is None
         if not is_waiting or self.committed or self._waits_for_absent():
             return []
@@ -503,7 +503,7 @@ class RoundState:
         return self.coordinates is not None and self.coordinates.waits and bool(self.absent)
 
     def may_lack_averages(self, member: RoundMember) -> bool:
-        """Whether a member that failed may hold fewer averages than the others, or other ones."""
+        """Whether a failed member may hold fewer averages than the others, or different ones."""
         return member.failed and not self.all_complete
 
     def is_too_late(self, member: RoundMember) -> bool:
@@ -511,7 +511,7 @@ class RoundState:
         return (self.closed_early or self.has_filled_gaps) and self.may_lack_averages(member)
 
     def is_over_for(self, member: RoundMember) -> bool:
-        """Whether a member comes in vain: its result is not here, or not for it."""
+        """Whether there is nothing here for a member that calls: no result, or none that it may get."""
         is_lost = self.is_too_late(member) and self.quorum is None and not self.passes_on
         return is_lost or (self.committed and not self.closed_early)
 
@@ -519,7 +519,7 @@ class RoundState:
     def some_may_return(self) -> bool:
         """Whether a failed member may come back: its connection is gone, but it has not left on purpose.
 
-        Such a member must get the same result as the others. Where a result cannot be passed on it keeps its values.
+        It must then get the same result as the others. If the result cannot be passed on, it keeps its values.
         """
         missing = [self.members[index] for index in self.dead]
         return self.passes_on and any(m.seen_failing and not m.left and self.may_lack_averages(m) for m in missing)
@@ -527,16 +527,16 @@ class RoundState:
     # --- what others say ----------------------------------------------------------------------------------------------
 
     def note_told(self, not_finite: Collection[int], left_out: Collection[int], reporter: int) -> None:
-        """Note what a report or a commit says about members: whose values are not finite, and who was left out.
+        """Note which members a report or a commit names: those with values that are not finite, and those left out.
 
-        Of the former, what is said about this member, or by the reporter about itself, is ignored.
+        In ``not_finite``, this member and the reporter itself are ignored.
         """
         for member in self.members:
             member.told_not_finite |= member.index in not_finite and member.index not in (self.own.index, reporter)
             member.left_out |= member.index in left_out and member.is_sender
 
     def forgive(self) -> None:
-        """This peer is late itself. To it the others look failed, although they have only gone on."""
+        """Do not blame the others: to this late peer they look failed, although they only continued without it."""
         self.own.status = MemberStatus.LATE
         for member in self.failed:
             member.status, member.loss = MemberStatus.ACTIVE, None
@@ -546,7 +546,7 @@ class RoundState:
 
 
 def on(state: RoundState, event: Event) -> list[Action]:
-    """Take an event; returns what is to be done, in order."""
+    """Handle an event; returns the actions that follow, in order."""
     actions = _take(state, event)
     if state.coordinates is not None and not state.committed:
         actions += _continue(state)
@@ -570,7 +570,7 @@ def _take(state: RoundState, event: Event) -> list[Action]:
         case Linked():
             return _link(state, event)
         case LinkBroke(index, link) if state.members[index].link is link and not state.committed:
-            # The round is not committed without it meanwhile, and what it was to send will not come.
+            # So the round is not committed without it meanwhile. What it had to send will not come.
             link.held = None
             return _call_off(state, index)
         case LinkLost(index, link, loss) if state.members[index].link is link and not state.committed:
@@ -614,7 +614,7 @@ def _call_off(state: RoundState, index: int) -> list[Action]:
 
 
 def _leave_behind(state: RoundState, late: Collection[int]) -> list[Action]:
-    """The round goes on without these members, which may get the result later."""
+    """Continue without these members, which may get the result later."""
     state.closed_early |= bool(late)
     actions: list[Action] = []
     for index in sorted(late):
@@ -635,7 +635,7 @@ def _begin(state: RoundState, event: Coordinate) -> list[Action]:
     state.coordinates = event
     if event.waits:
         return []
-    # What another coordinator has committed may differ from what the members hold that it has lost.
+    # The result of another coordinator may differ from what the members that it lost hold.
     state.has_filled_gaps = True
     lost = [index for index in state.punctual if state.may_lack_averages(state.members[index])]
     if state.passes_on:
@@ -656,13 +656,13 @@ def _link(state: RoundState, event: Linked) -> list[Action]:
     elif state.committed:  # while it was greeted
         member.unconfirmed = True
         actions.append(CommitRound({event.index: event.link}, keeps=False))
-    elif known := state.dead & state._told:  # the others have heard of these
+    elif known := state.dead & state._told:  # the others know of these
         actions.append(_tell_of_deaths(state, [event.link], known))
     return actions
 
 
 def _tell_of_deaths(state: RoundState, links: Sequence[MemberLink], dead: Collection[int]) -> TellMembers:
-    """All are told of deaths, so that none has to wait for a time limit to find out."""
+    """Tell all members of deaths, so that none has to wait for a time limit to find out."""
     lost = {index: loss.cause for index in sorted(dead) if (loss := state.members[index].loss) is not None}
     return TellMembers(links, MembersLost(lost))
 
@@ -679,13 +679,13 @@ def _judge(state: RoundState, event: StatusKnown) -> list[Action]:
         if member.status is MemberStatus.ACTIVE:
             member.status = MemberStatus.GONE
     elif event.too_late:
-        # It may be running the round, but it has not found its way to this coordinator.
+        # It may be running the round, but it has not found this coordinator.
         return _lose(state, event.index, Loss(LossCause.LATE, "did not come to the coordinator in time"))
     return []
 
 
 def _close(state: RoundState) -> list[Action]:
-    """The time of grace is over: go on without the members that have not delivered their parts."""
+    """End the grace period: continue without the members that have not delivered their parts."""
     if state.coordinates is None or state.committed:
         return []
     if not state.has_delivered and state.has_successor:
@@ -707,7 +707,7 @@ def _end_attempt(state: RoundState, held: Sequence[int], *, completed: bool) -> 
 
 
 def _continue(state: RoundState) -> list[Action]:
-    """What a coordinator does next, whatever has happened."""
+    """The coordinator's next actions, after any event."""
     actions: list[Action] = []
     if news := state.dead - state._told:
         state._told |= news
@@ -729,7 +729,7 @@ def _continue(state: RoundState) -> list[Action]:
     state.committed = True
     for index in punctual:
         state.members[index].unconfirmed = True
-    # If it does not wait, another coordinator has committed, and knows who may come back.
+    # If it does not wait, another coordinator has committed, and knows which members may come back.
     state.closed_early |= waits and state.some_may_return
     return [*actions, CommitRound(punctual, keeps=state.closed_early)]
 

@@ -1,12 +1,12 @@
-"""What two members of a round send each other, and the calls on which it travels: parts to the reducer, averages back.
+"""What two members of a round send each other, and on which calls: parts to the reducer, averages back.
 
-*Stripes.* On a long link a single connection speeds up slowly, and its window limits how many bytes may be under way.
-There a sender makes several calls at once. Each of these stripes takes the next slice when it has sent the one before,
-so a slow stripe carries less.
+*Stripes.* On a long link a single connection speeds up slowly, and its window limits the bytes in flight. There a
+sender makes several calls at once. Each of these stripes takes the next slice when it has sent the one before, so a
+slow stripe carries less.
 
-*Repetition.* When a connection breaks, what was under way on it may be lost. Then the two members tell each other which
-parts and averages have not come, and these are sent again. So averages are kept until the receiver has said that it
-holds them. Parts need not be kept: until the average of a part comes, the vector still holds its values.
+*Repetition.* When a connection breaks, the data in flight may be lost. Then the two members tell each other which parts
+and averages have not arrived, and these are sent again. So averages are kept until the receiver has said that it holds
+them. Parts need not be kept: until the average of a part arrives, the vector still holds its values.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from shoal.p2p import Call
 
 logger = logging.getLogger(__name__)
 
-# More connections than this make no link faster, and each one costs a handshake.
+# The most connections to one reducer (chosen): more make no link faster, and each one costs a handshake.
 MAX_STRIPES = 8
-# The seconds of round-trip time for which there is one stripe. If the reducer sends, too, it makes as many of its own.
+# One stripe for this many seconds of round-trip time (chosen). If the reducer sends, too, it makes as many of its own.
 SECONDS_PER_STRIPE = 0.025
-# A further connection pays only with at least this many parts for it.
+# The least number of parts for each stripe (chosen): a further connection does not pay for fewer.
 PARTS_PER_STRIPE = 4
 
 
@@ -72,13 +72,13 @@ def stripes_for(round_trip: float, parts: int) -> int:
 
 @dataclass
 class _Slices:
-    """A part of which some slices have come."""
+    """A part with some slices received."""
 
     buffer: memoryview
     due: set[int]
-    """Offsets of the slices that have not begun to come."""
+    """Offsets of the slices that have not started to arrive."""
     left: int
-    """The number of bytes that have not come."""
+    """The number of bytes that have not arrived."""
 
     @classmethod
     def of(cls, nbytes: int) -> _Slices:
@@ -93,7 +93,7 @@ class IncomingParts:
     def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
         self._vector, self._parts = vector, parts
         self.missing = set(range(len(parts)))
-        """Indices of the parts that are not completely here."""
+        """Indices of the parts that have not arrived completely."""
         self._begun: dict[int, _Slices] = {}
 
     async def receive(self, call: Call, message: PartMessage) -> Averages:
@@ -122,7 +122,7 @@ class IncomingParts:
             raise
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The parts that are not completely here, as ranges in order."""
+        """The parts that have not arrived completely, as ranges in order."""
         gaps: list[tuple[int, int]] = []
         for index in sorted(self.missing):
             if gaps and gaps[-1][1] == index:
@@ -132,9 +132,9 @@ class IncomingParts:
         return gaps
 
     def drop_slices(self) -> None:
-        """Forget parts of which only some slices are here: they come again as a whole.
+        """Discard incomplete parts, which are sent again as a whole.
 
-        Each connection carries the next slice, so few parts are begun at a time.
+        Each connection carries the next slice, so only a few parts are incomplete at a time.
         """
         self._begun.clear()
 
@@ -162,15 +162,15 @@ class IncomingParts:
         return [self._vector.decode(header, part, slices.buffer)]
 
 
-# So many bytes of averages are kept for one receiver that has not said that it holds them. Much more are never under
-# way: parts and averages keep in step.
+# The most bytes of averages kept for one receiver until it says that it holds them (chosen). There are never many more
+# in flight, because parts and averages keep in step.
 KEPT_BYTES = 2**26
 
 
 class SentAverages:
-    """Averages that one receiver has been sent, as they were sent, until it says that it holds them.
+    """Averages sent to one receiver, in encoded form, until it says that it holds them.
 
-    Those of exact codecs are not among them if the vector of this member holds them, too.
+    Averages of exact codecs are not kept if the vector of this member holds them, too.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class SentAverages:
             self._drop_first()
 
     def confirm(self, held: int) -> None:
-        """The receiver holds this many averages, from the first one on."""
+        """Note that the receiver holds this many averages, from the first one on."""
         while self._averages and next(iter(self._averages)) < held:
             self._drop_first()
 
@@ -198,18 +198,18 @@ class SentAverages:
         self._nbytes -= self._averages.pop(next(iter(self._averages)))[0].nbytes
 
 
-# The most bytes that wait unsent on a call that shares its work with others. Little, so that all calls end together.
+# The most unsent bytes on a call that shares its work with others (chosen). Few, so that all calls end together.
 BACKLOG_BYTES = 2**15
 
 
-# More than 15 attributes: two directions, each with what goes out, what comes in, and what is kept for a break.
+# It has many attributes because there are two directions, each with outgoing, incoming and kept data.
 class Traffic:
     """All parts and averages between this member and another one, on the calls of both.
 
     On short links a member's parts travel on its own calls, and their averages come back on the same calls. On a long
-    link every call carries whatever is to be sent next. So all connections are busy from the beginning, when there are
-    no averages yet, to the end, when no parts are left. Parts go first, because the other side needs them to make
-    averages; but if too many averages wait here, these go first.
+    link every call carries whatever is to be sent next. So all connections are busy from the start, when there are no
+    averages yet, to the end, when no parts are left. Parts go first, because the other side needs them to make
+    averages; but if too many averages are waiting here, these go first.
 
     Args:
         vector: this member's values.
@@ -219,8 +219,8 @@ class Traffic:
         takes: whether the other member sends parts.
         pace: keeps all receivers of this member in step; ``None``: none of them is held back.
         on_not_finite: called when an average is not finite.
-        on_delivered: called when all parts are sent.
-        on_received: called when all averages are here.
+        on_delivered: called when all parts have been sent.
+        on_received: called when all averages have arrived.
     """
 
     def __init__(
@@ -270,23 +270,23 @@ class Traffic:
             IncomingParts(vector, ours),
             IncomingParts(vector, [each.returned for each in theirs]),
         )
-        # The number of calls on which something may still come: the calls of this member (True) and of the other one.
+        # The number of calls that may still bring data: this member's own (True) and the other member's (False).
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
-        # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
+        # Set when the other member has announced its weight. Its parts may arrive earlier, on a call of this member.
         self._begun = asyncio.Event()
         self._is_over = False
-        # Time limits of calls on which a message is awaited, and how long each would be if it began now.
+        # By time limit of a call that awaits a message: how long the limit would be if it started now.
         self._patience: dict[asyncio.Timeout, Callable[[], float]] = {}
         self.heard_at = -math.inf
         """Loop time of the other member's last message."""
         self.came_at = -math.inf
-        """Loop time at which the last part or average was here; ``-inf``: none has come."""
+        """Loop time at which the last part or average arrived; ``-inf``: none has."""
         self.bytes_received = 0
-        """Of all payloads so far."""
+        """The bytes of all payloads so far."""
 
     @property
     def bytes_sent(self) -> int:
-        """Of all payloads so far."""
+        """The bytes of all payloads so far."""
         return self.parts_out.bytes_sent + self.averages_out.bytes_sent
 
     async def _encode_part(self, index: int) -> DescribedPart:
@@ -312,11 +312,11 @@ class Traffic:
             has_average = self.vector.has_average(self._own, index)
             average = self.vector.values(part) if has_average else None
         else:
-            average = await self._reducer.peek(index)  # it waits for this member, too
+            average = await self._reducer.peek(index)  # the reducer still keeps it for this member
         return None if average is None else part.compress(average)
 
     def begin(self, calls: int, *, own: bool) -> None:
-        """Note how many calls begin: this member's own ones, or those of the other member."""
+        """Note how many calls begin, either this member's own or the other member's."""
         self._calls[own] = calls
         if not own:
             self._begun.set()
@@ -328,8 +328,8 @@ class Traffic:
         """Prepare for new calls after a connection has broken. All older ones must have ended.
 
         Args:
-            own: whether this member makes calls again.
-            others: whether the other one does, as far as this member knows.
+            own: whether this member makes new calls.
+            others: whether the other one makes new calls, as far as this member knows.
         """
         self.parts_in.drop_slices()
         self.averages_in.drop_slices()
@@ -343,11 +343,11 @@ class Traffic:
         return stripes_for(round_trip, len(self.averages_in.missing))
 
     def is_awaited(self) -> bool:
-        """Whether the other member has not delivered all its parts, or may still say that it did."""
+        """Whether the other member has not delivered all its parts, or has not confirmed that it did."""
         return self.other in self._reducer.waiting_for
 
     def excuse(self) -> None:
-        """The other member lives and has nothing left to deliver, but its last word was lost."""
+        """Expect nothing more: the other member has delivered everything, but its last message was lost."""
         self._reducer.delivered_everything(self.other)
 
     def is_incomplete(self) -> bool:
@@ -355,11 +355,11 @@ class Traffic:
         return bool(self.parts_in.missing or self.averages_in.missing)
 
     def gaps(self) -> Resume:
-        """What the other member has to send again, or has not sent yet."""
+        """The parts and averages that the other member has to send again, or has not sent yet."""
         return Resume(self.parts_in.gaps(), self.averages_in.gaps())
 
     def send_missing(self, gaps: Resume) -> bool:
-        """Send what the other member lacks, and nothing else; returns ``False`` if that is known already.
+        """Send only what the other member lacks; returns ``False`` if this was already known.
 
         Raises:
             ProtocolError: the other member cannot lack that.
@@ -371,7 +371,7 @@ class Traffic:
         # The average of a part takes the place of its values, so these cannot be sent a second time.
         for start, stop in gaps.missing_parts:
             if not self.averages_in.missing.issuperset(range(start, stop)):
-                raise ProtocolError("wants parts again that it has averaged")
+                raise ProtocolError("asks again for parts that it has averaged")
         self._is_agreed = True
         return True
 
@@ -445,7 +445,7 @@ class Traffic:
                 complete = await incoming.receive(call, message)
             self.bytes_received, self.came_at = self.bytes_received + nbytes, asyncio.get_running_loop().time()
             if incoming is self.parts_in and not incoming.missing:
-                # The other calls wait for averages now, and for these the other member may have to wait itself.
+                # The other calls now wait for averages, which the other member itself may have to wait for.
                 for patience, its_limit in self._patience.items():
                     patience.reschedule(self.came_at + its_limit())
             self._take(message, complete)
@@ -460,7 +460,7 @@ class Traffic:
 
     def _take(self, message: PartMessage, complete: Averages) -> None:
         if complete and message.is_average and self._is_over:
-            raise ProtocolError("sent an average that is not waited for any more")
+            raise ProtocolError("sent an average that is no longer awaited")
         if message.is_average:
             self._reducer.left_out.update(index for index in message.left_out if index < len(self.vector.parts))
         for index, (header, values) in enumerate(zip(message.parts, complete, strict=False), message.index):
@@ -486,7 +486,7 @@ class Traffic:
         self._calls[own] -= 1
         missing = len(self.parts_in.missing) + len(self.averages_in.missing)
         if missing and not sum(self._calls.values()):
-            raise ProtocolError(f"ended before {missing} of its parts and averages")
+            raise ProtocolError(f"ended before {missing} of its parts and averages had arrived")
 
 
 async def _no_wait(index: int) -> None:
@@ -501,7 +501,7 @@ class Delivery:
         open_call: begins a call to the reducer.
         calls: keeps the calls to the reducer.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
-        has_news: tells whether nobody may conclude from the end of the calls that the round is over.
+        has_news: tells whether this member has news, so that the end of its calls does not mean that the round is over.
         timeout: the reducer is given up after this many seconds without the next average.
     """
 
@@ -520,14 +520,14 @@ class Delivery:
         self._has_news = has_news
         self._calls = calls
         self._stripes = 1
-        # After a connection broke: whether the reducer has told on the first call what it lacks.
+        # After a connection broke: done when the reducer has told, on the first call, what it lacks.
         self._agreement: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def run(self, round_id: bytes, weight: float, stripes: int, claim: NormClaim, generation: int = 0) -> None:
         """Exchange everything, then wait until the calls may end.
 
         Args:
-            generation: how often this begins anew because a connection broke.
+            generation: how often the exchange has restarted because a connection broke.
 
         Raises:
             StreamClosedError: a connection broke.
@@ -559,7 +559,7 @@ class Delivery:
                         await self._agree(call, begin)
                     await all_of(self._send_until_end(call), self._receive_averages(call))
         except PEER_FAILURES as e:
-            # If nothing more is expected of this call, its failure does no harm. But if it broke, the reducer may wait.
+            # If this call is no longer needed, its failure is harmless. But if it broke, the reducer may be waiting.
             lacks_nothing = not self._traffic.averages_in.missing
             is_harmless = self._may_end.is_set() or (begin.resume > 0 and lacks_nothing)
             if isinstance(e, StreamClosedError) or not is_harmless:
@@ -583,7 +583,7 @@ class Delivery:
         async with asyncio.timeout(self._timeout):
             gaps = await call.receive(Resume)
         if gaps is None:
-            raise ProtocolError("does not say what has not come")
+            raise ProtocolError("does not say what it lacks")
         if self._traffic.send_missing(gaps):
             call.connection.metrics.exchanges_resumed += 1
         if not begin.stripe:
@@ -591,15 +591,15 @@ class Delivery:
 
     async def _send_until_end(self, call: Call) -> None:
         await self.send_parts(call)
-        # The end of this side tells the reducer that everything is here. It is sent without waiting for the reducer's
-        # own end, which would cost another trip over a long link.
+        # The end of this side tells the reducer that all averages have arrived. Waiting for the reducer's own end first
+        # would cost another trip over a long link.
         await self._until_may_end(call)
         if self._has_news():
             await call.send(PartMessage())
         await call.send_end()
 
     async def _until_may_end(self, call: Call) -> None:
-        """Wait until the call may end, or has broken: the reducer may lack something then."""
+        """Wait until the call may end, or has broken. If it broke, the reducer may lack something."""
         broken, stream = asyncio.Event(), call.connection.stream
         stream.on_closed(broken.set)
         try:
@@ -614,18 +614,19 @@ class Delivery:
 
     async def _receive_averages(self, call: Call) -> None:
         if await self._traffic.receive(call, lambda: self._timeout) is not None:
-            raise ProtocolError("has no more to send, but does not end")
+            raise ProtocolError("has nothing left to send, but does not end the call")
         self._traffic.end(own=True)
 
 
 def check_beginning(begin: BeginReduce, known: Intake | None) -> None:
-    """Check how a sender begins on one of its connections.
+    """Check a sender's first message on one of its connections.
 
     Args:
-        known: what is known from its other connections.
+        begin: the message.
+        known: the sender's intake, if it has begun on other connections.
 
     Raises:
-        ProtocolError: that cannot be, or contradicts what is known.
+        ProtocolError: the message is invalid, or contradicts the other connections.
     """
     if not 0 <= begin.weight < float("inf"):
         raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
@@ -645,7 +646,7 @@ class Intake:
         traffic: what is to be exchanged with the sender.
         begin: the sender's first message.
         timeout: the sender is given up after this many seconds without the next part.
-        timeout_for_averages: the same limit once all parts are here and only averages are still on their way.
+        timeout_for_averages: the limit once all parts have arrived and only averages are in flight.
     """
 
     def __init__(
@@ -690,14 +691,14 @@ class Intake:
         return self._timeout if self._traffic.parts_in.missing else self._timeout_for_averages
 
     async def give_averages(self, call: Call) -> None:
-        """Send the averages that belong on this stripe."""
+        """Send averages on this stripe."""
         await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
     async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
         """Wait until the sender ends its side of a stripe, which it does when it holds all averages.
 
-        When the round is over, the sender has to end within the time limit. One that has news for the coordinator says
-        once more that no parts come: from its end it does not follow that all members know what is in these news.
+        When the round is over, the sender has to end within the time limit. A sender with news for the coordinator
+        announces once more that it has no parts left. Its end then does not mean that all members know the news.
 
         Returns:
             Whether the sender has now ended all its stripes, and has no news.

@@ -1,7 +1,7 @@
-"""How long members wait for another one alone: time that the round would not have taken without it.
+"""How long members wait for one member alone: time that the round would have saved without it.
 
-Each member measures what it sees, and reports it at the end of the round. The coordinator tells all members the same
-numbers, so that all draw the same conclusions. Otherwise some would wait for a slow member in the next round, and the
+Each member measures its own waits, and reports them at the end of the round. The coordinator tells all members the same
+numbers, so that all draw the same conclusions. Otherwise some would wait for a slow member in the next round, and
 others would not let it in.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 NOTABLE_SECONDS = 1.0
-"""Shorter waits are not told: rounds that take no longer end without the coordinator's word."""
+"""Shorter waits are not reported (chosen), so that short rounds can end without the coordinator."""
 
 
 class Missing(Enum):
-    """What is missing of a member."""
+    """What a member still owes."""
 
     PARTS = auto()
     AVERAGES = auto()
@@ -24,7 +24,7 @@ class Missing(Enum):
 
 
 class Waits:
-    """A stopwatch for each member. It runs while something is missing of that member, and of no other one.
+    """A stopwatch for each member. It runs while that member, and no other, owes something.
 
     Args:
         clock: tells the time in seconds.
@@ -32,19 +32,19 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # The member that is waited for alone, with each of its duties.
+        # By kind of debt: the member that is waited for alone.
         self._alone: dict[Missing, int] = {}
         self._since = clock()
         self.seconds: dict[int, float] = {}
-        """By position of a member, as this one has seen it."""
+        """By position of a member: the wait that this one has measured."""
         self._for_report: dict[int, float] = {}
-        # By the member that reports.
+        # By reporting member: its waits.
         self._reports: dict[int, dict[int, float]] = {}
         self.agreed: dict[int, float] = {}
-        """The same as all members were told."""
+        """The waits that the coordinator has told all members."""
 
     def miss(self, members: Collection[int], what: Missing) -> None:
-        """From now on something is missing of these members, and of no others."""
+        """Note that from now on these members, and no others, owe this."""
         alone = next(iter(members)) if len(members) == 1 else None
         if alone == self._alone.get(what):
             return
@@ -61,18 +61,18 @@ class Waits:
 
     @property
     def notable(self) -> dict[int, float]:
-        """Those of its waits that a member reports."""
+        """The waits that are long enough to report."""
         return {member: seconds for member, seconds in self.seconds.items() if seconds >= NOTABLE_SECONDS}
 
     def hear(self, reporter: int, seconds: dict[int, float]) -> None:
-        """Another member reports how long it has waited."""
+        """Take another member's report of its waits."""
         self._reports[reporter] = seconds
 
     def agree(self, own: int, reducers: Sequence[int]) -> None:
         """At the coordinator: conclude how long the group has waited for each member.
 
-        That is as long as more than half of the others say, of those that reduce and have reported: only these know of
-        whom parts were missing. For the last report only the coordinator has waited.
+        This is the lower median of what the other reducers have reported, because only reducers know whose parts were
+        missing. The coordinator adds its wait for the last report, because no other member waits for that.
 
         Args:
             own: its position.

@@ -1,4 +1,4 @@
-"""Downloads of a state: donors give it, a newcomer takes it from several of them at once.
+"""State downloads: a newcomer takes the state from several donors at once.
 
 ::
 
@@ -10,10 +10,10 @@
 
 In reading order:
 
-- :mod:`~.download` is a state on its way: the snapshot that a donor sends, and the chunks as they arrive.
+- :mod:`~.download` is a state in flight: the snapshot that a donor sends, and the chunks as they arrive.
 - :mod:`~.donor` declares a donor, and decides which newcomers it serves: a few at a time.
 - :mod:`~.newcomer` finds donors, chooses a version, and replaces donors that are slow or fail.
 
-Metadata such as the epoch come from the donor that described the version. What the tensors mean is the business of the
-averager whose state it is.
+Metadata such as the epoch come from the donor that described the version. Only the averager that owns the state knows
+what its tensors mean.
 """

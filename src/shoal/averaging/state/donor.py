@@ -1,11 +1,11 @@
 """How a donor gives its state: it declares itself in the DHT, and has upload slots for a few newcomers at a time.
 
-A newcomer may lose its slot if another one wants it, but only if it has hardly taken anything for a while. It must be
-slower than the slowest line in use, or than a quarter of the speed at which it takes bytes while it asks for some. A
-newcomer that has asked for half of the state keeps its slot.
+A newcomer that has hardly taken anything for a while may lose its slot to another one. It has if it is slower than the
+slowest line in use, or than a quarter of the speed that its line reaches while bytes are being sent. A newcomer that
+has asked for half of the state keeps its slot.
 
-A peer has one slot: a new call of it takes that of its last one. If no slot is left, a newcomer from a host without any
-gets one of a host that has several.
+A peer has one slot; a new call of the same peer takes over the slot of its last call. If no slot is left, a newcomer
+from a host without slots gets one from a host that has several.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ from shoal.p2p import P2P, Call, PeerID
 
 logger = logging.getLogger(__name__)
 
-# Declarations live for this many periods, so that a slow renewal leaves no gap.
+# Declarations live for this many periods (chosen), so that a slow renewal leaves no gap.
 DECLARATION_LIFETIME = 1.5
-# A donor that leaves waits at most so long for the nodes that keep its declaration; they may be frozen.
+# The most seconds that a leaving donor waits for the nodes that keep its declaration (chosen): they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
-# How long a newcomer may send no request, at least: a window of 64 MiB takes a minute on a line of 10 Mbit/s.
+# The least seconds of silence before a newcomer is given up. Derived: a window of 64 MiB takes a minute at 10 Mbit/s.
 SILENCE_SECONDS = 60.0
-# The most bytes of a chunk that wait here for a slow line.
+# The most unsent bytes of a chunk on a slow line (chosen).
 BACKLOG_BYTES = 2**16
-# The most different parts of the state that are sent at a time.
+# The most different parts of the state that are sent at a time (chosen).
 MAX_PARTS = 32
-# The most newcomers that a donor serves at a time.
+# The most newcomers that a donor serves at a time (chosen).
 MAX_DOWNLOADS = 8
-# The most copies of its state that a donor keeps for them.
+# The most copies of its state that a donor keeps for them (chosen: each takes as much memory as the state).
 MAX_SNAPSHOTS = 2
-# Newcomers get the same copy if it is not older than this: a crowd that comes at once costs one copy.
+# Newcomers share a copy up to this age in seconds (chosen): a crowd that comes at once costs one copy.
 SNAPSHOT_AGE = 0.5
-# A newcomer that takes fewer bytes per second than an ISDN line carries may lose its slot, measured over 30 s.
+# A newcomer that takes fewer bytes per second than an ISDN line (128 kbit/s) may lose its slot, measured over this many
+# seconds (chosen).
 SLOWEST = 16e3
 SECONDS_TO_JUDGE = 30.0
-# A newcomer that takes 20 MB/s after its first second need not be watched: it is done soon.
+# A newcomer that takes 20 MB/s in its first second is not watched (chosen): it is done soon.
 _FAST, _SECONDS_TO_BE_FAST = 2e7, 1.0
-# A newcomer should take at least this part of the speed that its line is offered.
+# A newcomer should take at least this part of the speed that its line reaches (chosen).
 _PART_OF_SHARE = 0.25
-# Within this many seconds, a newcomer that has got the state tells others that it takes part.
+# A newcomer that has got the state announces within this many seconds that it takes part (chosen).
 _ARRIVAL_SECONDS = 10.0
 
 
 class StateSharing:
-    """Offers this averager's state to others. Half of its fields are what it is made from.
+    """Offers this averager's state to others.
 
     Args:
         p2p: this peer.
@@ -69,8 +70,8 @@ class StateSharing:
         key: DHT key under which donors declare themselves.
         config: the options of the averager.
         get_state: returns the state to send; called in a worker thread.
-        get_part: returns a part of the state by its name, or ``None`` to refuse it; likewise.
-        trust: knows how the keys of donors are divided.
+        get_part: returns a part of the state by its name, or ``None`` to refuse it; called in a worker thread, too.
+        trust: tells how many bits the keys of donors have.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StateSharing:
         take = functools.partial(Snapshot.take, lambda: self.get_state(), config.state_compression)
         self.slots = UploadSlots(take, self._host_of)
         """The newcomers that download from this peer."""
-        # By name of a part that is being downloaded: who does so.
+        # By name of a part that is being downloaded: the slots of its newcomers.
         self._slots_of_parts: dict[bytes, UploadSlots] = {}
         self._warn_seldom = Seldom(logger.warning)
 
@@ -136,7 +137,7 @@ class StateSharing:
             async with asyncio.timeout(WITHDRAWAL_SECONDS):
                 await self.declare(allowed=False)
         except TimeoutError:
-            logger.debug("not everybody could be told that this peer does not share its state any more")
+            logger.debug("some nodes could not be told that this peer no longer shares its state")
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class StateSharing:
             await first_completed(asyncio.shield(sending), slot.lost.wait())
             if sending.done():
                 sending.result()
-            elif slot.reason and not slot.has_all:  # else it has only been slow to hang up
+            elif slot.reason and not slot.has_all:  # otherwise it was only slow to hang up
                 self._note_dropped(slot)
         finally:
             # If something was still being sent, this cuts the connection.
@@ -175,28 +176,28 @@ class StateSharing:
                 self._slots_of_parts.pop(part, None)
 
     def _slots_of(self, part: bytes) -> UploadSlots | None:
-        """The slots of those that download the same part; ``None``: nobody else can be served."""
+        """The slots for downloads of this part; ``None``: too many parts are being downloaded."""
         if not part:
             return self.slots
         if part not in self._slots_of_parts and len(self._slots_of_parts) >= MAX_PARTS:
             return None
-        # Parts are what this peer has got from others: to lose anything of them would make peers differ.
+        # This peer got its parts from others. A lossy codec would make peers differ.
         take = functools.partial(Snapshot.take, functools.partial(self._get_part, part), NoCompression())
         return self._slots_of_parts.setdefault(part, UploadSlots(take, self._host_of))
 
     def _host_of(self, peer: PeerID) -> Hashable:
-        """By the addresses from which a newcomer has connected, whatever it announces."""
+        """The host of a newcomer, by the addresses from which it connected, not those that it announces."""
         return self._p2p.host_seen_of(peer)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody is downloading the state in order to train."""
+        """Whether a newcomer is downloading the state in order to train."""
         return any(slot.trains for slot in self.slots)
 
     def _note_dropped(self, slot: UploadSlot) -> None:
         self._p2p.metrics.newcomers_dropped += 1
         self._warn_seldom(
-            "the place of newcomer %s was given to another one: %s, and it has not got half of it",
+            "the slot of newcomer %s was given to another one: %s, and it has not got half of the state",
             slot.peer,
             slot.reason,
         )
@@ -205,7 +206,7 @@ class StateSharing:
         self._p2p.metrics.newcomers_turned_away += 1
         again_in = self.slots.again_in(now)
         self._warn_seldom(
-            "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
+            "too many newcomers download the state: newcomer %s is told to ask again in %.0f s", peer, again_in
         )
         return DonorBusy(again_in)
 
@@ -235,7 +236,7 @@ class StateSharing:
             if not slot.note_request(request.index):
                 raise ProtocolError(f"asked for chunk {request.index} again")
             if slot.is_slow(now()):
-                # Bytes count as sent only when the line has taken them. That costs time, so fast lines are spared.
+                # Count bytes as sent only when the line has taken them. This costs time, so fast lines are exempt.
                 call.connection.stream.limit_backlog(BACKLOG_BYTES)
             began_at, chunk = now(), snapshot.chunk(request.index)
             await call.send(StateChunk(index=request.index), *chunk)
@@ -254,7 +255,7 @@ class UploadSlot:
     """One newcomer's download.
 
     Args:
-        trains: whether it is going to train with the state; an archive only keeps it.
+        trains: whether it will train with the state; an archive only keeps it.
     """
 
     def __init__(self, peer: PeerID, sharing: Sharing, *, trains: bool = True) -> None:
@@ -262,17 +263,17 @@ class UploadSlot:
         self.lost = asyncio.Event()
         """Set when the slot was given to another newcomer."""
         self.reason = ""
-        """Why, for the owner of the donor; empty: it has called again itself."""
+        """Why the slot was lost, for the owner of the donor; empty: the newcomer has called again itself."""
         # When the newcomer could first ask for chunks; None while the snapshot is still being made.
         self._began_at: float | None = None
         self._chunks = 0
         self._given: set[int] = set()
         self._is_watched = False
-        # One entry for each of the last seconds: its time, the bytes that were sent, and the seconds that this took.
+        # One entry for each of the last seconds: its time, the bytes sent, and the seconds that sending took.
         self._sent: deque[tuple[float, int, float]] = deque()
 
     def begin(self, chunks: int, now: float) -> None:
-        """Note that the newcomer can ask for chunks from now on, and how many there are."""
+        """Note that the newcomer can now ask for chunks, and how many there are."""
         self._chunks, self._began_at = chunks, now
 
     def note_request(self, chunk: int) -> bool:
@@ -314,7 +315,7 @@ class UploadSlot:
     def is_slow(self, now: float) -> bool:
         """Whether the newcomer has just turned out to be slow; ``True`` only once.
 
-        From then on it may be judged, so its bytes have to be counted exactly.
+        It may be judged from then on, so its bytes have to be counted exactly.
         """
         if self._is_watched or self._began_at is None or now - self._began_at < _SECONDS_TO_BE_FAST:
             return False
@@ -326,7 +327,7 @@ class UploadSlot:
         if self._began_at is None or now - self._began_at < SECONDS_TO_JUDGE or self.has_half:
             return False
         rate, seconds = self.rate(now), sum(seconds for _, _, seconds in self._sent)
-        # The speed while something was being sent: what the line offers this newcomer beside all others.
+        # The speed while something was being sent, which is the newcomer's share of the line.
         share = sum(nbytes for _, nbytes, _ in self._sent) / max(seconds, 1e-9)
         return rate < max(SLOWEST, _PART_OF_SHARE * share)
 
@@ -335,7 +336,7 @@ class UploadSlot:
         if self._began_at is None:
             return 0.0
         left, since = self._chunks - len(self._given), now - self._began_at
-        # The newcomer is either done by then, or old enough to be judged and to lose its slot.
+        # By then the newcomer is either done, or old enough to be judged and to lose its slot.
         return min(left * since / max(1, len(self._given)), max(0.0, SECONDS_TO_JUDGE - since) or SECONDS_TO_JUDGE)
 
 
@@ -354,7 +355,7 @@ class UploadSlots:
     ) -> None:
         self._take, self._host_of = take, host_of
         self.sharings: list[Sharing] = []
-        # Newcomers that have got a whole snapshot, and when.
+        # Newcomers that have downloaded a whole snapshot, and when.
         self._arriving: deque[tuple[PeerID, float]] = deque(maxlen=MAX_DOWNLOADS)
 
     def __iter__(self) -> Iterator[UploadSlot]:
@@ -379,14 +380,14 @@ class UploadSlots:
         return slot
 
     def _has_snapshot(self, peer: PeerID, now: float) -> bool:
-        """Whether there is a fresh copy or room for one. A copy that no newcomer really uses is dropped for it."""
+        """Whether there is a fresh copy or room for one. A copy without active newcomers is dropped to make room."""
         if self._is_fresh(now) or len(self.sharings) < MAX_SNAPSHOTS:
             return True
         for sharing in self.sharings:
             reasons, kept = {}, list(self)
             for slot in sharing.slots:
                 reasons[slot] = self._reason_to_give_way(slot, peer, now, kept)
-                kept.remove(slot)  # so that a network of which all slots are here keeps one, and with it this copy
+                kept.remove(slot)  # so that a network that has all these slots keeps one, and thus this copy
             if all(reason or slot.has_all for slot, reason in reasons.items()):
                 for slot, reason in reasons.items():
                     self._take_away(slot, now, reason)
@@ -396,7 +397,7 @@ class UploadSlots:
     def _reason_to_give_way(self, slot: UploadSlot, peer: PeerID, now: float, slots: list[UploadSlot]) -> str:
         """Why a newcomer may get one of these slots; empty: it may not."""
         if slot.is_idle(now):
-            return f"it takes {slot.rate(now) / 1e3:.1f} kB/s of the state, which is far less than it is offered"
+            return f"it takes {slot.rate(now) / 1e3:.1f} kB/s of the state, far less than it could"
         hosts = [self._host_of(each.peer) for each in slots]
         is_one_of_several = hosts.count(self._host_of(slot.peer)) > 1 and self._host_of(peer) not in hosts
         return "its network has several" if is_one_of_several and not slot.has_half else ""
@@ -416,7 +417,7 @@ class UploadSlots:
 
     def leave(self, slot: UploadSlot, now: float) -> None:
         """Free the slot of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
-        if slot.has_all and slot.trains:  # an archive gives the state to nobody while the run lives
+        if slot.has_all and slot.trains:  # an archive gives its state to no peer while the run is alive
             self._arriving.append((slot.peer, now))
         sharing = slot.sharing
         if slot in sharing.slots:
@@ -425,7 +426,7 @@ class UploadSlots:
                 self.sharings.remove(sharing)
 
     def on_their_way(self, now: float) -> set[PeerID]:
-        """Newcomers that are downloading, or have just got the whole state. This may be called in any thread."""
+        """Newcomers that are downloading, or have just got the whole state. Callable from any thread."""
         slots = [slot for sharing in list(self.sharings) for slot in list(sharing.slots) if slot.trains]
         arriving = {peer for peer, since in list(self._arriving) if now - since <= _ARRIVAL_SECONDS}
         return arriving.union(slot.peer for slot in slots)

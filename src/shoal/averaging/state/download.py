@@ -1,12 +1,12 @@
-"""A state on its way from donors to a newcomer, in chunks with hashes.
+"""A state in flight from donors to a newcomer, in chunks with hashes.
 
 A donor sends a fixed copy of its state (:class:`Snapshot`): the bytes of its tensors in a row, cut into chunks. Donors
 with the same tensors and the same codec have the same chunks. So a newcomer can take some chunks from each donor and
-check every one of them. The hash of all the hashes names the version.
+check every one of them. The hash of all the hashes identifies the version.
 
 Each donor is asked for the next chunks that no donor has been asked for. If a donor fails, the others are asked for its
-chunks. At the end, when no chunks are left to ask for, donors that are done are asked for chunks that others still owe.
-A chunk counts only if its hash is right.
+chunks. At the end, donors that are done are asked for chunks that others still owe. A chunk counts only if its hash is
+right.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ from shoal.compression.statistics import codec_for_download
 from shoal.errors import ProtocolError
 from shoal.p2p import Call, PeerID
 
-# A state that announces more tensors is refused before any memory is taken for it.
+# A state that announces more tensors is refused before any memory is taken for it (chosen).
 MAX_TENSORS = 2**20
-# A donor is asked for as many chunks as it delivers in this time; at the end for fewer, so all donors end together.
+# The chunks in flight from a donor take it this many seconds (chosen); less at the end, so all donors end together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
-# With two chunks, the second one is on its way while the first one arrives. The most are what 1 Gbit/s delivers.
+# The least chunks and the most bytes in flight. With two chunks, the second is in flight while the first arrives. The
+# most are derived: 1 Gbit/s for ``WINDOW_SECONDS``.
 MIN_WINDOW, MAX_WINDOW_BYTES = 2, 2**26
 
-# The weight of the earlier estimate in a donor's estimated speed; the rest comes from its latest chunk.
+# The weight of the earlier estimate in a donor's estimated speed (chosen); the rest comes from its latest chunk.
 _RATE_MEMORY = 0.8
 
-# A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each.
+# A state is cut into about a hundred chunks (chosen): enough to share among donors, few enough for little overhead.
 MOST_CHUNKS, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 128, 2**18, 2**22
 
-# Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
-# is not taken for silent.
+# Arriving bytes are counted in pieces of this size (chosen). They are small while a donor is slow or its speed unknown,
+# so that it does not look silent.
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
 HASH_BYTES = 32  # of BLAKE3
-HASHING_THREADS = 4  # a donor still trains meanwhile
-# A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
+HASHING_THREADS = 4  # chosen: few, because a donor still trains meanwhile
+# A chunk of more pieces than this is copied together before it is sent (chosen), because each piece has overhead.
 _MAX_PIECES = 64
 
-# The speed of a download is measured over these seconds: long enough to cover a few windows and a lost packet.
+# The speed of a download is measured over this many seconds (chosen): enough for a few windows and a lost packet.
 SPEED_SECONDS = 10.0
-# From this share of the rate on, the limit decides how fast the download is, and not the donors.
+# Above this share of the rate limit (chosen), the limit and not the donors decides the speed of the download.
 _SHARE_OF_LIMIT = 0.7
-# A limited download takes from so few donors at once that each of them hears from it this often, in seconds. A donor to
-# which nothing is said takes it for dead (SILENCE_SECONDS in donor.py).
+# A limited download takes from so few donors at once that each of them hears from it this often, in seconds (chosen). A
+# donor that hears nothing takes the newcomer for dead (SILENCE_SECONDS in donor.py).
 _SECONDS_BETWEEN_REQUESTS = 10.0
-# After a pause of the donors, the bytes of this many seconds may come at once.
+# After a pause of the donors, the bytes of this many seconds may come at once (chosen).
 _BURST_SECONDS = 1.0
 
 
 class UnusableStateError(ProtocolError):
-    """A donor offers what this peer can never use. The donor is left out for a while."""
+    """A donor offers a state that this peer can never use. The donor is left out for a while."""
 
 
 class State(NamedTuple):
@@ -90,7 +91,7 @@ class GivenState(State):
 
 
 class OwnedState(NamedTuple):
-    """A state for newcomers whose tensors nobody will change any more, so that they need not be copied."""
+    """A state for newcomers with tensors that will not change any more, so that they need not be copied."""
 
     metadata: Any
     tensors: Sequence[torch.Tensor]
@@ -140,7 +141,7 @@ def hash_of(pieces: Sequence[Buffer]) -> bytes:
 
 
 def version_of(tensors: Sequence[TensorMetadata], sizes: Sequence[int], hashes: bytes) -> bytes:
-    """The name of a state's version: two donors with the same one have the same tensors. Metadata do not count."""
+    """The id of a state's version: two donors with the same id have the same tensors. Metadata do not count."""
     return hash_of([msgspec.msgpack.encode([list(tensors), list(sizes)]), hashes])
 
 
@@ -183,7 +184,7 @@ class Snapshot:
 
 
 def _encode(get_state: Callable[[], Any], codec: CompressionBase) -> tuple[bytes, list[SerializedTensor]] | None:
-    """Encode a state's metadata, and its tensors into memory that nobody else changes."""
+    """Encode a state's metadata, and its tensors into memory of their own."""
     if (state := get_state()) is None:
         return None
     metadata, tensors, infos = (*state, None)[:3]
@@ -203,22 +204,22 @@ def _hash(chunks: Chunks, start: int, end: int) -> bytes:
 
 
 class RateMeter:
-    """Measures how fast bytes arrive, and limits it.
+    """Measures and limits how fast bytes arrive.
 
     Args:
-        now: the loop's time in seconds.
-        rate: the most bytes that are wanted in a second.
+        now: loop time in seconds.
+        rate: the limit in bytes per second.
     """
 
     def __init__(self, now: float, rate: float = math.inf) -> None:
         self.began_at = now
         self.total = 0
         self._rate, self._enough_until = rate, now
-        # Marks of the latest seconds: a time, and how many bytes had arrived before it.
+        # Marks of the last seconds: a time, and the bytes that had arrived before it.
         self._marks: deque[tuple[float, int]] = deque([(now, 0)])
 
     def anew(self, now: float) -> RateMeter:
-        """Begin to measure again, with the same limit."""
+        """Start a new measurement with the same limit."""
         return RateMeter(now, self._rate)
 
     def add(self, nbytes: int, now: float) -> None:
@@ -240,11 +241,11 @@ class RateMeter:
         return (self.total - before) / max(now - since, 1e-9)
 
     def seconds_to_rest(self, now: float) -> float:
-        """For how many seconds no more bytes should be taken."""
+        """The seconds for which no more bytes should be taken."""
         return max(0.0, self._enough_until - now)
 
     def is_at_limit(self, now: float) -> bool:
-        """Whether more or other donors would not bring the bytes any sooner."""
+        """Whether the limit decides the speed, so that more or other donors would not help."""
         # At a low rate there are long pauses between the chunks, in which nothing comes.
         return self.seconds_to_rest(now) > 0 or self.recent(now) >= _SHARE_OF_LIMIT * self._rate
 
@@ -262,7 +263,7 @@ class _Queue:
         return self._rate * chunk_bytes >= 4 * PIECE_BYTES
 
     def delivered(self, seconds: float) -> None:
-        """Note that the first chunk has come, and how long it took."""
+        """Note that the first chunk has arrived, and how long it took."""
         self.chunks.popleft()
         newest = 1 / max(seconds, 1e-9)
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * newest if self._rate else newest
@@ -282,19 +283,19 @@ class _ChunkMemory(NamedTuple):
     chunk: int
     pieces: list[memoryview]
     is_final: bool
-    """Whether it is the state's own memory. No other donor writes there at the same time."""
+    """Whether this is the state's own memory. No other donor writes there at the same time."""
 
 
 class Download:
-    """One version of the state on its way here.
+    """The download of one version of the state.
 
-    Each chunk is in one of the states that its fields list: to be asked for, asked for, being written, or here.
+    Each chunk is in one of four states, for which there are fields: to be asked for, asked for, being written, arrived.
 
     Args:
         header: the description by the chosen donor, which also gives the metadata.
         hashes: the hashes of all chunks, from the same donor.
         chunk_timeout: the most seconds that a donor may send no new bytes.
-        rate: the most bytes that are taken in a second.
+        rate: the most bytes to take per second.
     """
 
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float, rate: float = math.inf) -> None:
@@ -302,9 +303,9 @@ class Download:
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
         self._buffers = [bytes_of(mapped((size,), torch.uint8)) for size in header.tensor_bytes]
         self._chunks = Chunks(self._buffers)
-        # Chunks for which no donor is asked at the moment, as a heap.
+        # Chunks that no donor is asked for at the moment, as a heap.
         self._todo = list(range(self._chunks.count))
-        # By chunk that has not come: how many donors are asked for it. The earliest request is first.
+        # By chunk that has not arrived: how many donors are asked for it. The earliest request is first.
         self._asked: dict[int, int] = {}
         # One queue for each donor that delivers.
         self._queues: list[_Queue] = []
@@ -313,7 +314,7 @@ class Download:
         # By chunk: done when the system has provided its memory.
         self._ready: dict[int, asyncio.Future[None]] = {}
         self._missing = self._chunks.count
-        # Chunks that came while another donor, slower or stuck, was still writing them into the state's own memory.
+        # Chunks that arrived while another donor, slower or stuck, was still writing them into the state's own memory.
         self._copies: dict[int, memoryview] = {}
         self._arrivals = RateMeter(asyncio.get_running_loop().time(), rate)
         self.most_donors = max(1.0, rate * _SECONDS_BETWEEN_REQUESTS / self._chunks.chunk_bytes)
@@ -327,16 +328,16 @@ class Download:
 
     @property
     def missing_bytes(self) -> int:
-        """An upper limit for the bytes of all chunks that are not completely here."""
+        """An upper limit for the bytes of all chunks that have not arrived completely."""
         return min(self._missing * self._chunks.chunk_bytes, self._chunks.total_bytes)
 
     def resume(self, header: StateHeader) -> None:
-        """Take the download up again, with the metadata of this donor, and measure its speed anew."""
+        """Resume the download with the metadata of this donor, and measure its speed again."""
         self._header = header
         self._arrivals = self._arrivals.anew(asyncio.get_running_loop().time())
 
     def seconds_left(self) -> float:
-        """The seconds until the state is expected to be here; 0 if it is too early to tell, or nothing could help."""
+        """The seconds until the state is expected to arrive; 0 if it is too early to tell, or no donor could help."""
         now = asyncio.get_running_loop().time()
         if now - self._arrivals.began_at < SPEED_SECONDS or self._arrivals.is_at_limit(now):
             return 0.0
@@ -346,7 +347,7 @@ class Download:
         """The state. Call this once, when the download is finished: the memory is handed over.
 
         Raises:
-            ValueError, RuntimeError: the donors agree on something that is not a state.
+            ValueError, RuntimeError: the data that the donors agree on is not a state.
         """
         for index, copy in self._copies.items():
             _copy(copy, self._chunks.pieces(index))
@@ -358,14 +359,14 @@ class Download:
         return State(read_metadata(self._header.metadata), tensors)
 
     async def fetch_from(self, call: Call, arrivals: RateMeter) -> None:
-        """Take chunks from one donor until all are here.
+        """Take chunks from one donor until all have arrived.
 
         Args:
-            call: to the donor.
+            call: the call to the donor.
             arrivals: counts the bytes from this donor.
 
         Raises:
-            ProtocolError: the donor sends something else than it was asked for.
+            ProtocolError: the donor sends something that it was not asked for.
             TimeoutError: the donor is silent.
         """
         queue, loop = _Queue(MAX_WINDOW_BYTES // self._chunks.chunk_bytes), asyncio.get_running_loop()
@@ -396,7 +397,7 @@ class Download:
             await call.send(ChunkRequest(index=index))
 
     def _choose(self, queue: _Queue) -> Iterator[int]:
-        """The chunks to ask a donor for next, if any. A donor that owes nothing is asked for one that others owe."""
+        """The next chunks to ask a donor for, if any. A donor that owes nothing is asked for one that others owe."""
         share = len(self._todo) // len(self._queues)
         longest = max(queue.length_for(LAST_WINDOW_SECONDS), min(queue.length_for(WINDOW_SECONDS), share))
         if len(queue.chunks) > longest // 2:
@@ -410,7 +411,7 @@ class Download:
             yield from self._latest()
 
     def _latest(self) -> Iterator[int]:
-        """Of the chunks for which the fewest donors have been asked, the one that is expected last."""
+        """Among the chunks that the fewest donors have been asked for, the one that is expected last."""
         expected: dict[int, float] = {}
         for queue in self._queues:
             for index, seconds in queue.expected():
@@ -422,15 +423,15 @@ class Download:
             yield index
 
     def _touch(self, chunks: Sequence[int]) -> None:
-        """Make the system provide the memory of chunks now, in a worker. It takes as long as writing them later."""
+        """Make the system provide the memory of chunks now, in a worker, because this takes as long as writing them."""
         for index in chunks:
             for piece in self._chunks.pieces(index):
-                # torch releases the interpreter's lock while it writes; numpy would hold up other threads.
+                # torch releases the GIL while it writes; numpy would hold up other threads.
                 torch.frombuffer(piece, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _answered(self, index: int) -> None:
         """Note that a donor has delivered a chunk, or never will."""
-        if index not in self._asked:  # the chunk is here
+        if index not in self._asked:  # the chunk has arrived
             return
         self._asked[index] -= 1
         if self._asked[index] == 0:
@@ -438,7 +439,7 @@ class Download:
             heapq.heappush(self._todo, index)
 
     async def _receive(self, call: Call, index: int, piece_bytes: int, arrivals: RateMeter) -> _ChunkMemory:
-        """Receive the next chunk. However slow the donor is, it is not given up while bytes arrive."""
+        """Receive the next chunk. A donor is not given up while bytes arrive, however slowly."""
         async with asyncio.timeout(self._chunk_timeout):
             chunk = await call.receive(StateChunk)
         if chunk is None or chunk.index != index:
@@ -468,7 +469,7 @@ class Download:
         return _ChunkMemory(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
 
     def _check(self, place: _ChunkMemory) -> None:
-        """Count a chunk that has arrived if its hash is right. It is checked at once, while it is in the cache.
+        """Count an arrived chunk if its hash is right. It is checked at once, while it is in the processor's cache.
 
         Raises:
             ProtocolError: the hash is wrong.
@@ -516,7 +517,7 @@ async def open_state(
         check: raises ``ValueError`` if tensors with these descriptions are of no use to this peer.
 
     Raises:
-        UnusableStateError: this peer can never use what the donor offers.
+        UnusableStateError: this peer can never use the donor's state.
         ProtocolError: the answer is malformed.
         TimeoutError: there is no answer.
     """
@@ -547,7 +548,7 @@ def read_metadata(packed: bytes) -> Any:
     """
     try:
         return MSGPackSerializer.loads(packed)
-    except Exception as e:  # a class of the user that unpacks its own values may raise anything
+    except Exception as e:  # a user's class that unpacks its own values may raise anything
         raise ValueError(f"its plain values cannot be read: {type(e).__name__}: {one_line(str(e))}") from None
 
 
@@ -555,12 +556,12 @@ def _check_tensors(header: StateHeader, max_bytes: int) -> None:
     """Check a donor's description of its tensors before any memory is taken for them.
 
     Raises:
-        ValueError: there can be no such tensors, or they are too large.
+        ValueError: the tensors are impossible or too large.
     """
     sizes = header.tensor_bytes
     if len(sizes) != len(header.tensors) or len(sizes) > MAX_TENSORS:
         raise ValueError("the list of tensors is malformed")
-    # A few bytes of them could claim any amount of memory, and zeros are no parameters.
+    # A few bytes of a sparse message could claim any amount of memory, and omitted values are no parameters.
     if any(is_sparse(metadata.compression) for metadata in header.tensors):
         raise ValueError("the state was compressed by a codec that leaves values out")
     decoded = 0
@@ -584,10 +585,10 @@ def layout_of(tensors: Iterable[torch.Tensor]) -> Layout:
 
 
 def check_fit(given: Sequence[TensorMetadata], own: Layout) -> None:
-    """Check that tensors of a donor can take the places of this peer's own, before they are downloaded.
+    """Check that a donor's tensors can replace this peer's own, before they are downloaded.
 
-    A floating point number of any size can take the place of another one. A tensor without dimensions can take the
-    place of any other one and be replaced by it, because some optimizers keep a single zero for a tensor of zeros.
+    Floating point types of any size can replace each other. A tensor without dimensions can replace any other tensor
+    and be replaced by it, because some optimizers keep a single zero for a tensor of zeros.
 
     Args:
         given: descriptions of valid tensors.
@@ -618,4 +619,4 @@ def check_bytes(given: Sequence[TensorMetadata], most: int) -> None:
     """
     total = sum(math.prod(each.size) * DTYPES[each.dtype].itemsize for each in given)
     if total > most:
-        raise ValueError(f"it has {total} bytes, and this peer has use for {most} at most")
+        raise ValueError(f"it has {total} bytes, and this peer can use at most {most}")

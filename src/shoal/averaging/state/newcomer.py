@@ -1,17 +1,16 @@
 """What a newcomer does: it finds donors in the DHT, chooses a version of the state, and takes it from several donors.
 
-*The vote.* The newcomer asks the donors of the best rank all at once which version they have. It takes the version that
-most hosts show. A large state it takes from several donors of that version at once, a small one from a single donor.
-Among donors of the same version, those that were quick before come first. What a donor claims about itself does not
-count.
+*The vote.* The newcomer asks all donors of the best rank at once which version they have, and takes the version that
+most hosts have. It takes a large state from several donors of that version at once, a small one from a single donor.
+Among donors of the same version, those that were fast before come first. Claims of donors about themselves are ignored.
 
-A donor whose description makes no sense, or does not fit this peer, has no vote. It is left out for a while.
+A donor whose description is malformed or does not fit this peer has no vote, and is left out for a while.
 
-*Slow downloads.* A download that is going to take long gets help from other donors of the same version. If no donor can
-help, the newcomer changes to another version, but only to one that as many donors show and that is expected to be here
-sooner. It keeps the chunks that have come, in case it returns. It never leaves a donor without having another one: the
-last donor may take its time as long as it sends anything. If the donors of the best rank are slow, or do not even
-describe their state, the next ones are asked, too.
+*Slow downloads.* A download that is expected to take long gets help from other donors of the same version. If no donor
+can help, the newcomer changes to another version that has as many votes and is expected to arrive sooner. It keeps the
+chunks that it has, in case it returns. It never leaves a donor without having another one, so the last donor may be as
+slow as it likes as long as it sends anything. If the donors of the best rank are slow, or do not even describe their
+state, the next ones are asked, too.
 
 *Objects.* :class:`StateDownloads` lives as long as its averager, and remembers donors (:class:`DonorMemory`). A
 :class:`_DonorSearch` is one download. It makes one :class:`_Attempt` after another, each with a vote of its own.
@@ -66,28 +65,30 @@ Donor = tuple[float, PeerID]
 CheckTensors = Callable[[Sequence[TensorMetadata]], object]
 """Raises ``ValueError`` if tensors with these descriptions are of no use to this peer."""
 
-# The most donors that are asked for their version, and the most from which a state is taken at once.
+# The most donors that are asked for their version, and the most from which a state is taken at once (chosen).
 MAX_VOTERS, MAX_DONORS = 7, 4
-# Smaller states are taken from one donor, unless it fails or is slow.
+# Smaller states are taken from one donor, unless it fails or is slow (chosen).
 WORTH_SHARING_BYTES = 8 * 2**20
-# After the first answer the vote waits a second for others, and one second more for each 50 MB of the state,
-# because an honest donor first has to make a copy of it.
+# After the first answer, the vote waits one second for others, and one second more for each 50 MB of the state
+# (chosen), because an honest donor first has to copy it.
 VOTE_SECONDS, VOTE_BYTES_PER_SECOND = 1.0, 50e6
-# If a smaller share of the hosts shows a version, a few liars may have agreed on it. Then it counts as one vote.
+# A version that has a smaller share of the hosts counts as one vote (chosen): a few liars may have agreed on it.
 LEAST_SHARE_OF_VOTES = 1 / 3
-# With fewer hosts on one side nobody knows which one is right.
+# The least hosts of a majority that is believed (chosen). With fewer, it is open which side is right.
 LEAST_HOSTS_TO_TELL = 3
-# A download that is expected to take longer than it was measured is slow: another donor then costs less than waiting.
+# A download is slow if it is expected to take longer than its speed was measured: another donor then costs less than
+# waiting.
 SLOW_SECONDS = SPEED_SECONDS
-# How often it is looked at.
+# Seconds between two checks whether a download is slow (chosen).
 CHECK_SECONDS = 1.0
-# Busy donors are asked again after a second at the earliest, and for a minute in all: then the swarm has moved on.
+# Busy donors are asked again after the first number of seconds at the earliest, and up to the second number in total
+# (chosen): by then the swarm has moved on.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
-# The speed of an unknown donor, in bytes per second.
+# The assumed speed of an unknown donor, in bytes per second (chosen).
 ASSUMED_SPEED = 1e6
-# A donor whose state was no good is avoided for ten minutes: the time in which a tracker forgets a peer.
+# Seconds for which a donor whose state was refused is asked last. Chosen: a tracker forgets a peer after this time.
 REFUSAL_SECONDS = 600.0
-# One that offers what this peer can never use is not asked at all for a minute, the time of two declarations.
+# Seconds for which a donor that offers an unusable state is not asked. Chosen: the time of two declarations.
 REST_SECONDS = 60.0
 
 
@@ -95,50 +96,50 @@ class DonorLeft(Enum):
     """Why a state was not taken from a donor, or not to the end."""
 
     DIFFERS = "differs"
-    """It refuses, because it has other settings than this peer."""
+    """It refuses, because its settings differ from this peer's."""
     DOES_NOT_SHARE = "does not share"
     BUSY = "busy"
     """It serves as many others as it can."""
     OF_NO_USE = "of no use"
-    """What it offers makes no sense, or does not fit this peer."""
+    """Its offer is malformed, or does not fit this peer."""
     REFUSED_VERSION = "has a version that was refused"
     """This peer's user does not want its version."""
     FAILED = "failed"
     """It could not be reached, fell silent, or sent something wrong."""
     SLOW = "slow"
-    """Another version is expected to be here sooner."""
+    """Another version is expected to arrive sooner."""
 
 
 @dataclass
 class KnownDonor:
-    """What this peer has seen of a donor. Times are those of the loop."""
+    """This peer's experience with a donor. Times are loop times."""
 
     speed: float | None = None
-    """In bytes per second; ``None``: not known."""
+    """Bytes per second; ``None``: unknown."""
     left_out_until: float = -math.inf
-    """Until then it is not asked at all."""
+    """It is not asked at all until then."""
     distrusted_until: float = -math.inf
-    """Until then it is asked after all others."""
+    """It is asked after all others until then."""
 
 
 class DonorMemory:
-    """What this peer has seen of donors in all its downloads."""
+    """This peer's experience with donors in all its downloads."""
 
     def __init__(self) -> None:
         self._donors = Bounded[PeerID, KnownDonor]()
         self._unwanted = Bounded[bytes, None]()
 
     def of(self, peer: PeerID) -> KnownDonor:
-        """What is known of a donor, to be read."""
+        """The record of a donor, for reading."""
         return self._donors.get(peer) or KnownDonor()
 
     def _noting(self, peer: PeerID) -> KnownDonor:
-        """What is known of a donor, to be changed."""
+        """The record of a donor, for changes."""
         self._donors[peer] = known = self.of(peer)
         return known
 
     def note_speed(self, peer: PeerID, nbytes: int, seconds: float) -> None:
-        """Note how many bytes a donor has sent in this time. Too small samples are ignored."""
+        """Note how many bytes a donor has sent in this time. Samples that are too small are ignored."""
         if nbytes or seconds > 1:
             speed, known = nbytes / max(seconds, 1e-3), self._noting(peer)
             known.speed = speed if known.speed is None else (known.speed + speed) / 2
@@ -162,13 +163,13 @@ class DonorMemory:
         known.left_out_until = max(known.left_out_until, now + REST_SECONDS)
 
     def wants(self, version: bytes) -> bool:
-        """Whether this peer's user has not refused a version."""
+        """Whether a version may be downloaded, because this peer's user has not refused it."""
         return version not in self._unwanted
 
     def ordered(self, ranks: Mapping[PeerID, float], now: float, random: Callable[[], float]) -> Iterator[Donor]:
         """The donors that may be asked, best first.
 
-        Those of the same rank are ordered by speed, then at random, so that newcomers spread over them.
+        Donors of the same rank are ordered by speed, then at random, so that newcomers spread over them.
 
         Args:
             ranks: a higher number is better.
@@ -181,7 +182,7 @@ class DonorMemory:
 
 @dataclass(frozen=True)
 class DownloadOptions:
-    """What a newcomer takes, and from whom."""
+    """What a newcomer downloads, and from which donors."""
 
     max_bytes: int
     """Larger states are refused before any memory is taken."""
@@ -190,8 +191,7 @@ class DownloadOptions:
     agreement: Mapping[str, str] = field(default_factory=dict)
     """Settings that must be the same in a donor and a newcomer, as far as both have them."""
     is_one_state: bool = True
-    """Whether all donors of an epoch have the same state, if nothing is wrong with them. Those that average in several
-    groups do not."""
+    """Whether all healthy donors of an epoch have the same state. Those that average in several groups do not."""
     trains: bool = True
     """Whether this peer trains with what it downloads; an archive only keeps it."""
     rate: float = math.inf
@@ -206,8 +206,8 @@ class StateDownloads:
         table: the distributed table.
         key: DHT key under which donors declare themselves.
         get_stub: makes a stub of the averager protocol for a donor.
-        options: what is taken, and from whom.
-        trust: ranks donors, and knows how their keys are divided.
+        options: what to download, and from which donors.
+        trust: ranks donors, and tells how many bits their keys have.
     """
 
     def __init__(
@@ -223,17 +223,17 @@ class StateDownloads:
         self._options, self.trust = options, trust or Trust()
         self._memory, self._warn_seldom = DonorMemory(), Seldom(logger.warning)
         self.contradictions: Mapping[PeerID, str] = {}
-        """By donor that has refused in the last download because this peer differs from it: in what, in words."""
+        """By donor that has refused in the last download because its settings differ: the differences, in words."""
         self.left: Mapping[PeerID, DonorLeft] = {}
-        """By donor whose state was not taken in the last download: why."""
+        """By donor whose state was not taken in the last download: the reason."""
 
     def leave_out(self, donor: PeerID, version: bytes | None) -> None:
-        """Avoid a donor for a while, because its state was no good.
+        """Avoid a donor for a while, because its state was refused.
 
         Args:
             donor: the donor; it is asked after all others.
             version: given if the state may be good for others, but this peer's user does not want it. Then this version
-                is not downloaded again, and the donor is not asked at all for that while.
+                is not downloaded again, and the donor is not asked at all for a while.
         """
         self._p2p.metrics.states_refused += 1
         self._memory.leave_out(donor, version, asyncio.get_running_loop().time())
@@ -249,8 +249,8 @@ class StateDownloads:
 
         Args:
             skip: donors that are not asked.
-            part: names the part that is wanted; empty: all of it.
-            most_voters: how many donors are asked for their version. One, if the versions of all differ anyway.
+            part: the name of the wanted part; empty: all of the state.
+            most_voters: how many donors are asked for their version. Use 1 if all versions differ anyway.
             check: refuses tensors before they are downloaded.
         """
         loop, options = asyncio.get_running_loop(), self._options
@@ -266,7 +266,7 @@ class StateDownloads:
                 reasons = ", ".join(f"{peer} {reason.value}" for peer, reason in search.left.items())
                 logger.debug("no donor gave its state: %s", reasons)
             pause = max(BUSY_PAUSE, search.again_in or 0.0)
-            # A peer that wants a part can do without it for now.
+            # A peer that wants only a part can do without it for now.
             if state is not None or part or search.again_in is None or loop.time() + pause > patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
@@ -310,7 +310,7 @@ class _Offer:
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
         self.total_bytes = sum(header.tensor_bytes)
         self.decision: asyncio.Future[Download | None] = asyncio.get_running_loop().create_future()
-        """The download to which the donor shall contribute; ``None``: to none."""
+        """The download that the donor contributes to; ``None``: none."""
 
     def decide(self, download: Download | None) -> None:
         """Let the donor contribute to a download, or to none. The first decision holds."""
@@ -320,7 +320,7 @@ class _Offer:
 
 @dataclass
 class _DonorSearch:
-    """One download: what is wanted, and what came of the donors so far."""
+    """One download: the request, and the outcome of each donor so far."""
 
     p2p: P2P
     get_stub: Callable[[PeerID], StubBase]
@@ -330,22 +330,22 @@ class _DonorSearch:
     most_voters: int
     memory: DonorMemory
     warn_seldom: Seldom
-    """Anybody can declare any number of donors."""
+    """Logs rarely, because anyone can declare any number of donors."""
     waiting: deque[Donor]
     """Donors that have not been asked yet, or may be asked again."""
     left: dict[PeerID, DonorLeft] = field(default_factory=dict)
-    """By donor whose state was not taken: why."""
+    """By donor whose state was not taken: the reason."""
     contradictions: dict[PeerID, str] = field(default_factory=dict)
-    """By donor that refuses because this peer differs from it: in what, in words."""
+    """By donor that refuses because its settings differ: the differences, in words."""
     again_in: float | None = None
-    """The seconds after which a busy donor may have a place, the least that any says. ``None``: none is busy."""
+    """The least seconds after which a busy donor may have a free slot. ``None``: none is busy."""
     kept: dict[bytes, Download] = field(default_factory=dict)
-    """By version, downloads that were left for another version."""
+    """By version: downloads that were left for another version."""
     dials: dict[PeerID, asyncio.Future[None]] = field(default_factory=dict)
-    """Connections to the next donors, made ahead: those that are dead cost the time of one together."""
+    """Connections to the next donors, made ahead, so that all dead donors together cost the time of one."""
 
     async def run(self) -> GivenState | None:
-        """Download the version that most of the best donors show; ``None``: no donor has delivered a state."""
+        """Download the version that most of the best donors have; ``None``: no donor has delivered a state."""
         try:
             while self.waiting:
                 for _, peer in itertools.islice(self.waiting, MAX_VOTERS):  # whatever their ranks
@@ -359,7 +359,7 @@ class _DonorSearch:
             await cancel_and_wait(*self.dials.values())
 
     async def _dial(self, peer: PeerID) -> None:
-        # Not ``p2p.prepare``: it does not wait for a dial that is under way already, nor tell how that one ends.
+        # Not ``p2p.prepare``: it neither waits for a dial that is in flight already nor reports its outcome.
         self.p2p.pool.release(await self.p2p.pool.acquire(peer), reusable=True)
 
     async def reach(self, peer: PeerID) -> None:
@@ -380,7 +380,7 @@ class _DonorSearch:
         elif isinstance(answer, DonorBusy):
             self.again_in = answer.again_in if self.again_in is None else min(self.again_in, answer.again_in)
             self.warn_seldom(
-                "donor %s serves as many others as it can: it says to come again in %.0f s",
+                "donor %s serves as many others as it can: it says to ask again in %.0f s",
                 *(peer, answer.again_in),
                 about=peer,
             )
@@ -389,7 +389,7 @@ class _DonorSearch:
             self.leave(peer, DonorLeft.DOES_NOT_SHARE)
 
     def leave_out(self, peer: PeerID, error: Exception) -> None:
-        """Note that this peer can never use what a donor offers, and do not ask that donor for a while."""
+        """Note that this peer can never use a donor's state, and do not ask that donor for a while."""
         self.p2p.metrics.states_refused += 1
         self.warn_seldom("the state of peer %s is of no use: %s", peer, error, about=peer)
         if not self.request.part:  # a donor that lacks a part of the state may still have a good state
@@ -397,7 +397,7 @@ class _DonorSearch:
         self.leave(peer, DonorLeft.OF_NO_USE)
 
     def leave(self, peer: PeerID, reason: DonorLeft) -> None:
-        """Note that a donor is not used, or not any more."""
+        """Note that a donor is not used, or no longer used."""
         self.left[peer] = reason
         self.p2p.metrics.donors_left[reason.value] += 1
         logger.debug("donor %s is left: %s", peer, reason.value)
@@ -406,8 +406,7 @@ class _DonorSearch:
 class _Attempt:
     """One vote, and the download of the version that it chose.
 
-    Donors move between these states: asked, offering, active, in reserve. Which one to ask next follows from all of
-    them together.
+    Donors move between these states: asked, offering, active, in reserve. The next one to ask depends on all of them.
     """
 
     def __init__(self, search: _DonorSearch) -> None:
@@ -427,7 +426,7 @@ class _Attempt:
         self._news = asyncio.Event()
 
     async def run(self) -> GivenState | None:
-        """The state; ``None`` if it did not arrive. Then other donors may be left to ask."""
+        """The state; ``None`` if it did not arrive. Other donors may then be left to ask."""
         voters, source, is_left = self._ask_best(), None, False
         try:
             source = await self._vote(voters)
@@ -458,7 +457,7 @@ class _Attempt:
         version = None if self._download is None else self._download.version
         others = [offer.donor for offer in self._offers if offer.version != version]
         if is_left:
-            # The donors for which the download was left come first.
+            # The donors of the version that is preferred now come first.
             left = [offer.donor for offer in self._offers if offer.version == version]
             self._waiting.extendleft(reversed(sorted(others, key=lambda donor: self._seconds_from(donor))))
             self._waiting.extend(left)
@@ -470,7 +469,7 @@ class _Attempt:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def _ask_best(self) -> list[Donor]:
-        """Ask the first donors that wait, as far as they have the same rank."""
+        """Ask the first waiting donors that have the same rank."""
         rank = self._waiting[0][0]
         asked = [donor for donor in self._waiting if donor[0] == rank][: self._search.most_voters]
         for donor in asked:
@@ -502,7 +501,7 @@ class _Attempt:
                 if download is not None:
                     await self._fetch(download, call, peer)
                     return
-                # The call ends properly, which keeps the connection: this peer may soon average with the donor.
+                # End the call properly to keep the connection: this peer may soon average with the donor.
                 await call.send_end()
                 async with asyncio.timeout(options.chunk_timeout):
                     await call.receive(StateChunk)
@@ -524,7 +523,7 @@ class _Attempt:
             self._use(offer, self._download)
 
     def _use(self, offer: _Offer, download: Download) -> None:
-        """Decide about a donor that has answered: it contributes, is kept in reserve, or has another version."""
+        """Decide on a donor that has answered: it contributes, is kept in reserve, or has another version."""
         if offer.version != download.version:
             offer.decide(None)
         elif len(self._active) < self._most_active(download):
@@ -555,10 +554,10 @@ class _Attempt:
     # --- the vote -----------------------------------------------------------------------------------------------------
 
     async def _vote(self, voters: list[Donor]) -> _Offer | None:
-        """The offer to take: of the version that most donors show that answer in time; ``None``: none answers.
+        """The offer to take: one of the version with the most votes in time; ``None``: no donor answers.
 
         Args:
-            voters: the donors that have been asked. Those of the next rank are added if none of these answers soon.
+            voters: the donors that have been asked. Donors of the next rank are added if none of these answers soon.
         """
         loop, ends_at = asyncio.get_running_loop(), None
         asks_more_at = loop.time() + SLOW_SECONDS
@@ -581,7 +580,7 @@ class _Attempt:
             await first_completed(self._news.wait(), timeout=ends_at - loop.time())
 
     def _votes(self) -> Counter[bytes]:
-        """By version: the number of hosts that show it. Several peers on one host have one vote for a version."""
+        """By version: the number of hosts that have it. Several peers on one host have one vote for a version."""
         host_of = self._search.p2p.host_of
         pairs = {(offer.version, host_of(offer.donor[1])) for offer in self._offers}
         return Counter(version for version, _ in pairs)
@@ -592,7 +591,7 @@ class _Attempt:
         return {version: count if count >= least else 1 for version, count in votes.items()}
 
     def _best(self, voters: Collection[Donor]) -> _Offer | None:
-        """An offer of the version with the most votes, with the metadata that most donors of that version show."""
+        """An offer of the version with the most votes, with the metadata that most donors of that version have."""
         if not self._offers:
             return None
         order, weights = {donor: number for number, donor in enumerate(voters)}, self._weights()
@@ -619,8 +618,8 @@ class _Attempt:
             if offer.version != best.version and offer.header.metadata == best.header.metadata:
                 search.p2p.metrics.troubles["states that differ"] += 1
                 search.warn_seldom(
-                    "the state of donor %s is not that of %d other hosts, at the same epoch: it is not taken. Either "
-                    "its machine computes otherwise or is broken, or it lies",
+                    "the state of donor %s differs from that of %d other hosts at the same epoch: it is not taken. "
+                    "Either its machine computes differently or is broken, or it lies",
                     offer.donor[1],
                     votes[best.version],
                     about=offer.donor[1],
@@ -639,10 +638,10 @@ class _Attempt:
         return download
 
     async def _look_after(self, download: Download) -> bool:
-        """Ask further donors for help as needed. Ends when the state is here, no donor is left, or another is better.
+        """Ask more donors for help as needed. Ends when the state is here, or no donor is left, or another is better.
 
         Returns:
-            Whether the download was left, because another version is expected to be here sooner.
+            Whether the download was left, because another version is expected to arrive sooner.
         """
         is_slow = False
         while not download.finished.is_set():
@@ -655,7 +654,7 @@ class _Attempt:
             elif is_slow and self._leaves(download):
                 return True
             elif is_slow and not self._asked and self._waiting:
-                # No donor of this rank can help, and no version that is known would be here sooner.
+                # No donor of this rank can help, and no known version would arrive sooner.
                 self._extra += 1
                 self._ask(self._waiting.popleft())
             await first_completed(download.finished.wait(), self._news.wait(), timeout=CHECK_SECONDS)
@@ -663,7 +662,7 @@ class _Attempt:
         return False
 
     def _next_helper(self, download: Download, *, is_slow: bool) -> Donor | None:
-        """The next donor to ask for help; ``None``: none is needed, or none is left."""
+        """The next donor to ask for help; ``None``: no help is needed, or no donor is left."""
         is_enough = len(self._active) + len(self._asked) >= self._most_active(download)
         if is_enough and (self._asked or not is_slow):
             return None
@@ -675,7 +674,7 @@ class _Attempt:
         return (self._reserve or self._waiting).popleft()
 
     def _leaves(self, download: Download) -> bool:
-        """Leave a slow download if another version with as many votes is expected to be here sooner."""
+        """Leave a slow download if another version with as many votes is expected to arrive sooner."""
         weights = self._weights()
         rivals = [offer for offer in self._offers if weights[offer.version] >= weights[download.version]]
         rivals = [offer for offer in rivals if offer.version != download.version]
