@@ -255,7 +255,7 @@ def test_a_cancelled_round_is_not_restarted(make_averagers, monkeypatch, caplog)
     monkeypatch.setattr(averager, "schedule_step", lambda **_: pytest.fail("it was begun anew"))
     averager.step(increment_epoch=True, averaging_round=True, averaging_control=control)
     assert averager.local_epoch == 1
-    assert "the others have left or gone on" in caplog.text
+    assert "the others have left or continued" in caplog.text
 
 
 def test_a_failed_round_leaves_local_values(make_averagers, caplog):

@@ -114,7 +114,7 @@ class StepRequest:
 
 @dataclass(eq=False)
 class StateJob:
-    """The work that one call has started, and how far it has come."""
+    """The work that one call has started, and its progress."""
 
     request: StepRequest
     epoch: int
