@@ -349,8 +349,8 @@ class Attendance:
     def lets_others_catch_up(self, slot: int) -> bool:
         """Whether to give others that are a little behind some time to come to the round that ends this slot.
 
-        If rounds overlap with training, a peer whose rounds nobody joins never waits. It would be the fastest, and leave
-        the others behind.
+        If rounds overlap with training, a peer whose rounds nobody joins never waits. It would be the fastest, and
+        leave the others behind.
         """
         if not self._settings.overlaps:
             return False
