@@ -138,7 +138,7 @@ class Optimizer(JointOptimizer):
 
     kind = "Optimizer"
     options: Options
-    # Options that programs read as attributes; others need none. They are most of this class's attributes.
+    # Options that programs read as attributes.
     target_batch_size: int = option("target_batch_size")
     batch_size_per_step: int | None = option("batch_size_per_step")
     status_loglevel: int = option("status_loglevel")
@@ -253,14 +253,14 @@ class Optimizer(JointOptimizer):
         self._schema_hash = self._compute_schema_hash()
         self._begin()
 
-    # --- its parts, which subclasses may make in another way ----------------------------------------------------------
+    # --- its parts, which subclasses may make differently -------------------------------------------------------------
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs: Any) -> ProgressTracker:
-        """Make the tracker. The first of the three; a subclass may start what it makes, or leave that to this class.
+        """Make the tracker, the first of the three parts. A subclass may start the parts, or leave that to this class.
 
         Args:
             target_batch_size: samples of all peers together that make an epoch.
-            kwargs: options of the tracker, but those that follow from attributes of this optimizer.
+            kwargs: options of the tracker, except those that follow from attributes of this optimizer.
         """
         options: dict[str, Any] = {"client_mode": self.options.client_mode, "start": False, **kwargs}
         return ProgressTracker(self.dht, self.options.run_id, target_batch_size, **options)
@@ -398,7 +398,7 @@ class Optimizer(JointOptimizer):
                 loss = closure()
             if self._lacks_gradients(batch_size):
                 return loss
-        # A round began while this thread was waiting elsewhere, so this batch belongs to the next epoch.
+        # If a round began while this thread was waiting elsewhere, this batch belongs to the next epoch.
         is_late = self.global_step.begun is not None
         is_used = self._accumulate(batch_size, scaler) if is_late else False
         if is_late:
@@ -444,7 +444,7 @@ class Optimizer(JointOptimizer):
                 self._synchronization.note_attempt(loaded=loaded)
                 if loaded:
                     self.tracker.announce()
-        # This batch is lost: its time is no part of that of the next one.
+        # This batch is lost: its time must not count for the next one.
         self.tracker.performance_ema.reset_timer()
         return True
 
@@ -474,9 +474,10 @@ class Optimizer(JointOptimizer):
         self.state_averager.step(optimizer_step=True, delay_optimizer_step=delay, grad_scaler=scaler)
 
     def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
-        """Make the global step, and go to the next epoch: :class:`~shoal.optim.global_step.GlobalStep`."""
-        # This peer is about to tell others that it is ready, so the device must have finished its batches.
-        self._batches.finish()  # until here it computes
+        """Make the global step, and go to the next epoch, see :class:`~shoal.optim.global_step.GlobalStep`."""
+        # This peer is about to tell others that it is ready, so the device must have finished its batches. This is
+        # still time for computing, not for joint work.
+        self._batches.finish()
         self._schema_hash = self._compute_schema_hash()  # a program may have exchanged parameters since the last step
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, grad_scaler)
         own = self.local_progress.samples_accumulated
@@ -484,7 +485,7 @@ class Optimizer(JointOptimizer):
             is_over = self.global_step.run(scaler)
         if not is_over:
             return
-        # The weights of rounds that average parameters are no samples.
+        # In rounds that average parameters, weights are not samples.
         self._note_step(
             0.0 if self.grad_averager is None else self._reporting.samples_of_round(self._latest_round, own)
         )
@@ -494,7 +495,7 @@ class Optimizer(JointOptimizer):
         logger.log(self.options.status_loglevel, "epoch %d begins", self.local_epoch)
 
     def _compute_schema_hash(self) -> int:
-        """Differs when parameters of the optimizer are exchanged for others."""
+        """A hash that changes when parameters of the optimizer are replaced by others."""
         return hash(tuple(tuple(id(parameter) for parameter in group["params"]) for group in self.opt.param_groups))
 
     def _maybe_schedule_gradient_averaging(self) -> None:
@@ -503,7 +504,7 @@ class Optimizer(JointOptimizer):
             self.global_step.schedule_gradients()
 
     def _maybe_schedule_state_averaging(self) -> None:
-        """The same for its parameters, where gradients are not averaged."""
+        """The same for its parameters, if gradients are not averaged."""
         if self.grad_averager is None:
             self.global_step.schedule_state()
 
@@ -530,7 +531,7 @@ class Optimizer(JointOptimizer):
             self.global_step.begin_round_if_awaited()
 
     def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
-        # Gradients that accumulate in place are those that the round needs.
+        # The round needs gradients that accumulate in place.
         return contextlib.nullcontext() if self.options.reuse_grad_buffers else super()._gradients_kept()
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
@@ -561,7 +562,7 @@ class Optimizer(JointOptimizer):
         self.state_averager.name_parameters(model)
 
     def load_state(self, state: State) -> None:
-        """Continue from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state in the form that peers share, such as one from an archive.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -590,7 +591,7 @@ class Optimizer(JointOptimizer):
 
     @property
     def local_progress(self) -> LocalTrainingProgress:
-        """This peer's progress, as it tells it to the swarm."""
+        """This peer's progress, as it reports it to the swarm."""
         return self.tracker.local_progress
 
     @property
@@ -680,7 +681,7 @@ class Optimizer(JointOptimizer):
         try:
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
-            # Before the goodbye: after it others would drop this peer from a round under way in the background.
+            # Before the goodbye, after which others would drop this peer from a round in the background.
             self._synchronization.end_other_work()
         finally:
             self.tracker.shutdown(self.state_averager.shutdown_timeout)
