@@ -176,9 +176,9 @@ def choose_version(
 
     It is the newest version of the winning branch, so that no version is updated twice. With at least five members,
     more than a fifth of them must have that version, or have heard of it in a round, so that a few liars cannot lead
-    the others to a version that does not exist. If members have heard of a newer version that no member has, there is no
-    update: all get that version first. With at least four members, two must have heard of it. A branch or version that
-    only clients have is chosen last, because nobody could take it over.
+    the others to a version that does not exist. If members have heard of a newer version that none of them has, there
+    is no update: all get that version first. With at least four members, two must have heard of it. A branch or version
+    that only clients have is chosen last, because nobody could take it over.
 
     Args:
         told: the latest entries of members, by their positions.

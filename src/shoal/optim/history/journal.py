@@ -29,7 +29,7 @@ from shoal.compression.base import bytes_of
 
 # The size of hashes of entries. Chosen: nobody can find two rounds with the same hash.
 HASH_BYTES = 16
-# The most entries in a message. Chosen: far more than peers that train together can differ by.
+# The most entries in a message. Chosen: bounds its size, and peers that train together differ by a few.
 MOST_ENTRIES = 64
 MOST = 2**62
 """The largest version and number of samples that others can claim. Chosen: it fits the integers of messages."""

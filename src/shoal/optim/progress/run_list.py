@@ -26,8 +26,8 @@ from shoal.p2p import P2P, PeerID
 logger = logging.getLogger(__name__)
 
 KEY = "shoal_runs"
-# Seconds for which a record is valid, and between two checks whether the run needs one. Chosen: a record survives two
-# missed checks.
+# Seconds for which a record is valid, and between two checks whether the run needs one. Chosen: a keeper renews
+# its record in the last third of its lifetime.
 LIFETIME, PERIOD = 1800.0, 600.0
 # How many peers keep a record of a run, and how many peers of a large run check whether one is missing. Chosen: a few
 # suffice, and more would only add traffic.
