@@ -217,7 +217,7 @@ def check_may_train(dht: DHT) -> None:
     membership = dht.p2p.membership
     if membership is not None and Roles.TRAIN not in membership.own.roles:
         raise NotAMemberError(
-            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask who has invited "
+            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask whoever invited "
             "you for a token with the role train (shoal token invite --role train)",
             reason="wrong role",
         )

@@ -52,7 +52,7 @@ MAX_LOST, LOST_BYTES = 16, 8
 
 _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 _Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
-# JSON and msgpack can carry larger numbers, but no honest figure needs them, and sums of them would be infinite.
+# The largest figure. Chosen: no honest figure is larger, and sums of larger ones could be infinite.
 LARGEST = 1e30
 Figure = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 

@@ -152,7 +152,7 @@ class Contribution:
 
 # --- updates ----------------------------------------------------------------------------------------------------------
 
-# A member of a round is named by this many bytes of a hash, so that no two members of a run share a name. An update
+# A member of a round is named by this many bytes of a hash. Chosen: no two members of a run share a name. An update
 # holds at most this many bytes of names: those of 8,192 members.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 

@@ -43,9 +43,9 @@ from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
-# Later than all slots.
+# Beyond all slots.
 ANY_SLOT = MOST
-# In seconds, some thirty years: stands for an unknown end of a slot, because messages have no room for infinity.
+# In seconds, some thirty years. Chosen: stands for an unknown end of a slot, because messages cannot hold infinity.
 FAR_AHEAD = 1e9
 
 
@@ -322,7 +322,7 @@ class Attendance:
         return self._tracker.still_expected(behind)
 
     def voters(self, slot: int) -> set[PeerID]:
-        """Other peers of whom most must come to the round that ends this slot."""
+        """Other peers of which most must come to the round that ends this slot."""
         return self.electorate(get_dht_time(), slot - self.reach)
 
     def slot_to_go_back_to(self, slot: int) -> int | None:
@@ -409,7 +409,7 @@ class Attendance:
             return self._reachable(now).keys() - self._board.strangers
 
     def electorate(self, now: float, earliest: int) -> set[PeerID]:
-        """Other peers of whom most must come to a round.
+        """Other peers of which most must come to a round.
 
         These are all that may update what this peer updates, at any slot, and whether or not they are worth waiting
         for. Otherwise each of two halves of a run could believe that it has the majority: if they wait for nobody else,

@@ -203,7 +203,7 @@ class Journal:
 # Chosen: short, because names of rounds are sent with each record. If two rounds have the same name by chance, two
 # sides look like one until the next round.
 ROUND_ID_BYTES = 4
-# How many of its latest rounds a peer tells. Chosen: a peer that shares none of so many trains another model.
+# How many of its latest rounds a peer tells. Chosen: a peer that shares none of them trains another model.
 LAST_ROUNDS = 8
 # The most fork points that a peer tells. Chosen: they are sent with each record.
 MAX_FORK_POINTS = 4

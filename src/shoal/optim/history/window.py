@@ -73,7 +73,7 @@ def is_behind(own: float, other: float, most: float = 0) -> bool:
     return relation(own, other, Window(most, math.inf)) is Relation.BEHIND
 
 
-# --- who comes to a round ---------------------------------------------------------------------------------------------
+# --- which peers come to a round --------------------------------------------------------------------------------------
 
 
 def last_epoch_in_first_round(epoch: int, *, overlaps: bool) -> int:

@@ -61,8 +61,9 @@ CALL_TIMEOUT = 10.0
 SECOND_CALL_TIMEOUT = 5.0
 # The most seconds that a newcomer waits for its calls to all others. Chosen: dead peers must not delay it.
 INTRODUCTION_TIMEOUT = 3.0
+# Attempts of a call, and the seconds between them. Chosen: a single refusal may be chance, but a killed process refuses
+# every time.
 DIAL_ATTEMPTS = 2
-# Seconds between two attempts. Chosen: a single refusal may be chance, but a killed process refuses every time.
 DIAL_PAUSE = 0.2
 # The most peers of a large swarm that are called in a refresh. Chosen: bounds the traffic.
 MAX_ASKED = 16

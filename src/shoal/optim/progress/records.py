@@ -143,6 +143,7 @@ class PerformanceEMA:
 
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 
+# The most addresses in a record. Chosen: keeps records small.
 MAX_ADDRESSES = 8
 # The most peers that are called directly; the rest read the DHT. Chosen: calls to all peers of a large swarm would cost
 # too much.
@@ -163,7 +164,7 @@ _BYTES_PER_SECOND = 100.0
 # A peer tells its progress again when the others' estimate of it is off by this share of its part of an epoch. Chosen.
 _TOLERANCE = 0.05
 
-# Samples per second, so that nothing is divided by 0 where the swarm stands still.
+# Samples per second. Chosen: avoids a division by 0 if the swarm stands still.
 _NO_SPEED = 1e-20
 
 

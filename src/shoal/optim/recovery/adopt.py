@@ -95,7 +95,7 @@ def refusing_nonsense() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError) as e:
-        raise ValueError(f"it makes no sense: {type(e).__name__}: {one_line(str(e))}") from e
+        raise ValueError(f"it is malformed: {type(e).__name__}: {one_line(str(e))}") from e
 
 
 def first_accepted(
