@@ -46,7 +46,7 @@ class OtherTensors:
     buffers: Named = field(default_factory=list)
     """Buffers that are part of checkpoints, such as running means of batch norms."""
     names: tuple[str, ...] = ()
-    """Of the optimizer's parameters, in its order; empty if the model does not name all of them."""
+    """The names of the optimizer's parameters, in its order; empty if the model does not name all of them."""
 
     @classmethod
     def find(

@@ -279,7 +279,7 @@ class JointOptimizer(SwarmOptimizer):
             raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():
             self.dht.check()
-            raise ReactorError(f"the DHT of this {self.kind} has failed: make new ones of both")
+            raise ReactorError(f"the DHT of this {self.kind} has failed: make a new DHT and a new {self.kind}")
 
     def _takes_part(self) -> bool:
         """Whether it works in the background."""

@@ -465,7 +465,7 @@ class ProgressTracker(Facade):
         return [PeerID(peer) for peer in self.board.unreachable_peers(get_dht_time())]
 
     def watch(self, callback: Callable[[], object]) -> None:
-        """From now on, call this whenever something about other peers changes. It may be called in any thread."""
+        """Call this callback, in any thread, whenever something about other peers changes."""
         self.board.on_change.append(callback)
 
     def unwatch(self, callback: Callable[[], object]) -> None:
@@ -476,7 +476,7 @@ class ProgressTracker(Facade):
     # --- partitions of the run ----------------------------------------------------------------------------------------
 
     def compare_settings(self, company: Company) -> None:
-        """From now on, compare settings with other peers. Call this before the first report of progress."""
+        """Begin to compare settings with other peers. Call this before the first report of progress."""
         self.board.company = company
         self._equip()
 
@@ -504,8 +504,7 @@ class ProgressTracker(Facade):
         company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
-        """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
-        them."""
+        """Begin to compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`), and to note their members."""
         self.board.fork_tracker.begin()
 
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
@@ -591,7 +590,7 @@ class ProgressTracker(Facade):
         return self.exchange is None or await self.exchange.trains_the_same_model(peer)
 
     def advise(self, averager: AveragerNode, weighs_samples: bool, trains_one: bool) -> None:
-        """From now on, an averager judges other peers by what this tracker knows of them.
+        """Let an averager judge other peers by what this tracker knows about them.
 
         Args:
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.

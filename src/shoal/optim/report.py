@@ -169,7 +169,7 @@ class _Sharded(Protocol):
 class _Progress(Protocol):
     @property
     def epoch(self) -> int:
-        """Of this peer."""
+        """The epoch of this peer."""
 
 
 class ProgressSource(Protocol):

@@ -156,7 +156,7 @@ class Flight:
 
     @property
     def weight(self) -> float:
-        """Of this peer's message."""
+        """The weight of this peer's message."""
         return self.message.weight
 
     @property

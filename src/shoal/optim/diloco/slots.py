@@ -1,9 +1,9 @@
 """Slots: when peers exchange which fragment, how they agree that a slot is over, and which of them come to its round.
 
-A *slot* is the time up to one exchange, that of one fragment. Slots are numbered; slot k is for fragment ``k %
-fragments``. The whole swarm uses the same numbers, so a peer that hears of a later slot goes there and skips those
-between. To the progress tracker, slots are epochs. The length of a slot is counted either in samples of all peers, or
-in inner steps. Inner steps are not added up: the first peer that has made all of them ends the slot
+A *slot* is the time up to one exchange, that of one fragment. Slots are numbered; slot k is for fragment
+``k % fragments``. The whole swarm uses the same numbers, so a peer that hears of a later slot goes there and skips
+those between. To the progress tracker, slots are epochs. The length of a slot is counted either in samples of all
+peers, or in inner steps. Inner steps are not added up: the first peer that has made all of them ends the slot
 (:class:`StepRule`).
 
 If training stands still during rounds, only peers of one slot meet. If rounds overlap with training, a round may end

@@ -438,13 +438,13 @@ class SeveralProcesses(SwarmOptimizer):
     # --- reports to monitors ------------------------------------------------------------------------------------------
 
     def report(self, **metrics: Any) -> None:
-        """As :meth:`shoal.Optimizer.report`: the figures of the first process count, those of the others do not."""
+        """Like :meth:`shoal.Optimizer.report`. Only the figures of the first process count."""
         if self.swarm is not None:
             self.swarm.report(**metrics)
 
     @property
     def report_is_due(self) -> bool:
-        """As :attr:`shoal.Optimizer.report_is_due`; never in processes other than the first one."""
+        """Like :attr:`shoal.Optimizer.report_is_due`; false in all processes but the first one."""
         return self.swarm is not None and bool(self.swarm.report_is_due)
 
     # --- the end ------------------------------------------------------------------------------------------------------

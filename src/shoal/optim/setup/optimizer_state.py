@@ -556,7 +556,7 @@ class GradientCheck:
         self._has_told = False
 
     def are_sound(self, epoch: int) -> bool:
-        """Whether all gradients are finite. Of several skipped steps in a row, only the first one is a warning."""
+        """Whether all gradients are finite. Of several skipped steps in a row, only the first logs a warning."""
         named = [(name, parameter.grad) for name, parameter in self._named if parameter.grad is not None]
         bad = first_not_finite([grad for _, grad in named])
         if bad is not None:
