@@ -353,7 +353,7 @@ class GlobalStep:
         """
         try:
             gathered = control.result(self.options.averaging_timeout)
-        except Exception as e:  # whatever has failed, training continues
+        except Exception as e:  # after any failure, training continues
             control.cancel()
             self.tracker.note_round(None)
             again = self._tries_again(e, own_mean)

@@ -92,7 +92,7 @@ class PeerMomentum:
         copy_all(gradients, self._momentum)
 
     def next_step(self) -> None:
-        """A new step begins: the next gradients are new ones, whatever their number of batches."""
+        """Begin a new step: the next gradients are new ones, even with the same number of batches."""
         self._batches = 0
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -116,8 +116,8 @@ class Optimizer(JointOptimizer):
         peer_momentum: send momentum with this factor, such as 0.9, instead of gradients, so that small lies stand out,
             too. The optimizer must have no momentum of its own. Must be the same in all peers.
         frozen_base: names the frozen model beneath the parameters, such as by :func:`shoal.transformers.fingerprint`.
-            It stays at home, and may have another precision in each peer: its values are not compared. A peer with
-            another base gets neither into a group nor a state, and both sides are told.
+            It is not sent, and may have another precision in each peer: its values are not compared. A peer with
+            another base joins no group and gets no state, and both sides are told.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
@@ -126,12 +126,12 @@ class Optimizer(JointOptimizer):
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
-        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave the run in order, in seconds.
         verbose: log what happens at level INFO.
 
     Raises:
         ValueError, AssertionError: options contradict each other, something cannot be trained with others, or another
-            Optimizer with this ``run_id`` is at work on this DHT.
+            Optimizer with this ``run_id`` is active on this DHT.
         TypeError: an option has a wrong type.
         ReactorError: the DHT is shut down.
     """

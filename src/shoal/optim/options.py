@@ -364,7 +364,7 @@ class Options(SwarmOptions):
             "delta_rule_averaging": not self.mode.averages_gradients and self.mode.delays_state,
             "performance_ema_alpha": self.performance_ema_alpha,
             "average_opt_statistics": self.average_opt_statistics,
-            # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
+            # If rounds overlap, a peer that is an epoch behind would otherwise stay behind.
             "sync_epoch_when_averaging": self.mode.overlaps,
             "check_state": self.check_state,
             **self.own_averager_opts(),

@@ -241,7 +241,7 @@ class ProgressTracker(Facade):
         """Start to publish and to read. Returns when others can call this tracker. Idempotent.
 
         Raises:
-            ValueError: another tracker with this prefix is at work on this DHT.
+            ValueError: another tracker with this prefix is active on this DHT.
         """
         # These imports load pydantic and more, and would block the event loop.
         from shoal.dht.crypto import PrivateKey

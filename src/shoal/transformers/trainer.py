@@ -51,7 +51,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
     - Logs also have ``swarm_epoch`` (swarm steps so far), ``swarm_peers``, ``swarm_samples_per_second`` (of this peer)
       and ``swarm_grad_norm`` (of the last swarm step, before clipping). The loss is reported to ``shoal monitor``.
     - ``train(resume_from_checkpoint=...)`` continues from a checkpoint, or from the swarm's state if that is ahead.
-    - With peft adapters, the frozen base stays at home. Peers with another base are refused.
+    - With peft adapters, the frozen base is not sent. Peers with another base are refused.
 
     Args:
         model, args, further, options: as for ``Trainer``. ``optimizers`` may have an optimizer, but no scheduler.

@@ -110,8 +110,8 @@ class DiLoCo(JointOptimizer):
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
         model: the module that the parameters belong to. Its buffers, and its parameters that the optimizer does not
-            have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
-            home: load the same in all peers.
+            have, become extra tensors; archives name the parameters as this module does. Frozen parameters are not
+            sent: load the same in all peers.
         aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
             It needs a codec whose averages are encoded again: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
         frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
@@ -125,7 +125,7 @@ class DiLoCo(JointOptimizer):
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
-        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave the run in order, in seconds.
         verbose: log what happens at level INFO.
 
     Raises:

@@ -183,7 +183,7 @@ class OuterRounds:
                 if self.attendance.is_passed_over(flight.slot, flight.control):
                     raise AllreduceException("most others have continued without it")
                 flight.control.result(self.settings.averaging_timeout)
-            except Exception as e:  # whatever has failed, training continues
+            except Exception as e:  # after any failure, training continues
                 flight.control.cancel()
                 if flight.control.began_allreduce or self.attendance.others_are_there(flight.slot):
                     self.attendance.note(flight, None)

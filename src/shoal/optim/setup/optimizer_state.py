@@ -35,14 +35,14 @@ PART_BYTES = 2**26
 # A step with zero gradients creates the statistics, but changes these. Here are their values before the first step.
 _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 
-# Where a torch optimizer keeps its hooks. There is no public way to suspend them.
+# The attributes in which a torch optimizer keeps its hooks. There is no public way to suspend them.
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Types of values that can be sent as they are.
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 # By optimizer: entries of its groups that its steps have made or changed and that are not in its defaults.
 _made_by_steps: weakref.WeakKeyDictionary[TorchOptimizer, set[str]] = weakref.WeakKeyDictionary()
-# Where the paths of tensors in groups begin; the paths of statistics begin with the number of their parameter.
+# The first part of the paths of tensors in groups; the paths of statistics begin with the number of their parameter.
 _GROUPS = "groups"
 
 
